@@ -37,6 +37,7 @@ from turngate.engines.base import Chunk, Engine, Generate
 from turngate.engines.scripted import Script, Scripted, ScriptedTurn
 from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load_renderer
 from turngate.server.app import Gateway
+from turngate.server.run import GatewayWebSocket
 
 Json = Any
 T = TypeVar("T")
@@ -367,6 +368,7 @@ async def _serve(app: Gateway) -> AsyncIterator[int]:
         uvicorn.Config(
             app,
             http="httptools",
+            ws=GatewayWebSocket,
             lifespan="off",
             access_log=False,
             log_config=None,

@@ -115,6 +115,14 @@ class TooLarge(TurngateError):
     kind = "request_too_large"
 
 
+class UpgradeRefused(TurngateError):
+    """The client asked for a WebSocket where there is none. Agents fall back to HTTP after this status."""
+
+    boundary = "client"
+    status = 426
+    kind = "upgrade_required"
+
+
 class Unprocessable(TurngateError):
     """A status 422 error, for compatibility APIs that require this status."""
 

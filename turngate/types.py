@@ -267,6 +267,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     template_hints: dict[str, Json] = {}  # template arguments, ignored if the template does not use them
     stream: bool = False
     include_usage: bool = False
+    store: bool = False  # keep the reply, so that later calls can refer to it by id
     retried: bool = False  # the client reports this call as a retry
     idempotency_key: str = ""
     dialect: str = "chat"

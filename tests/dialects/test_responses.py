@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic
@@ -11,8 +12,17 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from turngate.dialects import decode_stored_messages
-from turngate.dialects.base import WireRequest
+from turngate.dialects.base import EarlierReply, ReplyRecord, WireRequest
 from turngate.dialects.responses import Responses
+from turngate.dialects.responses_items import (
+    encode_message,
+    encode_page,
+    list_input,
+    read_output,
+    read_page,
+    rebuild_reply,
+    response_of_item,
+)
 from turngate.errors import (
     BadRequest,
     Conflict,
@@ -276,8 +286,8 @@ def test_provider_tool_item_names_its_position() -> None:
 INVALID_ITEMS: dict[str, tuple[Json, str]] = {
     "unknown type": ({"type": "hologram"}, "input[0].type 'hologram'"),
     "compaction of another provider": ({"type": "compaction", "encrypted_content": "x"}, "input[0].type 'compaction'"),
-    "reference": ({"type": "item_reference", "id": "msg_1"}, "input[0] refers to an item by its id"),
-    "untyped reference": ({"id": "msg_1"}, "input[0] refers to an item by its id"),
+    "reference": ({"type": "item_reference", "id": "msg_1"}, "input[0]: no item with id 'msg_1' is stored"),
+    "untyped reference": ({"id": "msg_1"}, "input[0]: no item with id 'msg_1' is stored"),
     "role": (
         {"role": "critic", "content": "x"},
         "input[0].role must be one of system, developer, user, assistant, not 'critic'",
@@ -374,9 +384,9 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
     "no input": ({"input": None}, "input", "must contain at least one item"),
     "empty input": ({"input": []}, "input", "must contain at least one item"),
     "input that is a number": ({"input": 7}, "input", "Expected `str | array | null`"),
-    "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
-    "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt", "nothing is stored"),
-    "background": ({"background": True}, "background", "responses are not stored"),
+    "conversation": ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+    "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompts are stored"),
+    "background": ({"background": True}, "background", "stream the response"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "does not return to agents"),
     "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "does not return to agents"),
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", "does not compact"),
@@ -687,6 +697,8 @@ def test_tool_call_events() -> None:
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     custom = ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"]
     assert event_types(events)[2:-1] == [*call, *custom, *call, "output_item.added", "output_item.done", *call]
+    ends = [event for event in events if event["type"].endswith(("arguments.done", "input.done"))]
+    assert [event.get("name") for event in ends] == ["run", None, "spawn", "unheard_of"]
     assert [
         {k: v for k, v in item.items() if k not in ("id", "status")} for item in events[-1]["response"]["output"]
     ] == [
@@ -853,7 +865,183 @@ def test_response_echoes_request() -> None:
     assert response["reasoning"] == {"effort": "low", "summary": "auto"} and response["text"]["verbosity"] == "low"
     assert response["parallel_tool_calls"] is False and response["prompt_cache_key"] == "k"
     # Settings that were overridden show their actual value.
-    assert response["store"] is False and response["truncation"] == "disabled"
+    assert response["truncation"] == "disabled"
+
+
+@pytest.mark.parametrize(("sent", "stored"), [(None, True), (True, True), (False, False)])
+def test_responses_are_stored_unless_store_is_false(sent: bool | None, stored: bool) -> None:
+    call = decode(store=sent)
+    assert call.store is stored and encode_reply(store=sent)["store"] is stored
+
+
+# ── references to earlier responses ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Earlier:
+    """The replies that requests in these tests may refer to."""
+
+    def __init__(self, **replies: tuple[Call, Sequence[bytes]]) -> None:
+        self._replies = {name: EarlierReply(call.history, output) for name, (call, output) in replies.items()}
+
+    def find(self, reply_id: str) -> EarlierReply | None:
+        return self._replies.get(reply_id)
+
+    def find_item(self, item_id: str) -> bytes | None:
+        items = [item for reply in self._replies.values() for item in reply.output]
+        return next((item for item in items if json.loads(item)["id"] == item_id), None)
+
+
+def decode_later(earlier: Earlier, **body: Json) -> Call:
+    return responses.decode(WireRequest(json.dumps({"model": "m", **body}).encode(), earlier=earlier))
+
+
+def complete(call: Call, *events: ReplyEvent) -> ReplyRecord:
+    stream = responses.open_stream(call)
+    stream.whole(done_of(events))
+    return stream.record()
+
+
+def decoded(call: Call) -> list[Message]:
+    return [message for n in range(len(call.history.raws)) for message in call.history.decode(n)]
+
+
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+def test_previous_response_continues_with_its_input_and_output(instructions: str | None) -> None:
+    first = decode(instructions=instructions, tools=[RUN])
+    record = complete(first, Delta("reasoning", "Hm."), Delta("content", "Look."), call_delta("a", "run"))
+    earlier = Earlier(**{record.id: (first, record.output)})
+    result = result_item("a", "done")
+    chained = decode_later(
+        earlier, instructions=instructions, tools=[RUN], previous_response_id=record.id, input=[result]
+    )
+    resent = decode(
+        instructions=instructions,
+        tools=[RUN],
+        input=[{"role": "user", "content": "Hi"}, *map(json.loads, record.output), result],
+    )
+    assert decoded(chained) == decoded(resent) and len(chained.history.items) == 5
+    echoed = json.loads(responses.encode_reply(chained, done_of(())))
+    assert echoed["previous_response_id"] == record.id
+
+
+def test_instructions_of_previous_response_are_not_kept() -> None:
+    first = decode(instructions="Be brief.")
+    record = complete(first, Delta("content", "Hello."))
+    earlier = Earlier(**{record.id: (first, record.output)})
+    chained = decode_later(earlier, previous_response_id=record.id, input="More", instructions="Be long.")
+    assert [message.content for message in decoded(chained)] == ["Be long.", "Hi", "Hello.", "More"]
+    chained = decode_later(earlier, previous_response_id=record.id, input="More")
+    assert [message.role for message in decoded(chained)] == ["user", "assistant", "user"]
+
+
+def test_item_references_stand_for_their_items() -> None:
+    first = decode(tools=[RUN])
+    record = complete(first, Delta("reasoning", "Hm."), Delta("content", "Look."), call_delta("a", "run"))
+    earlier = Earlier(**{record.id: (first, record.output)})
+    ids = [json.loads(item)["id"] for item in record.output]
+    items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": ids[0]}, {"id": ids[1]}]
+    call = decode_later(
+        earlier, tools=[RUN], input=[*items, {"type": "item_reference", "id": ids[2]}, result_item("a", "done")]
+    )
+    [_, turn, answer] = decoded(call)
+    assert (turn.reasoning, turn.content, [c.name for c in turn.tool_calls]) == ("Hm.", "Look.", ["run"])
+    assert answer.role == "tool"
+
+
+@pytest.mark.parametrize("where", ["previous response", "request"])
+def test_error_position_counts_only_own_items(where: str) -> None:
+    first = decode()
+    record = complete(first, Delta("content", "Hello."))
+    earlier = Earlier(**{record.id: (first, record.output)})
+    items = [{"role": "user", "content": "More"}, {"type": "item_reference", "id": "msg_tg0"}]
+    previous = {"previous_response_id": record.id} if where == "previous response" else {}
+    with pytest.raises(BadRequest) as caught:
+        decode_later(earlier, input=items, **previous)
+    assert (caught.value.status, caught.value.param) == (404, "input[1]")
+    assert "'msg_tg0'" in caught.value.message and "store=false" in caught.value.message
+
+
+def test_record_is_delivered_response() -> None:
+    call = decode(instructions="Be brief.", tools=[RUN])
+    stream = responses.open_stream(call)
+    whole = stream.whole(done_of((Delta("content", "Hello."),)))
+    record = stream.record()
+    assert record.head + record.echo + record.tail == whole and read_output(record.tail) == list(record.output)
+    assert json.loads(whole)["id"] == record.id
+
+
+def test_rebuilt_reply_has_tools_from_items() -> None:
+    tools = {"type": "additional_tools", "role": "developer", "tools": [RUN]}
+    first = decode(instructions="Be brief.", input=[tools, {"role": "user", "content": "Hi"}])
+    record = complete(first, call_delta("a", "run"))
+    reply = rebuild_reply(record.echo, record.tools, first.history.raws, record.output)
+    call = decode_later(
+        Earlier(),
+        input=[*map(json.loads, reply.history.items), *map(json.loads, reply.output), result_item("a", "done")],
+    )
+    assert call.tools is not None and [tool.name for tool in call.tools.decode()] == ["run"]
+    assert [message.role for message in decoded(call)] == ["user", "assistant", "tool"]
+
+
+MESSAGES = {
+    "user": Message("user", "Hi"),
+    "system": Message("system", "Be brief."),
+    "result": Message("tool", "done", tool_call_id="a"),
+    "empty answer": Message("assistant"),
+    "answer": Message("assistant", "Look.", "Hm.", (ToolCall("a", "run", '{"x":1}'),)),
+    "calls alone": Message("assistant", "", "", (ToolCall("a", "run", "{}"), ToolCall("b", "run", "{}"))),
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_encoded_messages_decode_the_same(case: str) -> None:
+    items = encode_message(MESSAGES[case])
+    assert decode_stored_messages("responses", b"[" + b",".join(items) + b"]") == [MESSAGES[case]]
+
+
+ITEMS = [json.dumps({"id": f"msg_{n}", "type": "message"}).encode() for n in range(5)]
+PAGES: dict[str, tuple[dict[str, str], list[int], bool]] = {
+    "newest first": ({}, [4, 3, 2, 1, 0], False),
+    "oldest first": ({"order": "asc"}, [0, 1, 2, 3, 4], False),
+    "first page": ({"order": "asc", "limit": "2"}, [0, 1], True),
+    "next page": ({"order": "asc", "limit": "2", "after": "msg_1"}, [2, 3], True),
+    "last page": ({"order": "asc", "limit": "2", "after": "msg_3"}, [4], False),
+    "next page, newest first": ({"limit": "2", "after": "msg_3"}, [2, 1], True),
+    "past the end": ({"after": "msg_0"}, [], False),
+}
+
+
+@pytest.mark.parametrize("case", PAGES)
+def test_pages_of_items(case: str) -> None:
+    query, expected, more = PAGES[case]
+    page = json.loads(encode_page(ITEMS, read_page(query)))
+    ids = [item["id"] for item in page["data"]]
+    assert ids == [f"msg_{n}" for n in expected] and page["has_more"] is more and page["object"] == "list"
+    assert (page["first_id"], page["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [({"limit": "0"}, "limit"), ({"limit": "101"}, "limit"), ({"limit": "x"}, "limit"), ({"order": "up"}, "order")],
+)
+def test_invalid_page_names_its_field(query: dict[str, str], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_page(query)
+    assert caught.value.param == field and caught.value.message.startswith(field)
+
+
+def test_page_after_unknown_item() -> None:
+    with pytest.raises(BadRequest, match="no input item has the id 'msg_9'"):
+        encode_page(ITEMS, read_page({"after": "msg_9"}))
+
+
+def test_item_ids_name_their_response() -> None:
+    record = complete(decode(), Delta("content", "Hello."))
+    assert [response_of_item(json.loads(item)["id"]) for item in record.output] == [record.id]
+    [listed] = list_input(EarlierReply(decode().history, record.output), record.id)
+    assert response_of_item(json.loads(listed)["id"]) == record.id
+    assert json.loads(listed)["content"] == [{"type": "input_text", "text": "Hi"}]
+    assert [response_of_item(name) for name in ("", "msg_1", "msg_tg12", "resp_x")] == ["", "", "", ""]
 
 
 def test_streamed_reply_equals_whole_reply() -> None:

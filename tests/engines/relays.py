@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import msgspec
 
 from tests.engines.standins import Answer, StandIn, serving
 from turngate.dialects.chat import ChatTools
@@ -20,7 +22,8 @@ OTHER = {"type": "function", "function": {"name": "read", "parameters": {"type":
 class DecodedHistory:
     """An already decoded history: one or more messages per piece."""
 
-    def __init__(self, pieces: Sequence[Message | tuple[Message, ...]]) -> None:
+    def __init__(self, pieces: Sequence[Message | tuple[Message, ...]], items: Sequence[bytes] = ()) -> None:
+        self.items = items
         self._pieces = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
         self.raws = [b"{}"] * len(self._pieces)
 
@@ -34,10 +37,18 @@ def foreign_call(*messages: Message | tuple[Message, ...], tools: Sequence[Json]
     return Call(**{"model": "m", "dialect": "elsewhere", **fields}, history=DecodedHistory(messages), tools=offered)
 
 
+class _ListedItems(msgspec.Struct):
+    input: str | list[msgspec.Raw] = []
+
+
 def native_call(dialect: str, body: Json, **fields: Any) -> Call:
     """Make a call in the endpoint's own dialect, whose body is forwarded."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Call(**{"model": "m", **fields}, history=DecodedHistory([]), dialect=dialect, body=raw)
+    listed: str | list[msgspec.Raw] = []
+    with suppress(msgspec.DecodeError):
+        listed = msgspec.json.decode(raw, type=_ListedItems).input
+    history = DecodedHistory([], [bytes(item) for item in listed] if isinstance(listed, list) else [])
+    return Call(**{"model": "m", **fields}, history=history, dialect=dialect, body=raw)
 
 
 def require_tools(*names: str) -> Constraint:

@@ -50,9 +50,9 @@ FIELDS = {
         ignored="metadata",  # signals read the session's name from it
     ),
     "codex": Fields(
-        "input model tools reasoning include stream prompt_cache_key",
+        "input model tools reasoning include stream prompt_cache_key store",
         neutral="tool_choice parallel_tool_calls",
-        ignored="store client_metadata",  # signals read the thread's name from the latter
+        ignored="client_metadata",  # signals read the thread's name from it
     ),
     "gemini-cli": Fields("contents systemInstruction tools generationConfig"),
     "mini-swe-agent": Fields("messages model tools max_tokens"),

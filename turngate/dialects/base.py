@@ -7,7 +7,7 @@ call is the same for all dialects. The server iterates over the dialects; the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -22,6 +22,36 @@ class Route(msgspec.Struct, frozen=True):
 
     path: str
     verb: Verb = "generate"
+    socket: bool = False  # calls may also arrive over a WebSocket, opened with GET
+
+
+class EarlierReply(msgspec.Struct, frozen=True):
+    """A reply of the same session that a request may refer to: the history of its request, and its own items."""
+
+    history: History
+    output: Sequence[bytes]
+
+
+class EarlierReplies(Protocol):
+    """The replies that a request may refer to by id. Both methods return None if nothing has the id."""
+
+    def find(self, reply_id: str) -> EarlierReply | None: ...
+
+    def find_item(self, item_id: str) -> bytes | None: ...
+
+
+class ReplyRecord(msgspec.Struct, frozen=True):
+    """A reply to be stored under its id: `head`, `echo` and `tail` together are its JSON.
+
+    `echo` repeats the request and is mostly the same in all replies of a session, so it is stored once.
+    """
+
+    id: str
+    head: bytes
+    echo: bytes
+    tail: bytes
+    output: tuple[bytes, ...]  # its items
+    tools: bytes = b"[]"  # tools from the items of the request rather than from the request itself
 
 
 class WireRequest(msgspec.Struct, frozen=True):
@@ -35,6 +65,8 @@ class WireRequest(msgspec.Struct, frozen=True):
     known_items: Sequence[bytes] = ()  # items that were removed from the body
     history: History | None = None  # history of exactly these items, to be extended
     uncut_body: bytes = b""  # body before items were removed; empty if none were
+    earlier: EarlierReplies | None = None  # replies that the request may refer to
+    over_socket: bool = False  # it arrived as an event of a WebSocket
 
     @property
     def received_body(self) -> bytes:
@@ -55,6 +87,20 @@ class Stream(Protocol):
         """Encode one event. `Done` becomes the terminal event."""
 
     def error(self, error: TurngateError) -> bytes: ...
+
+
+@runtime_checkable
+class StorableStream(Stream, Protocol):
+    """Encoder for a reply that can be stored under its id (`Call.store`)."""
+
+    def whole(self, done: Done) -> bytes:
+        """Encode the whole reply."""
+
+    def empty(self) -> bytes:
+        """Encode the events of a reply for which nothing is sampled."""
+
+    def record(self) -> ReplyRecord:
+        """Return the reply, once it is complete."""
 
 
 class Dialect(Protocol):

@@ -18,6 +18,7 @@ _TYPES = {
     409: "conflict_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
+    426: "invalid_request_error",
     429: "rate_limit_error",
 }
 

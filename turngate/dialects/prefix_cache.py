@@ -136,8 +136,10 @@ class PrefixCache:
         if without_lone_surrogates(short) is not short:
             return None
         history = known.history if match.count == len(known.items) else None
-        unchanged = wire.headers, wire.query, wire.verb, wire.model
-        call = self._dialect.decode(WireRequest(short, *unchanged, known.items[: match.count], history, body))
+        items = known.items[: match.count]
+        call = self._dialect.decode(
+            msgspec.structs.replace(wire, body=short, known_items=items, history=history, uncut_body=body)
+        )
         frame = self._build_frame(wire, call)
         if frame is not None:
             self._remember(call.history, frame, match)

@@ -1,7 +1,7 @@
-"""OpenAI Responses: `POST /v1/responses` and, to count tokens, `POST /v1/responses/input_tokens`.
+"""OpenAI Responses: `POST /v1/responses` (or a WebSocket there) and, to count tokens, `POST /v1/responses/input_tokens`.
 
 Every field of a request is checked here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
-`responses_reply.py` encodes the replies. Responses are not stored: each call contains its whole conversation.
+`responses_reply.py` encodes the replies. Unless `store` is false, later requests may refer to a response and to its items by id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from turngate.dialects.base import Route, WireRequest
+from turngate.dialects.base import EarlierReply, Route, WireRequest
 from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
 from turngate.dialects.responses_history import ResponsesHistory
 from turngate.dialects.responses_reply import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
@@ -42,7 +42,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
 class PreviousResponseNotFound(BadRequest):
-    """The request refers to an earlier response by its id, but responses are not stored."""
+    """The request continues a response that is not stored in its session."""
 
     kind = "previous_response_not_found"
 
@@ -82,6 +82,8 @@ class _Request(msgspec.Struct):
     metadata: msgspec.Raw = ABSENT
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
+    generate: bool | None = None
     previous_response_id: str | None = None
     conversation: msgspec.Raw = ABSENT
     prompt: msgspec.Raw = ABSENT
@@ -99,8 +101,8 @@ class Responses:
 
     name = "responses"
     routes = (
-        Route("/v1/responses"),
-        Route("/responses"),
+        Route("/v1/responses", socket=True),
+        Route("/responses", socket=True),
         Route("/v1/responses/input_tokens", "count"),
         Route("/responses/input_tokens", "count"),
     )
@@ -119,7 +121,9 @@ class Responses:
         except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_unsupported(request)
-        items = _decode_history(request, wire)
+        if request.generate is False and not wire.over_socket:
+            raise field_error("generate", "can be false only over a WebSocket; leave it out")
+        items = _decode_history(request, wire, _find_previous(request, wire))
         offered = _collect_tools(request, items)
         text = _decode_text(request)
         constraint, tools = _decode_constraint(request, text, offered, replaceable=bool(items.offered))
@@ -137,6 +141,7 @@ class Responses:
             template_hints=_template_hints(reasoning.effort, text.verbosity),
             stream=bool(request.stream),
             include_usage=True,
+            store=request.store is not False,
             dialect=self.name,
             body=wire.received_body,
             reply_options=ResponsesReplyOptions(
@@ -144,6 +149,7 @@ class Responses:
                 tools=OfferedTools((*((offered,) if offered is not None else ()), *items.list_searched_tools())),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
                 encrypt_reasoning=_ENCRYPTED in (request.include or ()),
+                previous=request.previous_response_id or "",
             ),
             **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )
@@ -191,19 +197,14 @@ class Responses:
 
 
 def _refuse_unsupported(request: _Request) -> None:
-    if request.previous_response_id:
-        raise PreviousResponseNotFound(
-            f"Previous response with id {request.previous_response_id!r} not found: responses are not stored here. "
-            "Send the whole conversation as input.",
-            param="previous_response_id",
-        )
-    for name, value in (("conversation", request.conversation), ("prompt", request.prompt)):
-        if is_given(value):
-            raise field_error(name, "is not supported, because nothing is stored; send the whole conversation as input")
-    if request.background:
+    if is_given(request.conversation):
         raise field_error(
-            "background", "is not supported, because responses are not stored; stream the response or wait for it"
+            "conversation", "is not supported; continue with previous_response_id, or send all items as input"
         )
+    if is_given(request.prompt):
+        raise field_error("prompt", "is not supported, because no prompts are stored here; send its text as input")
+    if request.background:
+        raise field_error("background", "is not supported; stream the response or wait for it")
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
         raise field_error(
@@ -218,7 +219,22 @@ def _refuse_unsupported(request: _Request) -> None:
         raise field_error("moderation", "is not supported; leave it out")
 
 
-def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
+def _find_previous(request: _Request, wire: WireRequest) -> EarlierReply | None:
+    """Find the response that the request continues. Return None if it continues none."""
+    response_id = request.previous_response_id
+    if not response_id:
+        return None
+    previous = wire.earlier.find(response_id) if wire.earlier is not None else None
+    if previous is None:
+        raise PreviousResponseNotFound(
+            f"Previous response with id {response_id!r} not found: this session has no stored response with this id. Responses "
+            "with store=false are not stored. Send the whole conversation as input.",
+            param="previous_response_id",
+        )
+    return previous
+
+
+def _decode_history(request: _Request, wire: WireRequest, previous: EarlierReply | None) -> ResponsesHistory:
     conversation = request.input
     items = (
         [bytes(item) for item in conversation]
@@ -228,8 +244,15 @@ def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
         else []
     )
     instructions = _build_message_item("system", request.instructions) if request.instructions else b""
-    history = ResponsesHistory([*wire.known_items, *items], instructions, wire.history)
-    if not history.raws:
+    own = [*wire.known_items, *items]
+    if previous is None:
+        history = ResponsesHistory(own, instructions, wire.history, earlier=wire.earlier)
+    else:
+        before = [*previous.history.items, *previous.output]
+        history = ResponsesHistory(
+            [*before, *own], instructions, previous.history, earlier=wire.earlier, offset=len(before)
+        )
+    if not history.raws and request.generate is not False:
         raise field_error("input", "must contain at least one item")
     return history
 
@@ -378,12 +401,11 @@ def _echo_request(request: _Request, reasoning: _Reasoning) -> bytes:
         "max_tool_calls": None,
         "metadata": as_sent(request.metadata, {}),
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "safety_identifier": None,
         "service_tier": "default",
-        "store": False,
+        "store": request.store is not False,
         "temperature": request.temperature,
         "text": as_sent(request.text, {"format": {"type": "text"}}),
         "tool_choice": as_sent(request.tool_choice, "auto"),

@@ -16,6 +16,7 @@ from hashlib import blake2b
 import msgspec
 import orjson
 
+from turngate.dialects.base import EarlierReplies
 from turngate.dialects.responses_tools import SEARCH, decode_tools, flat_name
 from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_given, placeholder
 from turngate.errors import BadRequest
@@ -60,6 +61,13 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "u
 
 class InvalidEncryptedContent(BadRequest):
     kind = "invalid_encrypted_content"
+
+
+class ItemNotFound(BadRequest):
+    """The request refers to an item by an id that names no stored item of its session."""
+
+    status = 404
+    kind = "item_not_found"
 
 
 class _Head(msgspec.Struct):
@@ -115,11 +123,22 @@ class ResponsesHistory:
     """The messages of one request, decoded one group of items at a time.
 
     `instructions` is an item that precedes the others. `before` is the history of an earlier request whose items are a prefix of these.
+    `earlier` holds the items that references may name. The first `offset` items are not in the request, but in the response it continues.
     """
 
-    def __init__(self, items: Sequence[bytes], instructions: bytes = b"", before: History | None = None) -> None:
+    def __init__(
+        self,
+        items: Sequence[bytes],
+        instructions: bytes = b"",
+        before: History | None = None,
+        *,
+        earlier: EarlierReplies | None = None,
+        offset: int = 0,
+    ) -> None:
         self.items = items
         self._instructions = instructions
+        self._earlier = earlier
+        self._offset = offset
         self.offered: list[bytes] = []  # tools from the items rather than from the request itself
         self.search_outputs: list[bytes] = []  # items with results of the agent's own tool searches
         self._groups: list[tuple[int, ...]] = []  # item indexes of each group; the instructions have index -1
@@ -147,8 +166,12 @@ class ResponsesHistory:
             item = self.items[n]
             head = self._read(item, n)
             kind = head.type or _default_type(head.role)
+            if kind == "item_reference":
+                item = self._resolve(n, head.id or "")
+                head = self._read(item, n)
+                kind = head.type or _default_type(head.role)
             if kind in _TURN or (kind == "message" and head.role == "assistant"):
-                if self._belongs_to_turn(_reply_mark(head.id) if head.id else ""):
+                if self._belongs_to_turn(reply_mark(head.id) if head.id else ""):
                     assert self._turn is not None
                     grown.setdefault(self._turn, []).append(n)
                 else:
@@ -166,6 +189,19 @@ class ResponsesHistory:
         for group, more in grown.items():
             self._groups[group] = (*self._groups[group], *more)
             self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
+
+    def _resolve(self, n: int, item_id: str) -> bytes:
+        """Replace a reference by the item that it names, and return the item."""
+        item = self._earlier.find_item(item_id) if self._earlier is not None else None
+        if item is None:
+            where = self._place(n)
+            raise ItemNotFound(
+                f"{where}: no item with id {item_id!r} is stored in this session; items of responses with store=false are not "
+                "stored. Send the item itself.",
+                param=where,
+            )
+        self.items = [*self.items[:n], item, *self.items[n + 1 :]]
+        return item
 
     def _belongs_to_turn(self, own: str) -> bool:
         """Return whether an item belongs to the open turn. `own` is the reply mark in the item's id."""
@@ -201,7 +237,7 @@ class ResponsesHistory:
             raise _item_error(error, [self._place(n)]) from None
 
     def _place(self, n: int) -> str:
-        return f"input[{n}]"
+        return f"input[{n - self._offset}]" if n >= self._offset else "previous_response_id"
 
 
 def encode_reasoning(reasoning: str) -> str:
@@ -233,7 +269,7 @@ def _default_type(role: str | None) -> str:
     return "message" if role else "item_reference"
 
 
-def _reply_mark(item_id: str) -> str:
+def reply_mark(item_id: str) -> str:
     """Return the mark that all ids in one of our replies share, or an empty string for other ids."""
     return item_id.partition("_tg")[2][:24]
 
@@ -355,11 +391,6 @@ def _decode_other(item: _Item, where: str) -> Message:
                 f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read"
             )
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
-        case "item_reference":
-            raise BadRequest(
-                f"{where} refers to an item by its id, but items are not stored; send the item itself",
-                param=where,
-            )
         case kind:
             raise BadRequest(
                 f"{where}.type {kind!r} is not supported; send messages, reasoning, function calls and their outputs",

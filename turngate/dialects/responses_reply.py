@@ -19,7 +19,8 @@ from functools import cached_property
 import msgspec
 import orjson
 
-from turngate.dialects.responses_history import WHOLE_INPUT_PREFIX, encode_reasoning
+from turngate.dialects.base import ReplyRecord
+from turngate.dialects.responses_history import WHOLE_INPUT_PREFIX, ResponsesHistory, encode_reasoning
 from turngate.dialects.responses_tools import AgentTool, index_tools
 from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
@@ -44,6 +45,7 @@ class ResponsesReplyOptions(msgspec.Struct, frozen=True):
     tools: OfferedTools
     summary: bool = False  # return reasoning as a summary
     encrypt_reasoning: bool = False  # return reasoning as `encrypted_content`, which the agent sends back
+    previous: str = ""  # id of the response that this one continues
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,7 +57,7 @@ def _event(name: str, fields: bytes) -> bytes:
     return b'event: response.%b\ndata: {"type":"response.%b","sequence_number":%%d,%b}\n\n' % (event, event, fields)
 
 
-_HEAD = b'{"id":"resp_tg%b","object":"response","created_at":%d,"model":%b,%b'
+_HEAD = b'{"id":"resp_tg%b","object":"response","created_at":%d,"model":%b,"previous_response_id":%b,'
 _RESPONSE = b'%b,"status":"%b","completed_at":%b,"error":%b,"incomplete_details":%b,"output":[%b],"usage":%b}'
 _USAGE = (
     b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},'
@@ -130,14 +132,14 @@ class _CallForm(msgspec.Struct, frozen=True):
 
     item: bytes  # placeholders: id, status, call fields, arguments
     delta: bytes
-    done: bytes
+    done: bytes  # placeholders: arguments, further fields
 
 
 def _build_call_form(kind: bytes, event: str, field: bytes) -> _CallForm:
     return _CallForm(
         b'{"id":"%%b","type":"%b","status":"%%b",%%b,"%b":%%b}' % (kind, field),
         delta=_event(f"{event}.delta", _PLACE + b'"delta":%b'),
-        done=_event(f"{event}.done", _PLACE + b'"%b":%%b' % field),
+        done=_event(f"{event}.done", _PLACE + b'"%b":%%b%%b' % field),
     )
 
 
@@ -168,7 +170,11 @@ class ResponsesStream:
         self._sequence = 2  # `begin` uses 0 and 1
         self._output: list[bytes] = []  # complete items
         self._item: _OpenItem | None = None
-        self._head = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), self._options.echo)
+        self._history = call.history
+        previous = orjson.dumps(self._options.previous or None)
+        self._opening = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), previous)
+        self._head = self._opening + self._options.echo
+        self._whole = b""  # the response, once it is complete
 
     def begin(self) -> bytes:
         response = _RESPONSE % (self._head, b"in_progress", b"null", b"null", b"null", b"", b"null")
@@ -204,6 +210,25 @@ class ResponsesStream:
         ):
             self.event(event)
         return self._finish(done)[2]
+
+    def empty(self) -> bytes:
+        """Encode the events of a response for which nothing is sampled."""
+        begin = self.begin()
+        self._whole = self._response("completed", usage=Usage(0, 0))
+        return begin + _STATUS_EVENTS["completed"] % (self._next(), self._whole)
+
+    def record(self) -> ReplyRecord:
+        """Return the response, once it is complete."""
+        assert self._whole, "the response is not complete"
+        tools = self._history.offered if isinstance(self._history, ResponsesHistory) else ()
+        return ReplyRecord(
+            id=f"resp_tg{self._mark.decode()}",
+            head=self._opening,
+            echo=self._options.echo,
+            tail=self._whole[len(self._head) :],
+            output=tuple(self._output),
+            tools=b"[" + b",".join(tools) + b"]",
+        )
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -267,16 +292,17 @@ class ResponsesStream:
             item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT_PREFIX.encode())
             return self._encode_call(_CUSTOM, item_id, fields, call.arguments if text is None else text)
         if tool.kind == "function":
-            return self._encode_call(_FUNCTION, self._id(b"fc"), fields, call.arguments)
+            name = b',"name":' + orjson.dumps(tool.name)
+            return self._encode_call(_FUNCTION, self._id(b"fc"), fields, call.arguments, name)
         item = _SEARCH % (self._id(b"tsc"), orjson.dumps(call.id), _encode_arguments(call.arguments))
         return _ADDED % (self._next(), len(self._output), item) + self._add_item(item)
 
-    def _encode_call(self, form: _CallForm, item_id: bytes, fields: bytes, text: str) -> bytes:
+    def _encode_call(self, form: _CallForm, item_id: bytes, fields: bytes, text: str, more: bytes = b"") -> bytes:
         place, encoded = len(self._output), orjson.dumps(text)
         data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", fields, b'""'))
         if text:
             data += form.delta % (self._next(), item_id, place, encoded)
-        data += form.done % (self._next(), item_id, place, encoded)
+        data += form.done % (self._next(), item_id, place, encoded, more)
         return data + self._add_item(form.item % (item_id, b"completed", fields, encoded))
 
     def _add_item(self, item: bytes) -> bytes:
@@ -301,9 +327,9 @@ class ResponsesStream:
             # Add an empty message to an empty reply, so that the agent can send the turn back.
             data = self._open(_MESSAGE)[1]
         data += self._close(b"incomplete" if cut else b"completed")
-        if cut:
-            return data, "incomplete", self._response("incomplete", usage=done.usage, incomplete=_MAX_TOKENS_REACHED)
-        return data, "completed", self._response("completed", usage=done.usage)
+        status, reason = ("incomplete", _MAX_TOKENS_REACHED) if cut else ("completed", b"null")
+        self._whole = self._response(status, usage=done.usage, incomplete=reason)
+        return data, status, self._whole
 
     def _response(
         self, status: str, *, usage: Usage | None = None, error: bytes = b"null", incomplete: bytes = b"null"

@@ -28,6 +28,7 @@ from turngate.gateway.housekeeping import Housekeeper
 from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
@@ -45,9 +46,11 @@ from turngate.server.host_tools import HostToolRoutes
 from turngate.server.metrics import MetricsEndpoint
 from turngate.server.model_calls import ModelCalls
 from turngate.server.public import PublicRoutes
+from turngate.server.responses import ResponseRoutes
 from turngate.server.routing import DialectRoutes, dialect_of, hint_for
 from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.routes import WebPage
+from turngate.server.websocket import refuse_path, serve_socket
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
@@ -168,6 +171,7 @@ class Gateway:
         )
         journal = Journal(self.store, self.metrics)
         self.recorder = TurnRecorder(journal, self.events, self.metrics, log_turns=self.config.log_turns)
+        self.replies = ReplyArchive(self.store)
         self._model_calls = self._compose_model_calls(self.config.max_context)
         self._dialect_routes = DialectRoutes(DIALECTS)
         self._host_tool_routes = HostToolRoutes(self.host_tools, self.auth)
@@ -203,6 +207,7 @@ class Gateway:
         return ModelCalls(
             self.pipeline,
             self.recorder,
+            self.replies,
             self.sessions,
             self.auth,
             self.metrics,
@@ -220,6 +225,7 @@ class Gateway:
             *PublicRoutes(self.engine, self.relay, self.auth, self.config.model).routes(),
             self.metrics_endpoint.route(),
             *self._host_tool_routes.routes(),
+            *ResponseRoutes(self.replies, self.auth).routes(),
             *AdminRoutes(
                 self.sessions,
                 self.directory,
@@ -303,8 +309,8 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve model calls and host-tool calls directly, because Starlette costs more per request. Starlette serves everything else."""
-        if scope["type"] != "http":
-            await self._starlette(scope, receive, send)
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
             return
         path = scope["path"]
         if scope["method"] == "POST":
@@ -325,3 +331,14 @@ class Gateway:
         await self._starlette(
             scope, receive, add_gateway_header(add_security_headers(send) if is_page_path(path) else send)
         )
+
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session_id, prime, path = None, False, scope["path"]
+        match = self._dialect_routes.match(path)
+        if match is None and (named := _SESSION_PATH.fullmatch(path)):
+            area, session_id, rest = named.groups()
+            match, prime = self._dialect_routes.match(rest), area == "v1/rollouts"
+        if match is None or not match.socket:
+            await refuse_path(scope, send)
+            return
+        await serve_socket(self._model_calls, self.replies, scope, receive, send, match, session_id, prime=prime)

@@ -15,8 +15,9 @@ from urllib.parse import parse_qsl
 from turngate.errors import TooLarge
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 STALL_S = 60.0  # a client that reads nothing for this long is treated as disconnected
@@ -103,12 +104,17 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
             return
 
 
-class DisconnectWatch:
+class HangUp:
+    """Whether the client has disconnected, which explains why the task that serves it is cancelled."""
+
+    disconnected = False
+
+
+class DisconnectWatch(HangUp):
     """A context manager that cancels the task serving a request when its client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.disconnected = False
         self._serving = asyncio.current_task()
         self._task: asyncio.Task[None] | None = None
 
@@ -134,7 +140,7 @@ class DisconnectWatch:
 
 
 class EventStream:
-    """A server-sent-event response that starts with the first data and sends a keep-alive after `alive_s` seconds of silence."""
+    """A response of server-sent events that starts with the first data and sends a keep-alive after `alive_s` seconds of silence."""
 
     def __init__(
         self,
@@ -171,14 +177,15 @@ class EventStream:
         self._last = self._loop.time()
         if not self.started:
             self.started = True
-            fields = [
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),
-                GATEWAY_HEADER,
-                *self._headers,
-            ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+            await self._start()
             data = self._begin() + data
+        await self._deliver(data, last)
+
+    async def _start(self) -> None:
+        fields = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), GATEWAY_HEADER, *self._headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+
+    async def _deliver(self, data: bytes, last: bool) -> None:
         await send_or_give_up(self._send, {"type": "http.response.body", "body": data, "more_body": not last})
 
     def _on_beat(self) -> None:

@@ -9,21 +9,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from turngate.dialects import Dialect, WireRequest
+from turngate.dialects.base import StorableStream
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.recording import TurnRecorder
+from turngate.gateway.replies import ReplyArchive, SessionReplies
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.turn import TurnPipeline
 from turngate.server.asgi import (
     ClientDisconnect,
     DisconnectWatch,
     EventStream,
+    HangUp,
     Receive,
     Scope,
     Send,
@@ -45,11 +48,25 @@ from turngate.types import Call, Done, KeepAlive, ReplyEvent
 log = logging.getLogger("turngate")
 
 
+class Exchange(msgspec.Struct, frozen=True):
+    """One call and the way to answer it."""
+
+    session: Session
+    call: Call
+    dialect: Dialect
+    send: Send
+    hang_up: HangUp
+    timing: CallTiming
+    replies: SessionReplies
+    open_stream: Callable[..., EventStream] = EventStream
+
+
 class ModelCalls:
     def __init__(
         self,
         pipeline: TurnPipeline,
         recorder: TurnRecorder,
+        archive: ReplyArchive,
         sessions: Sessions,
         auth: Auth,
         metrics: Metrics,
@@ -59,6 +76,7 @@ class ModelCalls:
     ) -> None:
         self._pipeline = pipeline
         self._recorder = recorder
+        self._archive = archive
         self._sessions = sessions
         self._auth = auth
         self._metrics = metrics
@@ -81,38 +99,55 @@ class ModelCalls:
         dialect = match.dialect
         try:
             headers, query = parse_headers(scope), parse_query(scope)
-            key = dialect.read_key(headers, query)
-            if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
-                session = self._sessions.find(session_id)
-            else:
-                session = self._auth.session(key, session_id)
+            session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
             set_log_context(session.id, session.config.metadata)  # the task serves only this call
             body = await read_body(receive, headers, self._max_body)
             timing = CallTiming(time.perf_counter())
-            wire = WireRequest(body, headers, query, match.verb, match.model)
-            call = self._prefix_cache(session, dialect).decode(wire)
-            if session.config.signals:
-                signals = read_signals(session.config.signals, headers, call)
-                call = msgspec.structs.replace(call, signals=signals)
-            with DisconnectWatch(receive) as watch, _RenderInternalErrors():
-                if match.verb == "count":
-                    await self._count(session, call, dialect, send, watch)
-                else:
-                    await self._turn(session, call, dialect, send, watch, timing)
+            replies = SessionReplies(self._archive, session)
+            wire = WireRequest(body, headers, query, match.verb, match.model, earlier=replies)
+            call = self.decode(session, dialect, wire)
+            with DisconnectWatch(receive) as watch, RenderInternalErrors():
+                exchange = Exchange(session, call, dialect, send, watch, timing, replies)
+                await (self._count if match.verb == "count" else self.run_turn)(exchange)
         except TurngateError as error:
-            self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+            self.count_error(dialect, error)
             await respond_error(send, dialect, error)
         except ClientDisconnect:
             return
 
-    async def _turn(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
-    ) -> None:
+    def find_session(
+        self,
+        scope: Scope,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        query: Mapping[str, str],
+        session_id: str | None,
+        *,
+        prime: bool,
+    ) -> Session:
+        """Return the session that the caller's key opens. prime-rl may be allowed to omit the key."""
+        key = dialect.read_key(headers, query)
+        if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
+            return self._sessions.find(session_id)
+        return self._auth.session(key, session_id)
+
+    def decode(self, session: Session, dialect: Dialect, wire: WireRequest) -> Call:
+        call = self._prefix_cache(session, dialect).decode(wire)
+        if session.config.signals:
+            call = msgspec.structs.replace(call, signals=read_signals(session.config.signals, wire.headers, call))
+        return call
+
+    def count_error(self, dialect: Dialect, error: TurngateError) -> None:
+        self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+
+    async def run_turn(self, exchange: Exchange) -> None:
+        """Run one turn and deliver its reply. Raise errors that the reply does not contain."""
+        session, dialect, timing = exchange.session, exchange.dialect, exchange.timing
         if (tracer := current_tracer()) is not None:
-            model = self._pipeline.model_name(session, call)
+            model = self._pipeline.model_name(session, exchange.call)
             timing.span = tracer.start_turn(session.id, session.config.metadata, dialect.name, model)
         try:
-            await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, timing)
+            await (self._stream if exchange.call.stream else self._collect)(exchange)
         except TurngateError as error:
             if timing.span is not None:
                 timing.span.set_error(error.kind)
@@ -136,49 +171,59 @@ class ModelCalls:
             caches[dialect.name] = PrefixCache(dialect, self._frames)
         return caches[dialect.name]
 
-    async def _collect(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
-    ) -> None:
+    async def _collect(self, exchange: Exchange) -> None:
+        session, call, dialect = exchange.session, exchange.call, exchange.dialect
         done: ReplyEvent | None = None
 
         async def keep(events: Sequence[ReplyEvent]) -> None:
             nonlocal done
             done = events[-1]
 
-        with _ExplainCancellation(session, watch):
-            await self._pipeline.run(session, call, keep, timing)
+        with _ExplainCancellation(session, exchange.hang_up):
+            await self._pipeline.run(session, call, keep, exchange.timing)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._mark_undelivered(session, done):
-                await respond(send, 200, dialect.encode_reply(call, done), _request_id_header(dialect))
+                if exchange.replies.keeps(call):
+                    encoder = dialect.open_stream(call)
+                    assert isinstance(encoder, StorableStream), "only dialects that can store replies set `Call.store`"
+                    body = encoder.whole(done)
+                    await exchange.replies.add(call, done, encoder.record())
+                else:
+                    body = dialect.encode_reply(call, done)
+                await respond(exchange.send, 200, body, request_id_header(dialect))
 
-    async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch) -> None:
-        with _ExplainCancellation(session, watch):
-            await respond(
-                send, 200, dialect.encode_count(await self._pipeline.count(session, call)), _request_id_header(dialect)
-            )
+    async def _count(self, exchange: Exchange) -> None:
+        session, dialect = exchange.session, exchange.dialect
+        with _ExplainCancellation(session, exchange.hang_up):
+            body = dialect.encode_count(await self._pipeline.count(session, exchange.call))
+            await respond(exchange.send, 200, body, request_id_header(dialect))
 
-    async def _stream(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
-    ) -> None:
+    async def _stream(self, exchange: Exchange) -> None:
+        session, call, dialect, timing = exchange.session, exchange.call, exchange.dialect, exchange.timing
         encoder = dialect.open_stream(call)
-        headers = [(b"content-type", encoder.media.encode()), *_request_id_header(dialect)]
+        headers = [(b"content-type", encoder.media.encode()), *request_id_header(dialect)]
 
         async def tell(events: Sequence[ReplyEvent]) -> None:
             data = b"".join([encoder.event(event) for event in events])
             if isinstance(events[-1], Done):
                 with self._mark_undelivered(session, events[-1]):
+                    if exchange.replies.keeps(call) and isinstance(encoder, StorableStream):
+                        await exchange.replies.add(call, events[-1], encoder.record())
                     await stream.write(data, last=True)
             elif data:  # an empty write would restart the keep-alive timer
                 await stream.write(data)
 
-        with EventStream(send, encoder.begin, lambda: encoder.event(KeepAlive()), self._alive_s, headers) as stream:
+        def alive() -> bytes:
+            return encoder.event(KeepAlive())
+
+        with exchange.open_stream(exchange.send, encoder.begin, alive, self._alive_s, headers) as stream:
             try:
-                with _ExplainCancellation(session, watch), _RenderInternalErrors():
+                with _ExplainCancellation(session, exchange.hang_up), RenderInternalErrors():
                     await self._pipeline.run(session, call, tell, timing)
             except TurngateError as error:
                 if not stream.started and not dialect.sends_in_stream(error):
                     raise
-                self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+                self.count_error(dialect, error)
                 if timing.span is not None:
                     timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
@@ -200,11 +245,12 @@ class _MarkUndelivered:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, asyncio.CancelledError | ClientDisconnect) and self._done.node is not None:
+        lost = isinstance(error, asyncio.CancelledError | ClientDisconnect | StoreError)
+        if lost and self._done.node is not None:
             self._recorder.mark_undelivered(self._session, self._done.node)
 
 
-class _RenderInternalErrors:
+class RenderInternalErrors:
     """A context manager that converts an unexpected exception to an error that the dialect can render."""
 
     def __enter__(self) -> None:
@@ -219,19 +265,19 @@ class _RenderInternalErrors:
 class _ExplainCancellation:
     """A context manager that converts a cancellation to the error for its cause: the client disconnected, or the session ended."""
 
-    def __init__(self, session: Session, watch: DisconnectWatch) -> None:
-        self._session, self._watch = session, watch
+    def __init__(self, session: Session, hang_up: HangUp) -> None:
+        self._session, self._hang_up = session, hang_up
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, asyncio.CancelledError) or not (self._watch.disconnected or self._session.ending):
+        if not isinstance(error, asyncio.CancelledError) or not (self._hang_up.disconnected or self._session.ending):
             return
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-        if self._watch.disconnected:
+        if self._hang_up.disconnected:
             raise ClientDisconnect from None
         if self._session.ending == "stopping":
             raise Stopping("the gateway is stopping; retry this call in a moment") from None
@@ -239,7 +285,7 @@ class _ExplainCancellation:
 
 
 async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:
-    headers = _request_id_header(dialect)
+    headers = request_id_header(dialect)
     if not error.retry_safe:
         headers.append((b"x-should-retry", b"false"))
     if error.status == 429:
@@ -249,7 +295,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
     await respond(send, dialect.error_status(error), dialect.encode_error(error), headers)
 
 
-def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
+def request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
     """Return the request id in the header that the provider's SDK expects, if any."""
     return (
         [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]

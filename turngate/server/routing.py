@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from turngate.dialects import DIALECTS, Dialect, Verb
 from turngate.server.asgi import Scope
@@ -22,6 +22,7 @@ class RouteMatch(msgspec.Struct, frozen=True):
     dialect: Dialect
     verb: Verb
     model: str = ""
+    socket: bool = False  # calls may also arrive over a WebSocket
 
 
 class DialectRoutes:
@@ -30,7 +31,9 @@ class DialectRoutes:
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
         self._plain = {
-            route.path: RouteMatch(dialect, route.verb) for dialect, route in routes if "{" not in route.path
+            route.path: RouteMatch(dialect, route.verb, socket=route.socket)
+            for dialect, route in routes
+            if "{" not in route.path
         }
         self._patterns = [
             (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), RouteMatch(dialect, route.verb))
@@ -48,7 +51,7 @@ class DialectRoutes:
         return None
 
 
-def dialect_of(request: Request) -> Dialect:
+def dialect_of(request: HTTPConnection) -> Dialect:
     """Return the dialect for the response to a request that is not a model call. Headers take precedence over the path."""
     path = SESSION_PREFIX.sub("", request.url.path) or "/"
     for header, name in _DIALECT_HEADERS.items():

@@ -10,12 +10,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
 import uvloop
 from starlette.requests import Request
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
@@ -23,7 +24,7 @@ from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
-from turngate.server.asgi import App, Receive, Scope, Send
+from turngate.server.asgi import STALL_S, App, Receive, Scope, Send
 from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.server.model_calls import respond_error
 from turngate.server.routing import dialect_of
@@ -48,7 +49,8 @@ def _run(config: ServeConfig) -> None:
     tune_garbage_collector()
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(gateway, GatewayServer(uvicorn_config(gateway), gateway), listener))
+        server = GatewayServer(uvicorn_config(gateway, config), gateway)
+        runner.run(_serve(gateway, server, listener))
 
 
 @contextmanager
@@ -86,7 +88,7 @@ async def run_embedded(
     except ConfigError:
         gateway.store.close()
         raise
-    server = _EmbeddedServer(uvicorn_config(wrap(gateway)), gateway)
+    server = _EmbeddedServer(uvicorn_config(wrap(gateway), config), gateway)
     serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
     try:
         while not server.started:
@@ -117,10 +119,14 @@ def run_in_thread(manager: AbstractAsyncContextManager[T], name: str = "gateway"
         thread.stop()
 
 
-def uvicorn_config(app: App) -> uvicorn.Config:
+def uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
         answer_when_stopping(app),
         http="httptools",
+        ws=GatewayWebSocket,
+        ws_max_size=int(config.max_body_mb * 1e6),
+        ws_ping_timeout=STALL_S,  # an agent that is busy with its tools may answer late
+        ws_per_message_deflate=False,  # it would cost more time than it saves
         lifespan="off",
         access_log=False,
         log_config=None,  # uvicorn logs through our handler
@@ -130,6 +136,15 @@ def uvicorn_config(app: App) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # do not trust a proxy's claim about the client's address
     )
+
+
+class GatewayWebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket, without the error that it logs after an upgrade was refused with a response."""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
 
 
 def answer_when_stopping(app: App) -> App:

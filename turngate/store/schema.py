@@ -5,6 +5,7 @@ from __future__ import annotations
 from turngate.store.events import EVENT_TABLES
 from turngate.store.feeds import FEED_TABLES
 from turngate.store.outcomes import OUTCOME_TABLES
+from turngate.store.replies import REPLY_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
 SCHEMA_VERSION = 4
@@ -45,4 +46,4 @@ CREATE TABLE IF NOT EXISTS preambles (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-SCHEMA += EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES
+SCHEMA += EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES

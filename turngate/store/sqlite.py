@@ -23,6 +23,7 @@ from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
+from turngate.store.replies import ReplyTable
 from turngate.store.schema import BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
@@ -84,6 +85,7 @@ class Store(Database):
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
+        self.replies = ReplyTable(self._writing, self._reading)
         self.queries = RolloutQueries(self._reading)
 
     def add_session(
@@ -121,7 +123,7 @@ class Store(Database):
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
         """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
         with self._writing() as db:
-            for table in ("nodes", "preambles", "outcomes", "tool_calls"):
+            for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
             db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))

@@ -3,8 +3,9 @@
 A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and are not stored by the provider. Text is
 recorded, and on request also its log-probabilities (`capture="logprobs"`). The key is sent only in the `Authorization` header.
 
-Two parts of a `responses` call are changed. Item ids that the gateway created are removed, and encrypted items get their original id
-back. Tools that run at the provider are removed, because the gateway cannot forward their items.
+Three parts of a `responses` call are changed. Items that it refers to by id are sent in full, because the ids are the gateway's own. Item
+ids that the gateway created are removed, and encrypted items get their original id back. Tools that run at the provider are removed,
+because the gateway cannot forward their items.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted 
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
 _COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
+_SOCKET_FIELDS = ("type", "stream_id", "generate")  # of a call that arrived over a WebSocket
 _INCOMPLETE: dict[str, Finish] = {"max_output_tokens": "length", "content_filter": "stop"}
 
 
@@ -168,6 +170,8 @@ class ResponsesRelay(StreamingRelay):
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     """Override the model, token limit, sampling and capture fields, restore items, and remove hosted tools."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
+    for name in _SOCKET_FIELDS:
+        body.pop(name, None)
     lost: list[str] = []
     if request.model:
         body["model"] = request.model
@@ -182,8 +186,9 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
     added = [name for name in sorted(needed - set(requested)) if name not in without]
     if requested or added:
         body["include"] = requested + added
-    if items := _list(body.get("input")):
-        body["input"] = [_restore_item(item) for item in items]
+    previous = body.pop("previous_response_id", None)
+    if (previous is not None and bytes(previous) != b"null") or _list(body.get("input")):
+        body["input"] = [_restore_item(msgspec.Raw(item)) for item in request.call.history.items]
     if tools := _list(body.get("tools")):
         types = [_type(tool) for tool in tools]
         lost += [f"the tool {kind}" for kind in types if kind.startswith(_HOSTED)]

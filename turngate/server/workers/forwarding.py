@@ -2,8 +2,8 @@
 
 The front assigns most connections to the right worker, based on their first request. The exceptions are connections that serve several
 sessions, secrets without a slot, and requests that open sessions. These requests are forwarded unchanged over the owner's private Unix
-socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A request that arrived over a
-private socket is not forwarded again.
+socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame by
+frame. A request that arrived over a private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from yarl import URL
 
 from turngate.common.sharding import SESSION_PATH, Shard
@@ -25,6 +25,7 @@ from turngate.dialects import DIALECTS
 from turngate.errors import Stopping, TooLarge, TurngateError
 from turngate.server.app import Gateway
 from turngate.server.asgi import (
+    GATEWAY_HEADER,
     App,
     ClientDisconnect,
     DisconnectWatch,
@@ -41,13 +42,19 @@ from turngate.server.model_calls import respond_error
 from turngate.server.routing import SESSION_PREFIX, DialectRoutes, client_host, dialect_of
 from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.login import COOKIE
+from turngate.server.websocket import refuse_upgrade
 
 log = logging.getLogger("turngate")
 RESTART_WAIT_S = 30.0  # time to wait for a worker that is restarting
 CLIENT_HEADER = b"x-turngate-client"  # carries the client's address to the owner; ignored outside private sockets
 RUN_HEADER = b"x-turngate-run"  # carries a secret of this run, which marks the workers' own requests
 INTERNAL_PREFIX = "/worker/"  # only for requests between workers; never served to clients or forwarded
-_CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
+_CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"} | {
+    b"sec-websocket-key",
+    b"sec-websocket-version",
+    b"sec-websocket-extensions",
+    b"sec-websocket-protocol",
+}
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 # Requests that name their session in the body, if at all.
 _ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
@@ -87,6 +94,16 @@ class PeerWorkers:
                 response.close()
             response.release()
 
+    async def open_socket(
+        self, number: int, target: str, headers: Sequence[tuple[str, str]]
+    ) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket to another worker."""
+        url = URL(f"http://worker{target}", encoded=True)
+        try:
+            return await self._clients[number].ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
+        except (aiohttp.ClientError, OSError):
+            raise Stopping("the worker that owns this session is not running; retry the call in a moment") from None
+
     async def _connect(
         self, number: int, method: str, url: URL, headers: Sequence[tuple[str, str]], body: bytes | None
     ) -> aiohttp.ClientResponse:
@@ -123,8 +140,8 @@ class ForwardingApp:
         self._max_body = int(gateway.config.max_body_mb * 1e6)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._gateway(scope, receive, send)
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
             return
         route = (scope["method"], scope["path"])
         if is_page_path(scope["path"]):
@@ -145,7 +162,7 @@ class ForwardingApp:
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         match = self._dialect_routes.match(scope["path"])
-        dialect = match.dialect if match is not None else dialect_of(Request(scope))
+        dialect = match.dialect if match is not None else dialect_of(HTTPConnection(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
         session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
         return self._shard.number if session_id is None else self._shard.owner(session_id)
@@ -155,7 +172,7 @@ class ForwardingApp:
         if is_page_path(scope["path"]):
             return self._gateway.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
         match = self._dialect_routes.match(SESSION_PREFIX.sub("", scope["path"]))
-        dialect = match.dialect if match is not None else dialect_of(Request(scope))
+        dialect = match.dialect if match is not None else dialect_of(HTTPConnection(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
         auth = self._gateway.auth
         if auth.is_admin(key) or auth.trusts(key, client_host(scope)):
@@ -202,15 +219,27 @@ class ForwardingApp:
         except ClientDisconnect:
             return
 
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a WebSocket, or forward it to the worker that owns its session."""
+        number = self._owner(scope)
+        match = self._dialect_routes.match(SESSION_PREFIX.sub("", scope["path"]))
+        is_refused = match is None or not match.socket or not self._is_authorized(scope)
+        if number == self._shard.number or is_refused:
+            await self._gateway(scope, receive, send)
+            return
+        target, headers = _build_request(scope)
+        try:
+            owner = await self._peers.open_socket(number, target, headers)
+        except TurngateError as error:
+            await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
+            return
+        async with owner:
+            await receive()  # the request to connect
+            await send({"type": "websocket.accept", "headers": [GATEWAY_HEADER]})
+            await forward_frames(owner, receive, send)
+
     async def _forward(self, number: int, scope: Scope, body: bytes, send: Send) -> None:
-        query = scope["query_string"]
-        target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        headers = [
-            (name.decode("latin-1"), _decode_header(value))
-            for name, value in scope["headers"]
-            if name not in _CONNECTION_HEADERS and name not in (b"content-length", CLIENT_HEADER, RUN_HEADER)
-        ]
-        headers.append((CLIENT_HEADER.decode(), client_host(scope)))
+        target, headers = _build_request(scope)
         content = body if body or scope["method"] == "POST" else None
         async with self._peers.request(number, scope["method"], target, headers, content) as response:
             fields = [(n.lower(), v) for n, v in response.raw_headers if n.lower() not in _CONNECTION_HEADERS]
@@ -222,6 +251,43 @@ class ForwardingApp:
                 log.warning("worker %d exited in the middle of a reply", number)
                 return  # the truncated reply signals the failure to the client
             await send_or_give_up(send, {"type": "http.response.body", "body": b""})
+
+
+async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
+    """Forward frames in both directions until one end closes the connection."""
+
+    async def forward_events() -> None:
+        while (message := await receive())["type"] != "websocket.disconnect":
+            await owner.send_str(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
+
+    async def forward_replies() -> None:
+        async for frame in owner:
+            if frame.type is aiohttp.WSMsgType.TEXT:
+                await send_or_give_up(send, {"type": "websocket.send", "text": frame.data})
+
+    directions = [asyncio.ensure_future(forward_events()), asyncio.ensure_future(forward_replies())]
+    try:
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in directions:
+            task.cancel()
+        await asyncio.gather(*directions, return_exceptions=True)
+    if not directions[0].done() or directions[0].cancelled():  # the owner closed the connection
+        with suppress(OSError, RuntimeError):
+            await send({"type": "websocket.close", "code": owner.close_code or 1012})
+
+
+def _build_request(scope: Scope) -> tuple[str, list[tuple[str, str]]]:
+    """Return the target and the headers of a request as they are sent to another worker."""
+    query = scope["query_string"]
+    target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+    headers = [
+        (name.decode("latin-1"), _decode_header(value))
+        for name, value in scope["headers"]
+        if name not in _CONNECTION_HEADERS and name not in (b"content-length", CLIENT_HEADER, RUN_HEADER)
+    ]
+    headers.append((CLIENT_HEADER.decode(), client_host(scope)))
+    return target, headers
 
 
 class _SessionIds(msgspec.Struct):

@@ -68,7 +68,8 @@ def _run(start: WorkerStart) -> None:
 
 async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> None:
     worker = WorkerGateway(gateway, Shard(start.number, start.workers), Path(start.sockets), start.run)
-    inside, outside = uvicorn_config(worker.inside), uvicorn_config(worker.outside)
+    inside = uvicorn_config(worker.inside, start.config)
+    outside = uvicorn_config(worker.outside, start.config)
     inside.uds = socket_path(Path(start.sockets), start.number)
     try:
         await worker.start()
@@ -104,7 +105,9 @@ class WorkerGateway:
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve requests between workers, forwarded requests and, in worker 0, the shared fence."""
-        if scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
+        if scope["type"] == "websocket":
+            await self.gateway(scope, receive, send)
+        elif scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
             await self._internal(scope, receive, send)
         elif self._number == 0 and (scope["method"], scope["path"]) in FENCE_ROUTES:
             await self._shared(scope, receive, send)

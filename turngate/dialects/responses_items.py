@@ -1,0 +1,168 @@
+"""Items of stored OpenAI Responses: rebuild them from a recorded path, name them, and list them page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import orjson
+
+from turngate.dialects.base import EarlierReply
+from turngate.dialects.responses_history import ResponsesHistory, encode_reasoning, reply_mark
+from turngate.dialects.wire import field_error
+from turngate.errors import BadRequest
+from turngate.types import Json, Message
+
+RESPONSE_PREFIX = "resp_tg"
+_INPUT_MARK = "_in"  # in the id of an input item that came without one
+_PAGE_SIZE, _MAX_PAGE = 20, 100
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Echo(msgspec.Struct):
+    instructions: str | None = None
+
+
+class _ItemId(msgspec.Struct):
+    id: str | None = None
+    type: str | None = None
+
+
+_output = msgspec.json.Decoder(_Output)
+_echo = msgspec.json.Decoder(_Echo)
+_item_id = msgspec.json.Decoder(_ItemId)
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class ItemPage(msgspec.Struct, frozen=True):
+    """The page of a list that a request asks for."""
+
+    after: str = ""
+    limit: int = _PAGE_SIZE
+    order: Literal["asc", "desc"] = "desc"
+
+
+def response_of_item(item_id: str) -> str:
+    """Return the id of the response that an item belongs to, or "" if the id is not one of ours."""
+    mark = reply_mark(item_id) or item_id.partition(_INPUT_MARK)[2][:24]
+    return RESPONSE_PREFIX + mark if len(mark) == 24 else ""
+
+
+def split_items(raw: bytes) -> list[bytes]:
+    """Split a JSON list of items."""
+    return [bytes(item) for item in _raws.decode(raw)]
+
+
+def read_output(tail: bytes) -> list[bytes]:
+    """Return the output items of a stored response. `tail` is the part of its JSON that follows a comma."""
+    return [bytes(item) for item in _output.decode(b'{"":0' + tail).output]
+
+
+def rebuild_reply(echo: bytes, tools: bytes, path: Sequence[bytes], output: Sequence[bytes]) -> EarlierReply:
+    """Rebuild a stored response from the items on its path. The instructions are the first item there, if it had any."""
+    own = _echo.decode(b"{" + echo + b"}").instructions
+    items = list(path[1:] if own else path)
+    if tools != b"[]":
+        items.insert(0, b'{"type":"additional_tools","role":"developer","tools":' + tools + b"}")
+    instructions = path[0] if own else b""
+    return EarlierReply(ResponsesHistory(items, instructions), output)
+
+
+def list_input(reply: EarlierReply, response_id: str) -> list[bytes]:
+    """Return the input items of a stored response, oldest first. Items without an id get one."""
+    mark = response_id.removeprefix(RESPONSE_PREFIX)
+    return [_add_id(item, f"{mark}{n:02x}") for n, item in enumerate(reply.history.items)]
+
+
+def find_item(items: Sequence[bytes], item_id: str) -> bytes | None:
+    return next((item for item in items if _item_id.decode(item).id == item_id), None)
+
+
+def encode_message(message: Message) -> list[bytes]:
+    """Encode a message that did not arrive in this dialect, or whose items are not stored."""
+    if message.role == "tool":
+        return [
+            orjson.dumps({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content})
+        ]
+    if message.role != "assistant":
+        part = {"type": "input_text", "text": message.content}
+        return [orjson.dumps({"type": "message", "role": message.role, "content": [part]})]
+    items: list[Json] = []
+    if message.reasoning or message.signature:
+        items.append(
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": message.reasoning}] if message.reasoning else [],
+                "encrypted_content": message.signature or encode_reasoning(message.reasoning),
+            }
+        )
+    if message.content or not message.tool_calls:
+        text: Json = {"type": "output_text", "text": message.content, "annotations": []}
+        items.append({"type": "message", "role": "assistant", "status": "completed", "content": [text]})
+    items += [
+        {
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        for call in message.tool_calls
+    ]
+    return [orjson.dumps(item) for item in items]
+
+
+def read_page(query: Mapping[str, str]) -> ItemPage:
+    limit, order = query.get("limit", str(_PAGE_SIZE)), query.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+        raise field_error("limit", f"must be a whole number from 1 to {_MAX_PAGE}, not {limit[:100]!r}")
+    if order not in ("asc", "desc"):
+        raise field_error("order", f"must be 'asc' or 'desc', not {order[:100]!r}")
+    return ItemPage(query.get("after", ""), int(limit), "asc" if order == "asc" else "desc")
+
+
+def encode_page(items: Sequence[bytes], page: ItemPage) -> bytes:
+    """Encode one page of a list of items, which are ordered oldest first."""
+    ordered = list(items if page.order == "asc" else reversed(items))
+    ids = [_item_id.decode(item).id or "" for item in ordered]
+    start = 0
+    if page.after:
+        if page.after not in ids:
+            raise BadRequest(
+                f"after: no input item has the id {page.after[:200]!r}; use the last_id of a page", param="after"
+            )
+        start = ids.index(page.after) + 1
+    end = start + page.limit
+    chosen = ids[start:end]
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [orjson.Fragment(item) for item in ordered[start:end]],
+            "first_id": chosen[0] if chosen else None,
+            "last_id": chosen[-1] if chosen else None,
+            "has_more": end < len(ordered),
+        }
+    )
+
+
+def encode_deleted(response_id: str) -> bytes:
+    return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+
+def _add_id(item: bytes, suffix: str) -> bytes:
+    """Add an id to an item that has none, and write a plain text message with parts, as the API lists it."""
+    fields: dict[str, Json] = msgspec.json.decode(item)
+    if not fields.get("type"):
+        fields = {"type": "message", **fields}
+    if isinstance(text := fields.get("content"), str):
+        kind = "output_text" if fields.get("role") == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": text}]
+    if not fields.get("id"):
+        prefix = "msg" if fields["type"] == "message" else "item"
+        fields = {"id": f"{prefix}{_INPUT_MARK}{suffix}", **fields}
+    return msgspec.json.encode(fields)

@@ -1,0 +1,138 @@
+"""Stored replies: what a session's later requests may refer to by id, also after a restart.
+
+A reply is stored with the turn that it delivered, before its last byte leaves. The latest replies of a session are also kept in memory, so
+that the cost of continuing one follows the new items. Others are rebuilt from the store: the recorded path, then the reply's own items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.base import EarlierReply, ReplyRecord
+from turngate.dialects.responses_items import (
+    encode_message,
+    find_item,
+    list_input,
+    read_output,
+    rebuild_reply,
+    response_of_item,
+    split_items,
+)
+from turngate.errors import NotFound
+from turngate.store.replies import PathNode, StoredReply
+from turngate.store.sqlite import Store
+from turngate.trace.session import Session
+from turngate.trace.tree import Trace
+from turngate.types import Call, Done, Message
+
+_MAX_RECENT = 4  # replies per session that are kept in memory
+_message = msgspec.json.Decoder(Message)
+
+
+class ReplyArchive:
+    """The stored replies of all sessions."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._recent: WeakKeyDictionary[Trace, dict[str, EarlierReply]] = WeakKeyDictionary()  # oldest first
+
+    async def add(self, session: Session, node: int, record: ReplyRecord) -> None:
+        """Store a reply durably."""
+        if self._store.durability == "process":
+            self._store.replies.add(session.key, node, record)
+        else:  # a sync would block other calls
+            await asyncio.to_thread(self._store.replies.add, session.key, node, record)
+
+    def remember(self, session: Session, reply_id: str, reply: EarlierReply) -> None:
+        """Keep a reply in memory, because the next request will probably continue it."""
+        recent = self._recent.setdefault(session.trace, {})
+        recent[reply_id] = reply
+        if len(recent) > _MAX_RECENT:
+            del recent[next(iter(recent))]
+
+    def find(self, session: Session, reply_id: str) -> EarlierReply | None:
+        if not session.is_evicted and (known := self._recent.get(session.trace, {}).get(reply_id)) is not None:
+            return known
+        stored = self._store.replies.find(session.key, reply_id)
+        return None if stored is None else self._rebuild(session, stored)
+
+    def find_item(self, session: Session, item_id: str) -> bytes | None:
+        """Find an item of a stored reply, or of its input."""
+        stored = self._store.replies.find(session.key, response_of_item(item_id))
+        if stored is None:
+            return None
+        return find_item(read_output(stored.tail), item_id) or find_item(self._list_input(session, stored), item_id)
+
+    def read(self, session: Session, reply_id: str) -> bytes:
+        """Return the JSON of a stored reply."""
+        return self._require(session, reply_id).body
+
+    def list_input(self, session: Session, reply_id: str) -> list[bytes]:
+        """Return the input items of a stored reply, oldest first."""
+        return self._list_input(session, self._require(session, reply_id))
+
+    def delete(self, session: Session, reply_id: str) -> None:
+        """Delete a stored reply. Its turn stays in the trace."""
+        self._require(session, reply_id)
+        self._store.replies.delete(session.key, reply_id)
+        if not session.is_evicted:
+            self._recent.get(session.trace, {}).pop(reply_id, None)
+
+    def _require(self, session: Session, reply_id: str) -> StoredReply:
+        stored = self._store.replies.find(session.key, reply_id)
+        if stored is None:
+            raise NotFound(
+                f"Response with id {reply_id[:200]!r} not found: this session has no stored response with this id. Responses with "
+                "store=false are not stored.",
+                param="response_id",
+            )
+        return stored
+
+    def _list_input(self, session: Session, stored: StoredReply) -> list[bytes]:
+        return list_input(self._rebuild(session, stored), stored.id)
+
+    def _rebuild(self, session: Session, stored: StoredReply) -> EarlierReply:
+        path = self._store.replies.path(session.key, stored.node)
+        items = [item for node in path[:-1] for item in _read_items(node)]
+        return rebuild_reply(stored.echo, stored.tools, items, read_output(stored.tail))
+
+
+class SessionReplies:
+    """The replies that one session's requests may refer to."""
+
+    __slots__ = ("_archive", "_session")
+
+    def __init__(self, archive: ReplyArchive, session: Session) -> None:
+        self._archive = archive
+        self._session = session
+
+    def find(self, reply_id: str) -> EarlierReply | None:
+        return self._archive.find(self._session, reply_id)
+
+    def find_item(self, item_id: str) -> bytes | None:
+        return self._archive.find_item(self._session, item_id)
+
+    def keeps(self, call: Call) -> bool:
+        """Return whether the reply to a call must be added."""
+        return call.store
+
+    async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
+        """Add a complete reply before its end is delivered. A reply that was not sampled has no turn and is not stored."""
+        if call.store and done.node is not None:
+            await self._archive.add(self._session, done.node, record)
+        if call.store:
+            self._archive.remember(self._session, record.id, EarlierReply(call.history, record.output))
+
+
+def _read_items(node: PathNode) -> list[bytes]:
+    if node.dialect == "responses":
+        return split_items(node.messages)
+    if node.dialect:
+        return [
+            item for message in decode_stored_messages(node.dialect, node.messages) for item in encode_message(message)
+        ]
+    return read_output(node.tail) if node.tail is not None else encode_message(_message.decode(node.messages))

@@ -1,0 +1,63 @@
+"""Stored responses of OpenAI's Responses API: read one, list its input items, delete it.
+
+Like model calls, these routes require the session's secret, and the path may name the session. Only the session's own responses exist here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.dialects.responses import Responses
+from turngate.dialects.responses_items import encode_deleted, encode_page, read_page
+from turngate.dialects.wire import field_error
+from turngate.errors import TurngateError
+from turngate.gateway.replies import ReplyArchive
+from turngate.server.auth import Auth
+from turngate.trace.session import Session
+
+_BASES = ("/v1", "", "/s/{id}/v1", "/s/{id}", "/rollout/{id}/v1", "/v1/rollouts/{id}/v1", "/v1/rollouts/{id}")
+_responses = Responses()
+
+
+class ResponseRoutes:
+    def __init__(self, archive: ReplyArchive, auth: Auth) -> None:
+        self._archive = archive
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        actions = (("", "GET", self.read), ("/input_items", "GET", self.list_input), ("", "DELETE", self.delete))
+        return [
+            Route(f"{base}/responses/{{response_id}}{path}", self._endpoint(action), methods=[method])
+            for base in _BASES
+            for path, method, action in actions
+        ]
+
+    def read(self, session: Session, request: Request) -> bytes:
+        if request.query_params.get("stream") == "true":
+            raise field_error("stream", "is not supported here, because the response is complete; leave it out")
+        return self._archive.read(session, request.path_params["response_id"])
+
+    def list_input(self, session: Session, request: Request) -> bytes:
+        page = read_page(request.query_params)
+        return encode_page(self._archive.list_input(session, request.path_params["response_id"]), page)
+
+    def delete(self, session: Session, request: Request) -> bytes:
+        response_id = request.path_params["response_id"]
+        self._archive.delete(session, response_id)
+        return encode_deleted(response_id)
+
+    def _endpoint(self, action: Callable[[Session, Request], bytes]) -> Callable[[Request], object]:
+        async def serve(request: Request) -> Response:
+            try:
+                key = _responses.read_key(request.headers, request.query_params)
+                session = self._auth.session(key, request.path_params.get("id"))
+                return Response(action(session, request), media_type="application/json")
+            except TurngateError as error:
+                body, status = _responses.encode_error(error), _responses.error_status(error)
+                return Response(body, status_code=status, media_type="application/json")
+
+        return serve

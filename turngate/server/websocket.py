@@ -1,0 +1,278 @@
+"""Model calls over a WebSocket: each event of the client is one call, served like a call over HTTP.
+
+    upgrade → accept → per event: find the session → decode → run the turn → frames → …
+
+The calls of one lane are served one after another, those of different lanes at the same time. When the client hangs up, its calls are
+aborted and recorded. The latest reply of each lane can be continued on the same connection even if it is not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+
+import msgspec
+from starlette.requests import HTTPConnection
+
+from turngate.dialects import Dialect, WireRequest
+from turngate.dialects.base import EarlierReply, ReplyRecord, StorableStream
+from turngate.dialects.responses_socket import MAX_LANES, SocketEvent, decode_event, encode_error_frame, split_frames
+from turngate.errors import BadRequest, Stopping, TurngateError, UpgradeRefused
+from turngate.gateway.replies import ReplyArchive, SessionReplies
+from turngate.server.asgi import (
+    GATEWAY_HEADER,
+    JSON,
+    ClientDisconnect,
+    EventStream,
+    HangUp,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    parse_headers,
+    parse_query,
+    send_or_give_up,
+)
+from turngate.server.model_calls import Exchange, ModelCalls, RenderInternalErrors, request_id_header
+from turngate.server.routing import RouteMatch, dialect_of
+from turngate.telemetry.logs import set_log_context
+from turngate.telemetry.metrics import CallTiming
+from turngate.trace.session import Session
+from turngate.types import Call, Done
+
+_MAX_WAITING = 32  # calls of one lane that wait for their turn
+# Headers that describe the upgrade rather than the calls that follow it.
+_UPGRADE_HEADERS = ("idempotency-key", "x-turngate-attempt", "x-stainless-retry-count")
+
+
+class TooManyStreams(BadRequest):
+    """A connection has too many lanes, or too many calls wait in one."""
+
+    kind = "websocket_stream_limit_reached"
+
+
+async def serve_socket(
+    calls: ModelCalls,
+    archive: ReplyArchive,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    match: RouteMatch,
+    session_id: str | None = None,
+    *,
+    prime: bool = False,
+) -> None:
+    """Serve a connection until the client closes it. The session's secret is checked now and with every call."""
+    headers, query = parse_headers(scope), parse_query(scope)
+
+    def find_session() -> Session:
+        return calls.find_session(scope, match.dialect, headers, query, session_id, prime=prime)
+
+    try:
+        find_session()
+    except TurngateError as error:
+        calls.count_error(match.dialect, error)
+        await refuse_upgrade(send, match.dialect, error)
+        return
+    await receive()  # the request to connect
+    await send({"type": "websocket.accept", "headers": [GATEWAY_HEADER, *request_id_header(match.dialect)]})
+    own = {name: value for name, value in headers.items() if name not in _UPGRADE_HEADERS}
+    await CallSocket(calls, archive, match.dialect, find_session, own, query, receive, send).run()
+
+
+async def refuse_upgrade(send: Send, dialect: Dialect, error: TurngateError) -> None:
+    """Answer a request for a WebSocket with an error."""
+    body = dialect.encode_error(error)
+    headers = [JSON, (b"content-length", str(len(body)).encode()), GATEWAY_HEADER, *request_id_header(dialect)]
+    status = dialect.error_status(error)
+    if isinstance(error, UpgradeRefused):  # the status tells the agent to use HTTP, whatever the dialect
+        status = error.status
+        headers.append((b"upgrade", b"HTTP/1.1"))
+    await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
+async def refuse_path(scope: Scope, send: Send) -> None:
+    """Answer a request for a WebSocket at a path that has none."""
+    error = UpgradeRefused("this path has no WebSocket; send the request over HTTP, or connect to /v1/responses")
+    await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
+
+
+class ConnectionReplies(SessionReplies):
+    """The replies that a request on one connection may refer to: those of the session, and the latest one of each lane."""
+
+    __slots__ = ("_lane", "_latest")
+
+    def __init__(
+        self, archive: ReplyArchive, session: Session, latest: dict[str, tuple[str, EarlierReply]], lane: str
+    ) -> None:
+        super().__init__(archive, session)
+        self._latest = latest
+        self._lane = lane
+
+    def find(self, reply_id: str) -> EarlierReply | None:
+        known = next((reply for latest, reply in self._latest.values() if latest == reply_id), None)
+        return known or super().find(reply_id)
+
+    def keeps(self, call: Call) -> bool:
+        return True
+
+    async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
+        await super().add(call, done, record)
+        self.set_latest(call, record)
+
+    def set_latest(self, call: Call, record: ReplyRecord) -> None:
+        self._latest[self._lane] = record.id, EarlierReply(call.history, record.output)
+
+
+class FrameStream(EventStream):
+    """A reply as the frames of a WebSocket."""
+
+    def __init__(
+        self,
+        send: Send,
+        begin: Callable[[], bytes],
+        alive: Callable[[], bytes],
+        alive_s: float,
+        headers: Sequence[tuple[bytes, bytes]],
+        *,
+        lane: str,
+    ) -> None:
+        super().__init__(send, begin, alive, alive_s, headers)
+        self._lane = lane
+
+    async def _start(self) -> None:
+        pass
+
+    async def _deliver(self, data: bytes, last: bool) -> None:
+        for frame in split_frames(data, self._lane):
+            await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
+
+
+class CallSocket:
+    """One accepted connection."""
+
+    def __init__(
+        self,
+        calls: ModelCalls,
+        archive: ReplyArchive,
+        dialect: Dialect,
+        find_session: Callable[[], Session],
+        headers: Mapping[str, str],
+        query: Mapping[str, str],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        self._calls = calls
+        self._archive = archive
+        self._dialect = dialect
+        self._find_session = find_session
+        self._headers = headers
+        self._query = query
+        self._receive = receive
+        self._connection_send = send
+        self._hang_up = HangUp()
+        self._lanes: dict[str, asyncio.Queue[tuple[bytes, SocketEvent]]] = {}
+        self._latest: dict[str, tuple[str, EarlierReply]] = {}  # the latest reply of each lane, with its id
+        self._tasks: set[asyncio.Task[None]] = set()  # lanes, and calls in flight
+
+    async def run(self) -> None:
+        try:
+            while (message := await self._receive())["type"] != "websocket.disconnect":
+                await self._accept(message)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._hang_up.disconnected = True
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(self, message: Message) -> None:
+        try:
+            await self._connection_send(message)
+        except OSError:  # raised by the server if the client has disconnected
+            raise ClientDisconnect from None
+
+    async def _accept(self, message: Message) -> None:
+        """Put a client's event into its lane, or answer with an error."""
+        raw = message.get("bytes") or (message.get("text") or "").encode()
+        lane = ""
+        try:
+            event = decode_event(raw)
+            lane = event.lane
+            if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
+                raise TooManyStreams(
+                    f"stream_id: this connection has {MAX_LANES} streams already; use one of them, or another connection",
+                    param="stream_id",
+                )
+            queue = self._lanes.get(lane) or self._open_lane(lane)
+            if queue.qsize() >= _MAX_WAITING:
+                raise TooManyStreams(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
+            queue.put_nowait((raw, event))
+        except TurngateError as error:
+            await self._refuse(error, lane)
+
+    def _open_lane(self, lane: str) -> asyncio.Queue[tuple[bytes, SocketEvent]]:
+        queue: asyncio.Queue[tuple[bytes, SocketEvent]] = asyncio.Queue()
+        self._lanes[lane] = queue
+        self._start(self._serve_lane(queue))
+        return queue
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _serve_lane(self, queue: asyncio.Queue[tuple[bytes, SocketEvent]]) -> None:
+        while True:
+            # Each call has its own task: ending the session cancels it, and the lane goes on.
+            call = self._start(self._serve_call(*await queue.get()))
+            await asyncio.wait([call])
+            if call.cancelled():
+                await self._refuse(Stopping("the call was aborted; retry it in a moment"), "")
+
+    async def _serve_call(self, raw: bytes, event: SocketEvent) -> None:
+        try:
+            with RenderInternalErrors():
+                await self._run(raw, event)
+        except TurngateError as error:
+            await self._refuse(error, event.lane)
+        except ClientDisconnect:
+            return
+
+    async def _run(self, raw: bytes, event: SocketEvent) -> None:
+        session = self._find_session()
+        set_log_context(session.id, session.config.metadata)  # the task serves only this call
+        timing = CallTiming(time.perf_counter())
+        replies = ConnectionReplies(self._archive, session, self._latest, event.lane)
+        wire = WireRequest(raw, self._headers, self._query, earlier=replies, over_socket=True)
+        call = msgspec.structs.replace(self._calls.decode(session, self._dialect, wire), stream=True)
+        open_stream = partial(FrameStream, lane=event.lane)
+        if event.generate is False:
+            await self._prepare(session, call, replies, event.lane)
+            return
+        await self._calls.run_turn(
+            Exchange(session, call, self._dialect, self._send, self._hang_up, timing, replies, open_stream)
+        )
+
+    async def _prepare(self, session: Session, call: Call, replies: ConnectionReplies, lane: str) -> None:
+        """Answer without sampling anything. The next request can continue the empty reply."""
+        session.require_open()
+        encoder = self._dialect.open_stream(call)
+        assert isinstance(encoder, StorableStream), "only dialects that can store replies have a WebSocket"
+        frames = split_frames(encoder.empty(), lane)
+        replies.set_latest(call, encoder.record())
+        for frame in frames:
+            await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
+
+    async def _refuse(self, error: TurngateError, lane: str) -> None:
+        self._calls.count_error(self._dialect, error)
+        frame = encode_error_frame(error, self._dialect.error_status(error), lane)
+        try:
+            await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
+        except ClientDisconnect:
+            return
