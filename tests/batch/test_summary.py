@@ -157,3 +157,17 @@ def test_bar_lengths_match_counts() -> None:
     found = [rollout("a", n, 1.0 if n else 0.0) for n in range(5)]
     rewards = render_lines(build_panels(summarize("b", ["a"], 5, found), found)[0], width=8)
     assert rewards[1].endswith("██ 1") and rewards[-1].endswith("████████ 4")
+
+
+def test_untrained_rollouts_are_counted_by_reason() -> None:
+    found = [
+        rollout("a", 0, 1.0, trained_tokens=0, warnings=("no tokens are trained: greedy",)),
+        rollout("a", 1, 0.0, trained_tokens=0, warnings=("no tokens are trained: greedy",)),
+        rollout("a", 2, 0.0, trained_tokens=0, warnings=("no tokens are trained: refused",), refused_calls=3),
+        rollout("a", 3, 1.0, trained_tokens=7),
+        rollout("b", 0, 1.0),  # of an older gateway, which does not report it
+    ]
+    summary = summarize("b", ["a", "b"], 4, found)
+    assert summary.warnings == [("no tokens are trained: greedy", 2), ("no tokens are trained: refused", 1)]
+    assert (summary.overall.untrained, summary.overall.refused, summary.overall.trained_tokens) == (3, 1, 7)
+    assert [task.untrained for task in summary.tasks] == [3, 0]

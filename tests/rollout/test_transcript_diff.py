@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from turngate.agents.spec import find_agent
+from tests.kit import renderer, say
+from tests.rollout.kit import open_harness
+from tests.verify.kit import verdict, wrong
+from turngate.agents.spec import Transcript, find_agent
+from turngate.cli.verify import compare_transcripts
 from turngate.rollout.transcript_diff import compare_transcript
 from turngate.trace.session import limit_message
 from turngate.types import DeliveredTurn, Message, ToolCall
@@ -69,3 +74,21 @@ def test_limit_message_is_not_a_difference(compare: Any) -> None:
     main = [assistant_message("Go."), assistant_message(limit_message("turns"))]
     assert compare(make_trace(("main", "a", "Go.", ()), stop="turns"), main) == []
     assert compare(make_trace(("main", "a", "Go.", ())), main) != []
+
+
+async def test_verify_finds_transcript_of_agent_outside_the_catalog() -> None:
+    own = msgspec.structs.replace(
+        find_agent("shell").spec, name="my-own", transcript=Transcript(stdout=True, turn="{text: text}")
+    )
+    async with open_harness([say("Hello.")]) as harness:
+        program = 'print(json.dumps({"text": ask("Hi")}))'
+        outcome = await harness.run(program, agent=own, options={"command": "exec python3 -"})
+        data, transcript = harness.gateway.database.parent, compare_transcripts(harness.folder)
+        found = verdict(data, outcome.session, renderer=renderer(), transcript=transcript)
+        assert found.ok and "transcript" in {finding.check for finding in found.findings}
+        (harness.folder / outcome.session / "stdout").write_text('{"text": "Goodbye."}')
+        found = verdict(data, outcome.session, renderer=renderer(), transcript=transcript)
+        assert wrong(found) == {"transcript"}
+        (harness.folder / outcome.session / "agent.json").unlink()  # as in a folder that an earlier version wrote
+        [skipped] = verdict(data, outcome.session, renderer=renderer(), transcript=transcript).unchecked
+        assert "unknown agent 'my-own'" in skipped.why

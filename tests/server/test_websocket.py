@@ -158,6 +158,19 @@ async def test_headers_of_upgrade_do_not_mark_calls_as_retries() -> None:
         assert [turn["cause"] for turn in await g.turns(session.id)] == [None, "resample"]
 
 
+async def test_refused_calls_are_recorded() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open(model="m")
+        async with connect(g, session.key) as socket:
+            await socket.ask(input="Hi")
+            refused = await socket.ask(input="Hi", model="editor")
+            await socket.send("{")
+            await socket.finish()
+        shown = await g.show(session.id)
+        assert shown["refused"] == {"count": 2, "status": 404, "message": refused["error"]["message"]}
+        assert await g.samples(session.id) == []
+
+
 async def test_session_limits_hold() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(limits={"turns": 1})

@@ -22,8 +22,10 @@ from turngate.common.validation import explain_error, suggestion
 from turngate.errors import AgentError
 from turngate.trace import signals as trace_signals
 from turngate.trace.signals import Signals
+from turngate.types import Sampling
 
 CATALOG = Path(__file__).parent / "catalog"
+_DESCRIPTION = "agent.json"  # in a rollout's folder
 Dialect = Literal["chat", "responses", "messages", "gemini", "any"]
 
 # Available in every run, in addition to the agent's own options.
@@ -136,6 +138,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     logs: tuple[str, ...] = ()  # glob patterns below HOME
     off: dict[str, str] = {}  # features switched off for training, and how
     signals: Signals = Signals()
+    sampling: dict[str, int | float] = {}  # sampling settings to pin, unless a run sets them
     limits: tuple[str, ...] = ()  # known limitations, for the documentation
     check: tuple[
         CheckStep, ...
@@ -223,6 +226,25 @@ def parse_spec(text: str, where: str) -> AgentSpec:
     return spec
 
 
+def write_description(spec: AgentSpec, folder: Path) -> None:
+    """Write the description of the agent that ran next to its logs, so that they can be read later. Raise `AgentError` if that fails."""
+    try:
+        (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+    except OSError as error:
+        raise AgentError(f"{folder / _DESCRIPTION} could not be written ({error.strerror})") from None
+
+
+def read_description(folder: Path) -> AgentSpec | None:
+    """Read the description next to an agent's logs. Return None if there is none, as in folders of earlier versions."""
+    file = folder / _DESCRIPTION
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=AgentSpec)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AgentError(f"{file} cannot be read ({error})", param="agent") from None
+
+
 def _user_layers() -> Iterator[list[Path]]:
     """Yield the user's files in layers, lowest precedence first."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -253,6 +275,7 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
     yield from ((field, f"{field}: {problem}") for field, problem in trace_signals.find_faults(spec.signals))
+    yield from _sampling_faults(spec)
     if spec.transcript:
         yield from _transcript_faults(spec.transcript)
     if spec.shell_call:
@@ -337,6 +360,14 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
                 f"files[{n}].mode",
                 f'files[{n}].mode is {file.mode}, but the file contains {{api_key}}; set mode = "0600"',
             )
+
+
+def _sampling_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
+    try:
+        msgspec.convert(spec.sampling, Sampling)
+    except msgspec.ValidationError as error:
+        message, field = explain_error(error, Sampling, "setting")
+        yield f"sampling.{field}", f"sampling.{message}"
 
 
 def _shell_call_faults(call: ShellCall) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ import msgspec
 
 from turngate.common.validation import explain_error, suggestion
 from turngate.errors import BadRequest
+from turngate.rollout.sampling import NEUTRAL_CHOICE
 from turngate.service.config import ServiceConfig
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class RunArguments(TypedDict, total=False):
     agent: str  # overrides the client's agent
     mode: str  # exact, observe, gate or direct; by default, the endpoint's mode
     thinking: bool  # whether the model thinks before it answers, if its chat template supports the switch
+    sampling: str | Mapping[str, float]  # neutral (temperature 1, the default), agent, or settings to pin
     max_tokens_cap: int  # per turn
     max_turns: int
     timeout_s: float  # for the agent
@@ -81,6 +83,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     agent: str = ""
     mode: str = ""
     thinking: bool | None = None
+    sampling: str | dict[str, int | float] = NEUTRAL_CHOICE
     max_tokens_cap: int | None = None
     max_turns: Count | None = None
     timeout_s: float | None = None

@@ -228,6 +228,7 @@ class Client:
             agent=given.agent and models.find_agent_name(given.agent),
             thinking=given.thinking,
             mode=given.mode,
+            sampling=given.sampling,
             max_tokens_cap=given.max_tokens_cap,
             agent_timeout_s=(job.task.timeout_s or _DEFAULT_TIMEOUT_S) if given.timeout_s is None else given.timeout_s,
             session={"limits": {"turns": given.max_turns}} if given.max_turns is not None else {},

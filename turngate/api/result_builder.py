@@ -79,6 +79,8 @@ def build_result(
         seconds=result.seconds,
         turns=_turns(trace, reader) if trace is not None else (),
         rows=tuple(_sample(row) for row in rows),
+        training=result.training,
+        refused=result.refused,
         files=result.workdir_files,
         work=work if work is not None and work.is_dir() else None,
         logs=result.log_tails,

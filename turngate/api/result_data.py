@@ -12,6 +12,8 @@ from turngate.common.safe_text import sanitize_line
 from turngate.service.result import ErrorInfo
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
+from turngate.trace.training_report import TrainingReport
+from turngate.trace.tree import RefusedCalls
 from turngate.types import Ids, Json, Logprobs, ToolCall
 
 
@@ -72,6 +74,8 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     seconds: Mapping[str, float]  # by stage
     turns: tuple[Turn, ...]  # oldest first
     rows: tuple[Sample, ...]  # training rows: ids, mask and log-probabilities as numpy arrays
+    training: TrainingReport | None = None  # how much of it is trained, and why not more; None if nothing was recorded
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
     files: Mapping[str, str]  # the agent's working folder, path → text; long files are truncated
     work: Path | None  # the folder with all files; None if `data` was not set
     logs: Mapping[str, str]  # the ends of the agent's output and log files

@@ -47,6 +47,12 @@ _SPANS = _flag(
     OUTPUT,
     "--spans",
 )
+
+
+def _biasing(setting: str) -> str:
+    return f"{setting}. Turns sampled with it are not trained."
+
+
 _USE_GATEWAY = "URL of a running gateway to use instead of starting one. Set TURNGATE_ADMIN_KEY to its key."
 
 
@@ -110,7 +116,32 @@ class RolloutOptions:
         Optional[int],
         _flag("Context length that the agent is configured for, in tokens.", LIMITS, default=131072),
     ] = None
+    sampling: Annotated[
+        str,
+        _flag(
+            "neutral: sample at temperature 1 unless set below, so that turns can be trained; agent: sample as the agent asks, for "
+            "evaluations.",
+            SAMPLING,
+        ),
+    ] = "neutral"
+    temperature: Annotated[
+        Optional[float], _flag("Temperature, whatever the agent asks for.", SAMPLING, default="the agent file's, or 1")
+    ] = None
+    top_p: Annotated[Optional[float], _flag(_biasing("Top-p"), SAMPLING)] = None
+    top_k: Annotated[Optional[int], _flag(_biasing("Top-k"), SAMPLING)] = None
+    min_p: Annotated[Optional[float], _flag(_biasing("Min-p"), SAMPLING)] = None
+    presence_penalty: Annotated[Optional[float], _flag(_biasing("Presence penalty"), SAMPLING)] = None
+    frequency_penalty: Annotated[Optional[float], _flag(_biasing("Frequency penalty"), SAMPLING)] = None
+    repetition_penalty: Annotated[Optional[float], _flag(_biasing("Repetition penalty"), SAMPLING)] = None
+    min_tokens: Annotated[Optional[int], _flag(_biasing("Minimum number of tokens per turn"), SAMPLING)] = None
     grade: Annotated[bool, _flag("Grade the result with the task's grader.", GRADING, "--grade/--no-grade")] = True
+    on_refused: Annotated[
+        str,
+        _flag(
+            "If a model call of the agent is refused (docs/concepts.md): exclude the rollout from training, or train it.",
+            GRADING,
+        ),
+    ] = "exclude"
     on_timeout: Annotated[
         str, _flag("If the agent times out: grade its work, exclude the rollout, or zero its reward.", GRADING)
     ] = "grade"
@@ -153,6 +184,7 @@ class RunOptions(RolloutOptions):
         ),
     ] = None
     prompt: Annotated[Optional[str], _flag("Instruction for the agent, in place of --task.", WHAT)] = None
+    seed: Annotated[Optional[int], _flag("Seed for sampling.", SAMPLING)] = None
     out: Annotated[Optional[Path], _flag("Folder for the agent's files and logs.", OUTPUT, default="DATA/rollouts")] = (
         None
     )

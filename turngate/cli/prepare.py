@@ -19,11 +19,12 @@ import msgspec
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent
-from turngate.cli.options import RolloutOptions
-from turngate.errors import ConfigError
+from turngate.cli.options import RolloutOptions, RunOptions
+from turngate.errors import BadRequest, ConfigError
+from turngate.rollout.sampling import AGENT_CHOICE, NEUTRAL_CHOICE, parse_sampling
 from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.tasks.staging import IMAGELESS
-from turngate.types import Json
+from turngate.types import Json, Sampling
 
 Number = TypeVar("Number", int, float, int | None, float | None)
 
@@ -132,7 +133,27 @@ def build_session_settings(options: RolloutOptions) -> dict[str, Json]:
         "sampled_tokens": require_positive("max_tokens", options.max_tokens),
     }
     limits = {name: value for name, value in limits.items() if value is not None}
-    return {"limits": limits} if limits else {}
+    if options.on_refused not in ("exclude", "train"):
+        raise ConfigError(f"on_refused must be exclude or train, not {options.on_refused!r}", param="on_refused")
+    return {
+        **({"limits": limits} if limits else {}),
+        **({"policy": {"refused": True}} if options.on_refused == "train" else {}),
+        **_build_sampling(options),
+    }
+
+
+def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
+    """Return the session settings for sampling. `seed` is one of them only for a single rollout: a batch derives a seed per rollout."""
+    names = [field.name for field in msgspec.structs.fields(Sampling)]
+    flags = {name: getattr(options, name) for name in names if name != "seed" or isinstance(options, RunOptions)}
+    pinned = {name: value for name, value in flags.items() if value is not None}
+    if options.sampling not in (NEUTRAL_CHOICE, AGENT_CHOICE):
+        raise ConfigError(f"sampling must be neutral or agent, not {options.sampling!r}", param="sampling")
+    try:
+        return {**parse_sampling(options.sampling), **parse_sampling(pinned)}
+    except BadRequest as error:
+        flag = (error.param or "").removeprefix("sampling.")
+        raise ConfigError(error.message.removeprefix("sampling."), param=flag) from None
 
 
 def require_writable(folder: Path) -> Path:

@@ -261,6 +261,8 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
         ):  # a remote gateway's tokenizer may not be on this machine
             _print_line(console, "", f"turngate show {outcome.session}{show_flags} --tokens")
         _print_line(console, "files", str(folder / outcome.session))
+    for text in outcome.warnings:
+        _print_line(console, "warning", sanitize_line(text), "yellow")
     if outcome.not_enforced:
         not_isolated = ", ".join(outcome.not_enforced)
         _print_line(console, "sandbox", f"{outcome.sandbox} does not isolate: {not_isolated}", "dim")

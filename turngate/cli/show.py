@@ -24,6 +24,7 @@ from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
+from turngate.trace.training_report import list_warnings
 from turngate.types import Message
 from turngate.views.session import encode_json, load_session_view
 from turngate.views.session_directory import describe_session
@@ -197,6 +198,7 @@ def _print_head(view: ShownSession, console: Console) -> None:
         ("turns", f"{summary.turns} ({roles})" if roles else "0"),
         ("tokens", f"{summary.tokens} stored, {summary.sampled_tokens} sampled"),
         ("outcome", summary.damaged or _describe_outcome(summary.outcome)),
+        *(("warning", warning) for warning in list_warnings(summary.training, summary.refused)),
     ]
     for name, value in lines:
         if value:

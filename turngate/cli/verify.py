@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from turngate.agents.spec import find_agent
+from turngate.agents.spec import find_agent, read_description
 from turngate.cli.options import VerifyCommandOptions
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
@@ -200,7 +200,8 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
         if logs is None:
             return None, f"no logs of the agent were found below {folder}; pass their folder with --rollouts"
         try:
-            transcript = find_agent(name).spec.transcript
+            spec = read_description(logs) or find_agent(name).spec
+            transcript = spec.transcript
             if transcript is None:
                 return None, f"{name} does not keep a transcript"
             return compare_transcript(transcript, logs, recorded, session.stop)[1], ""

@@ -20,6 +20,8 @@ from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
 from turngate.trace.sample import RowSpan
 from turngate.trace.session import CallError, Status
+from turngate.trace.training_report import TrainingReport
+from turngate.trace.tree import RefusedCalls
 from turngate.types import Constraint, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
 
 # All modes hold new calls. `drain` also waits for calls in flight, and `keep` freezes those in the engine.
@@ -94,11 +96,13 @@ class SessionDescription(
     sampled_tokens: int
     in_flight: int
     last_error: CallError | None
+    refused: RefusedCalls | None = None  # model calls that were refused because of what was asked
     # How long calls have been waiting for the engine. Older gateways do not send it.
     unheard_s: float = msgspec.field(default_factory=float)
     last_used: float
     tokens: int | None
     roles: dict[str, int] | None
+    training: TrainingReport | None = None  # None if the trace is empty or unreadable; older gateways do not send it
     forks: list[Fork] | None
     unreadable: str = ""  # why the trace cannot be read
 
@@ -199,7 +203,7 @@ class TracePreamble(msgspec.Struct, frozen=True):
     template_kwargs: msgspec.Raw
 
 
-class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=False, kw_only=True):
+class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=False, kw_only=True, omit_defaults=True):
     """The whole tree of a session. The gateway encodes its nodes one by one; clients decode `TraceContext` and `TraceTurn`."""
 
     session: str
@@ -209,6 +213,7 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
     vocabulary: str
     preambles: dict[str, TracePreamble]
     nodes: list[NodeT]
+    refused: RefusedCalls | None = None
 
     def __getitem__(self, field: str) -> Json:
         """Return a field as plain JSON. Deprecated: traces were dictionaries before 0.1.0."""

@@ -15,8 +15,10 @@ from turngate.errors import NotFound, StoreError
 from turngate.store.feeds import DeliveryMember, FeedRow
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
+from turngate.trace.roles import assign_roles
 from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
+from turngate.trace.training_report import report_training
 
 # Values of `Session.stop`
 _LIMIT_STOPS = ("turns", "sampled_tokens", "context_tokens", "context_length_exceeded", "limit")
@@ -89,7 +91,8 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
     rows = build_samples(session.trace, session.config.policy)
     timed_out = _is_timed_out(session, member)
     truncated = not timed_out and _is_truncated(session, member, rows)
-    in_baseline, excluded = _judge(member, rows, config, version, truncated=truncated, timed_out=timed_out)
+    untrained = "" if rows else _explain_untrained(session)
+    in_baseline, excluded = _judge(member, rows, untrained, config, version, truncated=truncated, timed_out=timed_out)
     return _DeliveredRollout(
         member=member,
         reward=member.outcome.reward if in_baseline else None,
@@ -102,8 +105,19 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
     )
 
 
+def _explain_untrained(session: Session) -> str:
+    return report_training(session.trace, assign_roles(session.trace), session.config.policy).reason
+
+
 def _judge(
-    member: DeliveryMember, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
+    member: DeliveryMember,
+    rows: list[Sample],
+    untrained: str,
+    config: FeedConfig,
+    version: int,
+    *,
+    truncated: bool,
+    timed_out: bool,
 ) -> tuple[bool, str]:
     """Return whether a rollout's reward counts in its group's baseline, and why it is not trained (empty if it is)."""
     outcome = member.outcome
@@ -112,7 +126,7 @@ def _judge(
     if is_too_large(outcome.reward):
         return False, f"its reward of {outcome.reward:g} is too large for computing advantages"
     if not rows:
-        return False, "it has no trainable turns"
+        return False, f"it has no trainable turns: {untrained}"
     oldest = min(span.version_start for row in rows for span in row.spans if span.trained)
     if config.max_staleness is not None and version - oldest > config.max_staleness:
         return (

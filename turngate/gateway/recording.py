@@ -12,10 +12,12 @@ import time
 import msgspec
 import numpy as np
 
+from turngate.common.safe_text import make_encodable, sanitize_line
 from turngate.errors import TurngateError
 from turngate.gateway.draft import TurnDraft
 from turngate.gateway.events import Events
 from turngate.gateway.prompt import Preamble, build_context_info
+from turngate.gateway.refusals import MAX_CHARS
 from turngate.gateway.sampling import find_constraint_bias
 from turngate.store.events import new_event
 from turngate.store.journal import Journal
@@ -121,6 +123,16 @@ class TurnRecorder:
                 node.delivered = False
                 break
         self._journal.mark_undelivered(session.key, node_id)
+
+    def record_refusal(self, session: Session, status: int, message: str) -> None:
+        """Record that the gateway refused a model call of the session, before the agent receives the answer."""
+        refused = self._journal.add_refusal(session.key, session.id, status, make_encodable(message)[:MAX_CHARS])
+        session.trace.refused = refused or session.trace.refused
+        if refused is not None and refused.count == 1:
+            log.warning(
+                "session %s: a model call was refused (%d: %s)", session.id, status, sanitize_line(refused.message)
+            )
+        self._events.wake(session.id)
 
     def note_stop(self, session: Session, limit: str) -> None:
         """Record the limit that stopped a session."""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from turngate.errors import BadRequest, ContextOverflow
 from turngate.trace.session import Session
-from turngate.types import NEUTRAL, Call, Sampling
+from turngate.types import NEUTRAL, Call, Json, Mode, Sampling
 
 _DEFAULT_MAX_TOKENS = 4096
+_TRAINING_TEMPERATURE = 1.0
+
+
+def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
+    """Return the pinned settings of a session for training: a temperature is always one of them, because many agents ask for 0.
+
+    An observed endpoint keeps its own sampling, and so does a session that records what the agent asks for.
+    """
+    if mode == "observe" or bias == "record":
+        return dict(sampling)
+    return {"temperature": _TRAINING_TEMPERATURE, **sampling}
 
 
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:

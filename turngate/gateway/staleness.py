@@ -15,7 +15,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.trace.roles import assign_roles
-from turngate.trace.sample import untrainable_reason
+from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Sampled
 from turngate.types import STALE, Json
@@ -114,9 +114,8 @@ def is_stale(session: Session, oldest: int) -> bool:
     if not any(turn.info.version_start < oldest for turn in turns):
         return False
     role_of = assign_roles(session.trace)
-    policy = session.config.policy
-    old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
-    return any(not untrainable_reason(turn, role_of[turn.id], policy) for turn in old)
+    reasons = find_untrained(session.trace, role_of, session.config.policy)
+    return any(turn.info.version_start < oldest and _is_work(turn) and not reasons[turn.id] for turn in turns)
 
 
 def _is_work(turn: Sampled) -> bool:

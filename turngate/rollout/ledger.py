@@ -83,6 +83,9 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
     turns: int = 0
     sampled_tokens: int = 0
     rows: int | None = None
+    trained_tokens: int | None = None  # None if the gateway did not report it
+    warnings: tuple[str, ...] = ()  # about the training data
+    refused_calls: int = 0
     seconds: Mapping[str, float] = {}  # per stage
     stage: str = ""  # the stage that failed
     boundary: Boundary | Literal[""] = ""  # where the fault was

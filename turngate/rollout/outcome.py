@@ -12,6 +12,8 @@ from turngate.errors import Boundary
 from turngate.rollout.collect import Collected
 from turngate.store.outcomes import OutcomeClass
 from turngate.tasks.grading.types import Grade
+from turngate.trace.training_report import TrainingReport, list_warnings
+from turngate.trace.tree import RefusedCalls
 
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
@@ -65,11 +67,25 @@ class Outcome(msgspec.Struct, kw_only=True):
     sampled_tokens: int = 0
     roles: dict[str, int] = {}
     rows: int | None = None  # None if the gateway did not respond
+    training: TrainingReport | None = None  # None if the gateway did not respond
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
     calls: int | None = None  # the agent's model calls; None if they did not pass through a door on this host
     collected: Collected = Collected()
     unrecorded: str = ""  # why the gateway has not recorded this yet; empty if it has, or does not need to
     not_enforced: tuple[str, ...] = ()  # limits that the sandbox does not enforce
     notes: tuple[str, ...] = ()
+
+    @property
+    def exclusion(self) -> str:
+        """Why the rollout must not be trained, or part of its group's baseline, although it has a reward; empty if it may."""
+        is_excluded = self.refused is not None and self.training is not None and not self.training.trained_tokens
+        return "; ".join(self.warnings) if is_excluded else ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with the training data, one line each. Empty for a rollout that has none because it failed."""
+        has_failed = self.status in ("error", "cancelled") or self.kind in ("infrastructure fault", "invalid task")
+        return list_warnings(None if has_failed else self.training, self.refused)
 
 
 class RolloutProgress(msgspec.Struct):

@@ -89,6 +89,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             _AGENT_TERM: _RUN_DIGEST + _digest(_run_fields(self.agent)),
+            **({"agent's sampling": _to_json(self.agent.sampling)} if self.agent.sampling else {}),
             "set": _digest(self.options),
             "model": self.model,
             "n": str(self.n),
@@ -183,12 +184,15 @@ def _without_source(task: Task) -> Task:
     return msgspec.structs.replace(task, source="")
 
 
-def _run_fields(agent: AgentSpec) -> AgentSpec:
-    """Return an agent without the fields that do not affect a rollout."""
+def _run_fields(agent: AgentSpec) -> dict[str, Json]:
+    """Return an agent without the fields that do not affect a rollout, and without `sampling`, which is a term of its own."""
     options = {name: msgspec.structs.replace(option, about="") for name, option in agent.options.items()}
-    return msgspec.structs.replace(
-        agent, title="", homepage="", limits=(), off={}, check=(), shell_call=None, options=options
+    fields = msgspec.structs.asdict(
+        msgspec.structs.replace(
+            agent, title="", homepage="", limits=(), off={}, check=(), shell_call=None, options=options
+        )
     )
+    return {name: value for name, value in fields.items() if name != "sampling"}
 
 
 def _digest(value: object) -> str:

@@ -38,6 +38,7 @@ def build_record(outcome: Outcome) -> RecordedOutcome:
             "seconds": {stage: spent for stage, spent in outcome.seconds.items() if stage != "record"},
             "logs": {name: text[-_LOG_CHARS:] for name, text in logs.items() if text},
             **({} if fault is None else {"fault": {"stage": fault.stage, "boundary": fault.boundary}}),
+            **({"warnings": outcome.warnings} if outcome.warnings else {}),
         },
     )
 

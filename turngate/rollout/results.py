@@ -32,8 +32,10 @@ from turngate.rollout.recording import build_record
 from turngate.rollout.schedule import RolloutItem
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.task import Task
+from turngate.trace.training_report import list_warnings
 
 _MAX_CHARS = 2000  # per message
+_MAX_WARNINGS = 5
 EndReason = Literal["fault", "cancelled", "lost", "stale"]
 
 
@@ -56,6 +58,7 @@ class BatchResults:
         self._on_finished = on_finished
         self._ledger: Ledger | None = None
         self._invalid: Counter[str] = Counter()  # number of rollouts that found the task invalid, by task
+        self._noted: set[str] = set()  # warnings that were reported while the batch runs
         self._valid: set[str] = set()  # tasks with a graded rollout, which are therefore valid
 
     async def open(self) -> Ledger:
@@ -127,6 +130,10 @@ class BatchResults:
         """Write a finished rollout to the ledger, and count it."""
         await self.ledger.add(finished)
         self.count(finished)
+        for warning in finished.warnings:
+            if warning not in self._noted and len(self._noted) < _MAX_WARNINGS:  # the summary has the rest
+                self._noted.add(warning)
+                self.note(f"{finished.rollout}: {warning}")
         if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
             self.note(f"task {finished.task} is invalid; its remaining rollouts are skipped: {finished.message}")
 
@@ -205,6 +212,9 @@ def build_finished(
         turns=outcome.turns,
         sampled_tokens=outcome.sampled_tokens,
         rows=outcome.rows,
+        trained_tokens=None if outcome.training is None else outcome.training.trained_tokens,
+        warnings=tuple(warning[:_MAX_CHARS] for warning in outcome.warnings),
+        refused_calls=0 if outcome.refused is None else outcome.refused.count,
         seconds=outcome.seconds,
         stage=fault.stage if fault else "",
         boundary=fault.boundary if fault else "",
@@ -227,6 +237,9 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Ses
         session=started.session,
         turns=shown.turns,
         sampled_tokens=shown.sampled_tokens,
+        trained_tokens=None if shown.training is None else shown.training.trained_tokens,
+        warnings=tuple(warning[:_MAX_CHARS] for warning in list_warnings(shown.training, shown.refused)),
+        refused_calls=0 if shown.refused is None else shown.refused.count,
         message=recorded.message[:_MAX_CHARS],
         at=timestamp(),
     )

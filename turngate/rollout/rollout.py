@@ -35,6 +35,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.agents.launch import Launch
+from turngate.agents.spec import write_description
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion
 from turngate.common.safe_text import make_encodable
@@ -261,6 +262,10 @@ class Rollout:
                 stdout=self._redactor.redact_text(collected.stdout),
                 stderr=self._redactor.redact_text(collected.stderr),
             )
+            try:
+                await asyncio.to_thread(write_description, self._spec.agent, self._folder)
+            except AgentError as error:
+                self._note(error.message)
             await self._copy_work(sandbox)
             if unsealed is None:
                 await self._compare_transcript()
@@ -371,6 +376,7 @@ class Rollout:
                 shown = await self._gateway.show(outcome.session)
                 outcome.turns, outcome.sampled_tokens = shown.turns, shown.sampled_tokens
                 outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
+                outcome.training, outcome.refused = shown.training, shown.refused
                 outcome.rows = len(await self._gateway.samples(outcome.session))
         except (TurngateError, TimeoutError) as error:
             self._note(f"the recording could not be read from the gateway: {error}")

@@ -18,6 +18,7 @@ from turngate.errors import TurngateError
 from turngate.rollout.classify import Ending
 from turngate.rollout.outcome import ProgressCallback, RolloutProgress
 from turngate.rollout.recording import record_outcome
+from turngate.rollout.sampling import resolve_settings
 from turngate.rollout.spec import RolloutSpec
 from turngate.store.outcomes import RecordedOutcome
 from turngate.types import STALE, Json
@@ -144,5 +145,6 @@ def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
         "signals": msgspec.to_builtins(resolve_signals(spec.agent.signals, spec.model)),
         **({"tools": msgspec.to_builtins(spec.task.tools)} if spec.task.tools else {}),
         **overrides,
+        **resolve_settings(overrides, spec.agent.sampling, spec.endpoint_sampling),
         "metadata": {**metadata, **overrides.get("metadata", {})},
     }

@@ -42,6 +42,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     folders: tuple[str, ...] = ()  # more writable folders in a sandbox that has its own root
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}  # more session settings: limits, sampling, policy …
+    endpoint_sampling: Mapping[str, Json] = {}  # sampling settings that `session` and the agent's file override
     model_limits: ModelLimits = ModelLimits()  # the model's limits, for the agent's configuration
     options: Mapping[str, str] = {}  # the agent's options
     folder: Path  # for the agent's files, in a subfolder named after the session

@@ -32,6 +32,9 @@ PHASES: Mapping[str, Phase] = {
     "grade": "grade",
 }
 
+_MAX_CHARS = 300  # per message
+_MAX_WARNINGS = 10
+
 
 class PassAtK(msgspec.Struct, frozen=True):
     """An estimate of pass@k."""
@@ -64,6 +67,9 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     mean_tokens: float | None
     turns: int
     sampled_tokens: int
+    trained_tokens: int
+    untrained: int  # graded rollouts without trained tokens
+    refused: int  # rollouts in which a model call was refused
     stages: Mapping[str, float]  # mean seconds, over the rollouts that reached the stage
     phases: Mapping[Phase, float]
 
@@ -105,6 +111,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     histogram: tuple[HistogramBin, ...]
     # Why rollouts have no reward, by class: pairs of a message and its count, most frequent first.
     messages: Mapping[RolloutClass, Sequence[tuple[str, int]]]
+    # What is wrong with the training data of rollouts: pairs of a warning and its count, most frequent first.
+    warnings: Sequence[tuple[str, int]] = ()
     seconds: float = 0.0  # from the start of the batch to the end of the last rollout, including pauses
     stopped: str = ""  # why the batch stopped early
 
@@ -136,6 +144,7 @@ def summarize(
         shrunken=tuple(_find_shrunken(by_task, n)),
         histogram=build_histogram(rewards),
         messages=_count_messages(everything),
+        warnings=_count_warnings(everything),
         seconds=round(seconds, 1),
         stopped=stopped,
     )
@@ -194,6 +203,9 @@ def _compute_stats(wanted: int, members: Sequence[FinishedRollout], pass_at: tup
         mean_tokens=fmean(rollout.sampled_tokens for rollout in ran) if ran else None,
         turns=sum(rollout.turns for rollout in members),
         sampled_tokens=sum(rollout.sampled_tokens for rollout in members),
+        trained_tokens=sum(rollout.trained_tokens or 0 for rollout in members),
+        untrained=sum(rollout.reward is not None and rollout.trained_tokens == 0 for rollout in members),
+        refused=sum(rollout.refused_calls > 0 for rollout in members),
         stages=_mean_stage_seconds(members),
         phases=_mean_phase_seconds(members),
     )
@@ -260,5 +272,11 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
     counts: defaultdict[RolloutClass, Counter[str]] = defaultdict(Counter)
     for rollout in members:
         if rollout.reward is None and rollout.message:
-            counts[rollout.kind][rollout.message[:300]] += 1
+            counts[rollout.kind][rollout.message[:_MAX_CHARS]] += 1
     return {kind: counts[kind].most_common(5) for kind in ROLLOUT_CLASSES if counts[kind]}
+
+
+def _count_warnings(members: Iterable[FinishedRollout]) -> list[tuple[str, int]]:
+    return Counter(warning[:_MAX_CHARS] for rollout in members for warning in rollout.warnings).most_common(
+        _MAX_WARNINGS
+    )

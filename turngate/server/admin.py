@@ -16,6 +16,7 @@ from turngate.errors import BadRequest, NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, int_param, json_response, raw_json_response, read_cursor, route
@@ -35,10 +36,14 @@ class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     id: str | None = None
     mode: Mode | None = None  # type: ignore[assignment]  # None means the gateway's default mode
+    purpose: Literal["", "train"] = ""  # train: pin temperature 1 in exact and gate mode, unless `sampling` sets one
 
     def config(self, default_mode: Mode) -> SessionConfig:
         values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}
-        return SessionConfig(**{**values, "mode": self.mode or default_mode})
+        mode = self.mode or default_mode
+        if self.purpose == "train":
+            values["sampling"] = pin_for_training(self.sampling, mode, self.bias)
+        return SessionConfig(**{**values, "mode": mode})
 
 
 class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

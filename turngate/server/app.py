@@ -47,7 +47,7 @@ from turngate.server.metrics import MetricsEndpoint
 from turngate.server.model_calls import ModelCalls
 from turngate.server.public import PublicRoutes
 from turngate.server.responses import ResponseRoutes
-from turngate.server.routing import DialectRoutes, dialect_of, hint_for
+from turngate.server.routing import DialectRoutes, dialect_of, hint_for, is_unserved_call
 from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.routes import WebPage
 from turngate.server.websocket import refuse_path, serve_socket
@@ -218,8 +218,12 @@ class Gateway:
     def _compose_starlette(self) -> Starlette:
         async def not_found(request: Request, error: Exception) -> Response:
             message = f"no route for {request.method} {redact_known(request.url.path)}{hint_for(request)}"
-            body = dialect_of(request).encode_error(NotFound(message))
-            return Response(body, status_code=404, media_type="application/json")
+            dialect, unknown = dialect_of(request), NotFound(message)
+            is_call = is_unserved_call(request)
+            answer = self._model_calls.refuse_unserved(request, dialect, unknown) if is_call else unknown
+            return Response(
+                dialect.encode_error(answer), status_code=dialect.error_status(answer), media_type="application/json"
+            )
 
         routes = [
             *PublicRoutes(self.engine, self.relay, self.auth, self.config.model).routes(),

@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import msgspec
+from starlette.requests import Request
 
+from turngate.common.sharding import SESSION_PATH
 from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.base import StorableStream
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.recording import TurnRecorder
+from turngate.gateway.refusals import is_refusal
 from turngate.gateway.replies import ReplyArchive, SessionReplies
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.turn import TurnPipeline
@@ -97,6 +100,7 @@ class ModelCalls:
     ) -> None:
         """Serve one call. `session_id` is the session named in the path, if any."""
         dialect = match.dialect
+        session: Session | None = None
         try:
             headers, query = parse_headers(scope), parse_query(scope)
             session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
@@ -110,7 +114,8 @@ class ModelCalls:
                 exchange = Exchange(session, call, dialect, send, watch, timing, replies)
                 await (self._count if match.verb == "count" else self.run_turn)(exchange)
         except TurngateError as error:
-            self.count_error(dialect, error)
+            counted = session if match.verb != "count" else None
+            error = self.count_error(dialect, error, counted)
             await respond_error(send, dialect, error)
         except ClientDisconnect:
             return
@@ -137,8 +142,12 @@ class ModelCalls:
             call = msgspec.structs.replace(call, signals=read_signals(session.config.signals, wire.headers, call))
         return call
 
-    def count_error(self, dialect: Dialect, error: TurngateError) -> None:
+    def count_error(self, dialect: Dialect, error: TurngateError, session: Session | None) -> TurngateError:
+        """Count a failed call, also as a refused call of `session` if it is one. Return the error to answer with."""
+        if session is not None:
+            error = self._record_refusal(session, dialect, error)
         self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+        return error
 
     async def run_turn(self, exchange: Exchange) -> None:
         """Run one turn and deliver its reply. Raise errors that the reply does not contain."""
@@ -223,10 +232,34 @@ class ModelCalls:
             except TurngateError as error:
                 if not stream.started and not dialect.sends_in_stream(error):
                     raise
-                self.count_error(dialect, error)
+                error = self.count_error(dialect, error, session)
                 if timing.span is not None:
                     timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
+
+    def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
+        """Count a model call to a route that does not exist, if it belongs to a session. Return the error to answer with."""
+        named = SESSION_PATH.match(request.url.path.encode("utf-8", "surrogatepass"))
+        session_id = named[1].decode("utf-8", "surrogatepass") if named is not None else None
+        try:
+            session = self._auth.session(dialect.read_key(request.headers, request.query_params), session_id)
+        except TurngateError:
+            return error
+        return self._record_refusal(session, dialect, error)
+
+    def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError) -> TurngateError:
+        """Count the call if it is refused because of what was asked. Return the error to answer with.
+
+        If the refusal cannot be recorded, the call fails as one whose turn cannot be recorded, and the agent may retry it.
+        """
+        if not is_refusal(error) or session.status != "open" or session.ending:
+            return error
+        try:
+            self._recorder.record_refusal(session, dialect.error_status(error), error.message)
+        except StoreError as failure:
+            session.last_error = CallError(failure.boundary, failure.kind, failure.message)
+            return failure
+        return error
 
     def _mark_undelivered(self, session: Session, done: Done) -> _MarkUndelivered:
         return _MarkUndelivered(self._recorder, session, done)

@@ -15,6 +15,17 @@ SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 # Headers that identify a dialect, because several dialects share paths such as /v1/models.
 _DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
+# How the paths of model calls end, including those of APIs that no dialect serves.
+_CALL_SUFFIXES = (
+    "/completions",
+    "/responses",
+    "/responses/compact",
+    "/messages",
+    ":generateContent",
+    ":streamGenerateContent",
+    "/embeddings",
+)
+
 
 class RouteMatch(msgspec.Struct, frozen=True):
     """The dialect, operation and model that a path identifies."""
@@ -71,6 +82,11 @@ def hint_for(request: Request) -> str:
     ):
         return "; use POST"
     return ""
+
+
+def is_unserved_call(request: Request) -> bool:
+    """Return whether a request to an unknown route is a model call, such as a text completion, or one with a wrong base URL."""
+    return request.method == "POST" and request.url.path.endswith(_CALL_SUFFIXES)
 
 
 def client_host(scope: Scope) -> str:

@@ -73,7 +73,7 @@ async def serve_socket(
     try:
         find_session()
     except TurngateError as error:
-        calls.count_error(match.dialect, error)
+        calls.count_error(match.dialect, error, None)
         await refuse_upgrade(send, match.dialect, error)
         return
     await receive()  # the request to connect
@@ -269,8 +269,17 @@ class CallSocket:
         for frame in frames:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
 
+    def _find_refusing_session(self, error: TurngateError) -> Session | None:
+        """Return the session if the error may count as a refused call of it."""
+        if isinstance(error, TooManyStreams):
+            return None
+        try:
+            return self._find_session()
+        except TurngateError:
+            return None
+
     async def _refuse(self, error: TurngateError, lane: str) -> None:
-        self._calls.count_error(self._dialect, error)
+        error = self._calls.count_error(self._dialect, error, self._find_refusing_session(error))
         frame = encode_error_frame(error, self._dialect.error_status(error), lane)
         try:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})

@@ -41,6 +41,8 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "hosted endpoint), gate (also interception_gate: a trainer answers) or direct (also black_box: only the agent's logs). Default: the "
     "endpoint's.",
     "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
+    "sampling": "How the model is sampled: neutral (temperature 1, whatever the agent asks for, so that the turns can be trained), agent "
+    '(what the agent asks for, for evaluations), or an object of settings to pin, such as {"temperature": 0.7}. Default: neutral.',
     "agent_timeout_s": "Seconds that the agent may run. The server sets an upper limit.",
     "endpoint_url": "The URL of your own endpoint, instead of the catalog's. The server has to allow its host.",
     "task": "A row of a SWE data set: instance_id, repo, base_commit, problem_statement, test_patch, FAIL_TO_PASS, PASS_TO_PASS …",

@@ -18,6 +18,7 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
+from turngate.rollout.sampling import parse_sampling
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend
 from turngate.service.catalog import EndpointChoice
@@ -124,6 +125,7 @@ def build_order(
         network=config.network,
         resources=config.resources,
         session=_session_settings(request, choice),
+        endpoint_sampling=choice.endpoint.session.get("sampling", {}),
         model_limits=_model_limits(request, choice),
         options=options,
         folder=folder,
@@ -134,7 +136,9 @@ def build_order(
 
 
 def _session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
-    settings = {**choice.endpoint.session, **(request.session if isinstance(request, TaskRolloutRequest) else {})}
+    of_endpoint = {name: value for name, value in choice.endpoint.session.items() if name != "sampling"}
+    of_caller = request.session if isinstance(request, TaskRolloutRequest) else {}
+    settings = {**of_endpoint, **of_caller, **parse_sampling(request.sampling)}
     settings["mode"] = choice.mode
     if request.max_tokens_cap is not None:
         settings["max_tokens"] = request.max_tokens_cap

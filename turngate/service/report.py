@@ -75,6 +75,8 @@ def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Se
         resolved=None if outcome.grade is None else outcome.grade.resolved,
         exit_code=outcome.exit_code,
         stop=make_encodable(outcome.stop),
+        training=outcome.training,
+        refused=outcome.refused,
         notes=[*result.notes, *map(make_encodable, _outcome_notes(outcome))],
     )
 
@@ -106,6 +108,7 @@ def _outcome_notes(outcome: Outcome) -> list[str]:
     return [
         *([grade.message] if grade is not None and grade.message else ()),
         *(grade.notes if grade is not None else ()),
+        *outcome.warnings,
         *outcome.collected.missing,
         *outcome.collected.differences,
         *(f"the {outcome.sandbox} sandbox does not enforce this: {rule}" for rule in outcome.not_enforced),

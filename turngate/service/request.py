@@ -18,6 +18,7 @@ import msgspec
 
 from turngate.common.validation import explain_error
 from turngate.errors import BadRequest
+from turngate.rollout.sampling import NEUTRAL_CHOICE, parse_sampling
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -61,6 +62,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking: bool | None = None  # whether the model thinks first; None means the chat template's default
     mode: str = ""  # exact, observe, gate or direct; if empty, the endpoint's default
     max_tokens_cap: int | None = None  # per turn
+    sampling: str | dict[str, int | float] = NEUTRAL_CHOICE  # neutral, agent, or the settings to pin
     agent_timeout_s: float = 600.0
     endpoint_url: str = ""  # the caller's own endpoint; its host must be in the server's `allowed_hosts`
 
@@ -130,6 +132,7 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     thinking: bool | None = None
     mode: str = ""
     max_tokens_cap: int | None = None
+    sampling: str | dict[str, int | float] = NEUTRAL_CHOICE  # neutral, agent, or the settings to pin
     agent_timeout_s: float = 600.0
     endpoint_url: str = ""
 
@@ -165,6 +168,7 @@ class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking: bool | None = None
     mode: str = ""
     max_tokens_cap: int | None = None
+    sampling: str | dict[str, int | float] = NEUTRAL_CHOICE  # neutral, agent, or the settings to pin
     agent_timeout_s: float = 600.0
     endpoint_url: str = ""
     session: dict[str, Json] = {}  # session settings that override those of the endpoint
@@ -219,6 +223,7 @@ def _check_common(request: AnyRequest) -> None:
         if len(value) > _MAX_NAME or not value.isprintable():
             raise BadRequest(f"{name} must be at most {_MAX_NAME} printable characters", param=name)
     parse_mode(request.mode)
+    parse_sampling(request.sampling)
     if request.max_tokens_cap is not None and not 1 <= request.max_tokens_cap <= MAX_TOKENS:
         raise BadRequest(
             f"max_tokens_cap must be between 1 and {MAX_TOKENS:,}, not {request.max_tokens_cap}; omit it for no cap",

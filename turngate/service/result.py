@@ -13,6 +13,8 @@ import msgspec
 from turngate.errors import Boundary
 from turngate.rollout.outcome import Status
 from turngate.store.outcomes import OutcomeClass
+from turngate.trace.training_report import TrainingReport
+from turngate.trace.tree import RefusedCalls
 from turngate.types import Json
 
 RolloutStatus = Status | Literal["queued", "running"]
@@ -75,6 +77,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[RolloutTurn] = []
     turn_count: int = 0
     sampled_tokens: int = 0
+    training: TrainingReport | None = None  # how much of it is trained, and why not more; None if nothing was recorded
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
     workdir_files: dict[str, str] = {}  # the agent's working folder, as text
     log_tails: dict[str, str] = {}  # the ends of its output and of its own logs
     verifier_output: str = ""

@@ -12,6 +12,7 @@ import time
 from turngate.errors import StoreError
 from turngate.store.sqlite import NewTurn, Store
 from turngate.telemetry.metrics import Metrics
+from turngate.trace.tree import RefusedCalls
 
 
 class Journal:
@@ -48,6 +49,10 @@ class Journal:
     def mark_undelivered(self, session: int, node: int) -> None:
         """Mark a stored turn whose reply was not fully delivered to the agent."""
         self._store.mark_undelivered(session, node)
+
+    def add_refusal(self, session: int, name: str, status: int, message: str) -> RefusedCalls | None:
+        """Count a refused call, which is durable when this returns. `name` is the session's id."""
+        return self._store.refusals.add(session, name, status, message)
 
     def note_stop(self, session: int, stop: str) -> None:
         self._store.note_stop(session, stop)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from turngate.store.events import EVENT_TABLES
 from turngate.store.feeds import FEED_TABLES
 from turngate.store.outcomes import OUTCOME_TABLES
+from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
 BEFORE_FEEDS = 3  # lacks the tables for feeds
-READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
+BEFORE_REFUSALS = 4  # lacks the table for refused calls
+READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused
@@ -46,4 +48,4 @@ CREATE TABLE IF NOT EXISTS preambles (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-SCHEMA += EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES
+SCHEMA += EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES

@@ -23,8 +23,9 @@ from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
+from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
-from turngate.store.schema import BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION
+from turngate.store.schema import BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -86,6 +87,7 @@ class Store(Database):
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.replies = ReplyTable(self._writing, self._reading)
+        self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
         self.queries = RolloutQueries(self._reading)
 
     def add_session(
@@ -123,7 +125,7 @@ class Store(Database):
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
         """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
         with self._writing() as db:
-            for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes"):
+            for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
             db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
@@ -211,6 +213,7 @@ class Store(Database):
         session.status, session.stop = row.status, row.stop
         session.truncated = row.stop == "context_tokens"
         session.vocabulary = row.vocabulary
+        session.trace.refused = self.refusals.find(row.key)
         with self._reading() as db:
             rows = db.execute(
                 "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",

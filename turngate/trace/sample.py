@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 
 from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
-from turngate.trace.tree import Sampled, Trace, path_to
+from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
 from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
+
+REFUSED = "the agent was refused a model call"
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -15,6 +19,7 @@ class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     roles: tuple[TurnRole, ...] = OWN_ROLES
     biased: bool = False  # also train turns sampled with a bias (top-p, grammars, forced tools …)
+    refused: bool = False  # also train sessions in which a model call was refused
 
 
 class RowSpan(msgspec.Struct, frozen=True):
@@ -48,9 +53,10 @@ def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_em
     """Build one row per branch. Branches without trainable tokens are left out unless `keep_empty` is set."""
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
+    reasons = find_untrained(trace, role_of, policy)
     claimed: set[int] = set()
     rows = [
-        _build_row(leaf, role_of, policy, claimed)
+        _build_row(leaf, role_of, reasons, claimed)
         for leaf in sorted(_find_leaves(trace), key=lambda s: _claim_order(s, role_of))
     ]
     return [row for row in rows if keep_empty or row.trained_tokens]
@@ -65,8 +71,19 @@ def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
+def find_untrained(trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy) -> dict[int, str]:
+    """Return why each turn is not trained, by node id; "" if it is."""
+    excluded = find_exclusion(trace.refused, policy)
+    return {turn.id: untrainable_reason(turn, role_of[turn.id], policy) or excluded for turn in trace.turns()}
+
+
+def find_exclusion(refused: RefusedCalls | None, policy: TrainingPolicy) -> str:
+    """Return why no turn of a session is trained, or "" if nothing excludes the whole session."""
+    return REFUSED if refused is not None and not policy.refused else ""
+
+
 def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
-    """Return why a turn is not trained, or "" if it is."""
+    """Return what about a turn prevents training it, or "". `find_untrained` also considers the whole session."""
     if turn.info.fault:
         return turn.info.fault
     if turn.info.capture != "tokens":
@@ -84,7 +101,7 @@ def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) ->
     return ""
 
 
-def _build_row(leaf: Sampled, role_of: dict[int, TurnRole], policy: TrainingPolicy, claimed: set[int]) -> Sample:
+def _build_row(leaf: Sampled, role_of: Mapping[int, TurnRole], reasons: Mapping[int, str], claimed: set[int]) -> Sample:
     nodes = path_to(leaf)
     ids = np.concatenate([node.ids for node in nodes])
     mask = np.zeros(len(ids), np.bool_)
@@ -94,7 +111,7 @@ def _build_row(leaf: Sampled, role_of: dict[int, TurnRole], policy: TrainingPoli
     for node in nodes:
         end = start + node.size
         if isinstance(node, Sampled):
-            reason = untrainable_reason(node, role_of[node.id], policy)
+            reason = reasons[node.id]
             if not reason and node.id in claimed:
                 reason = "trained in another row"
             if node.logprobs is not None and len(node.logprobs) == node.size:

@@ -173,10 +173,19 @@ class RecentRequest(msgspec.Struct, frozen=True):
     opening: tuple[Message, ...] | None  # the first message, decoded, because every turn needs the system prompt
 
 
+class RefusedCalls(msgspec.Struct, frozen=True):
+    """The model calls of a session that the gateway refused: how many, and its answer to the first."""
+
+    count: int
+    status: int  # HTTP status of the first
+    message: str  # of the first
+
+
 class Trace:
-    """The tree of one session."""
+    """The tree of one session, and the calls that were refused and are therefore not in it."""
 
     def __init__(self) -> None:
+        self.refused: RefusedCalls | None = None
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0

@@ -21,8 +21,9 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4)  # version 4 adds tables that are not read here
+SCHEMAS = (2, 3, 4, 5)  # version 4 adds tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
+_BEFORE_REFUSALS = 4  # the last schema without refused calls
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
 _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
 
@@ -81,6 +82,7 @@ class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
 class StoredPolicy(msgspec.Struct, frozen=True):
     roles: tuple[str, ...] = ("main", "subagent", "unknown")
     biased: bool = False
+    refused: bool = False
 
 
 class StoredRule(msgspec.Struct, frozen=True):
@@ -176,6 +178,14 @@ class StoredOutcome(msgspec.Struct, frozen=True):
     recorded: object
 
 
+class StoredRefusals(msgspec.Struct, frozen=True):
+    """A row of the `refusals` table. Its cells may have any type."""
+
+    count: object
+    status: object
+    message: object
+
+
 class StoredEvent(msgspec.Struct, frozen=True):
     """A row of the `events` table. `kind` and `data` may have any type."""
 
@@ -188,6 +198,7 @@ class RelatedRecords(msgspec.Struct, frozen=True):
     """Records about a session outside its own tables, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
+    refused: StoredRefusals | None = None
     events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
     version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
@@ -346,6 +357,7 @@ _NODES = (
     "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id"
 )
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
+_REFUSALS = "SELECT count, status, message FROM refusals WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
 _SETTING = "SELECT value FROM settings WHERE name=?"
@@ -376,6 +388,7 @@ class SessionReader:
                 param="data",
             )
         self._has_events = version > _BEFORE_EVENTS
+        self._has_refusals = version > _BEFORE_REFUSALS
 
     def close(self) -> None:
         self._db.close()
@@ -428,9 +441,11 @@ class SessionReader:
         if not self._has_events:
             return RelatedRecords(version=version)
         outcome = self._db.execute(_OUTCOME, (key,)).fetchone()
+        refused = self._db.execute(_REFUSALS, (key,)).fetchone() if self._has_refusals else None
         events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
             outcome=None if outcome is None else StoredOutcome(*outcome),
+            refused=None if refused is None else StoredRefusals(*refused),
             events=tuple(StoredEvent(*cells) for cells in events),
             pruned=self._read_number("events_pruned") or 0,
             version=version,

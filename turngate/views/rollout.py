@@ -15,7 +15,8 @@ from turngate.render import Tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.advantage import row_weight
 from turngate.trace.roles import RoleDecision, TurnRole, decide_roles
-from turngate.trace.sample import Sample, untrainable_reason
+from turngate.trace.sample import Sample, find_untrained
+from turngate.trace.training_report import list_warnings, report_training
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.types import Ids, Json, Message
 from turngate.views.session import SessionView
@@ -70,8 +71,10 @@ class RolloutView:
         """The training row of each trained turn, by node."""
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
-    def _reason(self, turn: Sampled) -> str:
-        return untrainable_reason(turn, self.roles[turn.id], self._session_view.session.config.policy)
+    @cached_property
+    def _reasons(self) -> dict[int, str]:
+        session = self._session_view.session
+        return find_untrained(session.trace, self.roles, session.config.policy)
 
     def read_messages(self, node: Node) -> list[Message]:
         """Return the decoded messages of a node."""
@@ -93,6 +96,9 @@ class RolloutView:
             "rows": len(self.rows),
             "turns": session.turns,
             "roles": dict(Counter(self.roles.values())),
+            "warnings": list_warnings(
+                report_training(session.trace, self.roles, session.config.policy), session.trace.refused
+            ),
         }
 
     # ── the tree ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,7 +135,7 @@ class RolloutView:
             "evidence": self.role_decisions[turn.id].describe(),
             "finish": info.finish,
             "trained": turn.id in self.row_of,
-            "reason": self._reason(turn),
+            "reason": self._reasons[turn.id],
             "row": self.row_of.get(turn.id),
             "version_start": info.version_start,
             "version_end": info.version_end,

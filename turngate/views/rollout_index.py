@@ -51,6 +51,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     resolved: bool | None = None
     stop: str = ""
     message: str = ""
+    warning: str = ""  # about its training data
     opened: float = 0.0
     closed: float | None = None
     seen: float = 0.0
@@ -71,6 +72,13 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
     group: str = ""
     task: str = ""
     attempt: int = 1
+    data: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _OutcomeData(msgspec.Struct, frozen=True):
+    """The data of Turngate's own runner that a list needs. Other runners may record anything."""
+
+    warnings: list[str] = []
 
 
 class _SessionSettings(msgspec.Struct, frozen=True):
@@ -122,6 +130,7 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _outcome_decoder = msgspec.json.Decoder(_OutcomeSummary)
+_outcome_data_decoder = msgspec.json.Decoder(_OutcomeData)
 _settings_decoder = msgspec.json.Decoder(_SessionSettings)
 _stage_decoder = msgspec.json.Decoder(_StageEvent)
 _turn_decoder = msgspec.json.Decoder(_TurnEvent)
@@ -305,6 +314,8 @@ class RolloutIndex:
             row.kind, row.reward, row.resolved = recorded.kind, recorded.reward, recorded.resolved
             row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
+            data = _decode_or(_outcome_data_decoder, bytes(recorded.data), _OutcomeData())
+            row.warning = "; ".join(data.warnings)[:_LONG]
 
     def _apply_stage(self, event: RawEvent, store: Store) -> None:
         if not event.session or event.session.startswith(BATCH_STREAM):

@@ -57,6 +57,7 @@ class SessionView(msgspec.Struct, frozen=True):
                 )
                 for node in session.trace.nodes
             ],
+            refused=session.trace.refused,
         )
         return encode_json(trace)
 

@@ -13,6 +13,7 @@ from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import assign_roles
 from turngate.trace.session import Session, SessionConfig
+from turngate.trace.training_report import report_training
 from turngate.trace.tree import Trace
 from turngate.types import Json
 from turngate.views.session import SessionViews
@@ -70,6 +71,8 @@ def describe_session(
         trace = trace or session.trace
     except StoreError as error:
         trace, unreadable = None, error.message
+    role_of = {} if trace is None else assign_roles(trace)
+    has_begun = trace is not None and (trace.nodes or trace.refused or session.status != "open")
     forks = [] if trace is None else [Fork(n.id, n.info.cause) for n in trace.nodes if n.info.cause is not None]
     return Description(
         **{**_summarize(row, live, store.outcomes.find(session.key)), "stop": session.stop},
@@ -77,10 +80,12 @@ def describe_session(
         sampled_tokens=session.sampled_tokens,
         in_flight=session.in_flight,
         last_error=session.last_error,
+        refused=None if trace is None else trace.refused,
         unheard_s=round(session.engine_silence.seconds, 3),
         last_used=session.last_used,
         tokens=None if trace is None else trace.tokens(),
-        roles=None if trace is None else dict(Counter(assign_roles(trace).values())),
+        roles=None if trace is None else dict(Counter(role_of.values())),
+        training=report_training(trace, role_of, session.config.policy) if trace is not None and has_begun else None,
         forks=None if trace is None else forks,
         unreadable=unreadable,
     )

@@ -17,7 +17,7 @@ from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
 from turngate.trace.roles import OWN_ROLES, TurnRole
-from turngate.trace.sample import TrainingPolicy, untrainable_reason
+from turngate.trace.sample import TrainingPolicy, find_exclusion, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import NO_IDS, Capture, Finish, Json, decode_array
 
@@ -81,12 +81,13 @@ class TraceView:
         self.turns: list[TurnView] = []  # oldest first
         self._turns: dict[int, TurnView] = {}
         policy = msgspec.convert(self.config.policy, TrainingPolicy)
+        excluded = find_exclusion(trace.refused, policy)
         tools = {key: msgspec.json.decode(preamble.tools) or [] for key, preamble in trace.preambles.items()}
         for node in trace.nodes:
             if isinstance(node, TraceContext):
                 self.contexts[node.id] = _view_context(node, tools.get(node.preamble, []))
             else:
-                turn = _view_turn(node, self._root(node.parent), policy)
+                turn = _view_turn(node, self._root(node.parent), policy, excluded)
                 self._turns[turn.id] = turn
                 self.turns.append(turn)
 
@@ -154,9 +155,9 @@ def _view_context(node: TraceContext, tools: list[Json]) -> ContextView:
     return ContextView(node.id, node.parent, node.ids.tolist(), messages, tools, node.dialect, node.cause, node.signals)
 
 
-def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
+def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy, excluded: str) -> TurnView:
     role = cast(TurnRole, turn.role)
-    reason = untrainable_reason(_to_sampled(turn), role, policy)
+    reason = untrainable_reason(_to_sampled(turn), role, policy) or excluded
     logprobs: list[float] | None = None if turn.logprobs is None else turn.logprobs.tolist()
     if logprobs is not None and (len(logprobs) != len(turn.ids) or not all(map(_is_logprob, logprobs))):
         logprobs = None

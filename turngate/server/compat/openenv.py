@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import BadRequest, Conflict, NotFound
+from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, int_param, json_response, raw_json_response, route
@@ -101,13 +102,14 @@ class OpenEnvRoutes:
             raise BadRequest(
                 "purpose cannot be 'train', because this gateway is in observe mode and training requires exact token capture"
             )
+        bias: Literal["neutral", "record"] = "record" if body.purpose == "eval" else "neutral"
         config = SessionConfig(
             model=body.model or "",
             mode=mode,
             limits=Limits(turns=body.max_model_calls or None),
-            sampling=_parse_sampling(body),
             # An evaluation samples as the agent requests, and records biased sampling.
-            bias="record" if body.purpose == "eval" else "neutral",
+            sampling=pin_for_training(_parse_sampling(body), mode, bias),
+            bias=bias,
             metadata={**(body.metadata or {}), _METADATA_KEY: {"purpose": body.purpose}},
         )
         session, secret = self._sessions.open(config, body.session_id or None)

@@ -21,11 +21,12 @@ from turngate.common.validation import explain_error
 from turngate.dialects import Chat, decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest, TurngateError, Unprocessable
+from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, decode_body, error_response, json_response, raw_json_response
-from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
-from turngate.trace.sample import untrainable_reason
+from turngate.trace.roles import OWN_ROLES, assign_roles
+from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Node, Sampled, path_ids, path_to
 from turngate.types import Json, Limits, Message, Sampling
@@ -75,7 +76,7 @@ class PrimeRoutes:
             model=body.model,
             mode=self._sessions.default_mode,
             limits=Limits(turns=None if body.max_turns < 0 else body.max_turns, context_tokens=body.max_seq_len),
-            sampling=_parse_sampling(body.sampling_params),
+            sampling=pin_for_training(_parse_sampling(body.sampling_params), self._sessions.default_mode),
             max_tokens=_parse_max_tokens(body.sampling_params),
             metadata={"prime": msgspec.to_builtins(body)},
             at_limit="conflict",
@@ -122,8 +123,11 @@ def rollout_status(session: Session) -> str:
 def _encode_trajectory(view: SessionView) -> bytes:
     session = view.session
     messages = {node.id: _node_messages(node, view.texts[node.id]) for node in session.trace.nodes}
-    turns = _main_turns(session)
-    first, last = (path_to(turns[0][0]), path_to(turns[-1][0])) if turns else ([], [])
+    role_of = assign_roles(session.trace)
+    reasons = find_untrained(session.trace, role_of, session.config.policy)
+    listed = {*OWN_ROLES, *session.config.policy.roles}
+    turns = [turn for turn in session.trace.turns() if role_of[turn.id] in listed]
+    first, last = (path_to(turns[0]), path_to(turns[-1])) if turns else ([], [])
     prompt = [message for node in first[:-1] for message in messages[node.id]]
     conversation = [message for node in last for message in messages[node.id]]
     return encode_json(
@@ -135,7 +139,8 @@ def _encode_trajectory(view: SessionView) -> bytes:
             "prompt": prompt,
             "completion": conversation[len(prompt) :],
             "is_truncated": session.truncated,
-            "trajectory": [encode_piece(_step_json(turn, role, messages, session)) for turn, role in turns],
+            **({"refused": session.trace.refused} if session.trace.refused is not None else {}),
+            "trajectory": [encode_piece(_step_json(turn, reasons[turn.id], messages, session)) for turn in turns],
         }
     )
 
@@ -162,25 +167,18 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     return value
 
 
-def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
-    role_of = assign_roles(session.trace)
-    listed = {*OWN_ROLES, *session.config.policy.roles}
-    return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in listed]
-
-
 def _step_json(
-    turn: Sampled, role: TurnRole, messages: Mapping[int, list[msgspec.Raw]], session: Session
+    turn: Sampled, untrained: str, messages: Mapping[int, list[msgspec.Raw]], session: Session
 ) -> dict[str, Json]:
     prompt = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
-    reason = untrainable_reason(turn, role, session.config.policy)
     logprobs: Json = [] if turn.logprobs is None else turn.logprobs
     tokens = {
         "prompt_ids": prompt,
         "prompt_mask": [0] * len(prompt),
         "completion_ids": turn.ids,
-        "completion_mask": [0 if reason else 1] * turn.size,
+        "completion_mask": [0 if untrained else 1] * turn.size,
         "completion_logprobs": logprobs,
         "overlong_prompt": limit is not None and len(prompt) > limit,
         "is_truncated": truncated,
@@ -197,7 +195,7 @@ def _step_json(
         "extras": {
             "node": turn.id,
             "biases": turn.info.biases,
-            "untrained": reason,
+            "untrained": untrained,
             "version": turn.info.version_end,
         },
     }

@@ -50,7 +50,11 @@ class ViewCache:
     def _load_rollout(self, store: Store, session: str, key: int) -> RolloutView:
         with store.snapshot():
             stored = store.find_key(key)
-            state = (key, store.queries.state(key), None if stored is None else (stored.status, stored.stop))
+            state = (
+                key,
+                store.queries.state(key),
+                None if stored is None else (stored.status, stored.stop, store.refusals.find(key)),
+            )
             cached = self._rollouts.get(session)
             if cached is not None and cached[0] == state:
                 self._rollouts.move_to_end(session)

@@ -20,7 +20,7 @@ import msgspec
 from turngate.errors import ConfigError, StoreError
 from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
-from turngate.trace.sample import Sample, build_samples
+from turngate.trace.sample import Sample, build_samples, find_exclusion
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Node, Sampled
 
@@ -134,6 +134,11 @@ class RecordedRollout:
     def tools(self, context: Context) -> bytes:
         """Return the tools of a context as the JSON that the agent sent."""
         return self._preambles.get(context.info.preamble, (b"[]", b""))[0]
+
+    @property
+    def exclusion(self) -> str:
+        """Why the whole rollout is not trained, or an empty string."""
+        return find_exclusion(self.session.trace.refused, self.session.config.policy)
 
     @property
     def has_valid_outcome(self) -> bool:

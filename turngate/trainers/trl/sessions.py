@@ -11,6 +11,7 @@ the recorded trace (`fetch_training_trace`). There is no feed, so a killed run s
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from turngate.tasks.task import Task
 from turngate.types import Json, Sampling
 from turngate.views.training_trace import training_trace
 
+log = logging.getLogger("turngate")
 _KNOWN = tuple(field.name for field in msgspec.structs.fields(Sampling))
 _OFF = {"top_k": -1}  # values that turn a setting off in TRL
 
@@ -105,6 +107,10 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
             why = outcome.fault.message if outcome.fault is not None else outcome.grade.message if outcome.grade else ""
             raise TurngateError(f"session {outcome.session}: {outcome.kind or outcome.status}: {why or outcome.stop}")
+        if outcome.exclusion:
+            raise TurngateError(f"session {outcome.session}: {outcome.exclusion}")
+        for warning in outcome.warnings:
+            log.warning("session %s: %s", outcome.session, warning)
         if outcome.status == "timed out":
             raise TimeoutError(f"session {outcome.session}: the agent timed out")
         return -1 if outcome.exit_code is None else outcome.exit_code

@@ -327,17 +327,20 @@ class NoRewards(TurngateError):
 
 
 class _RewardWatch:
-    """Stops a plan if too many consecutive rollouts have no reward."""
+    """Stops a plan if too many consecutive rollouts have no reward or no trained tokens."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._limit = max(_MIN_UNREWARDED, 2 * plan.n * len(plan.tasks))
-        self._unrewarded = 0
+        self._unusable = 0
 
     def __call__(self, finished: FinishedRollout) -> None:
-        self._unrewarded = 0 if finished.reward is not None else self._unrewarded + 1
-        if self._unrewarded >= self._limit:
+        is_usable = finished.reward is not None and finished.trained_tokens != 0
+        self._unusable = 0 if is_usable else self._unusable + 1
+        if self._unusable >= self._limit:
+            lack = "no reward" if finished.reward is None else "no trained tokens"
+            why = finished.message if finished.reward is None else "; ".join(finished.warnings)
             raise NoRewards(
-                f"the last {self._unrewarded} rollouts have no reward; the last error, in {finished.rollout}, was: {finished.message}"
+                f"the last {self._unusable} rollouts cannot be trained; {finished.rollout}, the last one, has {lack}: {why}"
             )
 
 

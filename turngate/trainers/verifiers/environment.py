@@ -33,6 +33,7 @@ from turngate.errors import Boundary, TurngateError
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.sampling import parse_sampling
 from turngate.rollout.spec import EndAction, EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Network
@@ -127,6 +128,10 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_failure: EndAction = "grade"
     on_limit: EndAction = "grade"
     on_lost: Literal["exclude", "zero"] = "zero"
+    on_refused: Literal["exclude", "train"] = "exclude"
+    """What to do with a rollout in which a model call of the agent was refused."""
+    sampling: Literal["neutral", "agent"] = "neutral"
+    """Whether to sample at temperature 1 unless the run sets a temperature, or as the agent asks, for evaluations."""
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False
@@ -217,7 +222,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
             image=config.image,
             network=config.network,
             env=config.resolved_env,
-            session=_build_session(ctx, trace),
+            session=_build_session(ctx, trace, config),
             model_limits=ModelLimits()
             if config.context_tokens is None
             else ModelLimits(context_tokens=config.context_tokens),
@@ -230,7 +235,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         )
 
 
-def _build_session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
+def _build_session(ctx: vf.ModelContext, trace: vf.Trace, config: TurngateHarnessConfig) -> dict[str, Json]:
     """Build the session's settings from the run's sampling settings and limits."""
     sampling = ctx.sampling.model_dump(exclude_none=True)
     known = {field.name for field in msgspec.structs.fields(Sampling)}
@@ -244,6 +249,8 @@ def _build_session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
         "sampling": {name: value for name, value in sampling.items() if name in known},
         "limits": {name: value for name, value in limits.items() if value is not None},
         "metadata": {"verifiers": trace.id},
+        "policy": {"refused": config.on_refused == "train"},
+        **parse_sampling(config.sampling),
         **({"max_tokens": sampling["max_tokens"]} if "max_tokens" in sampling else {}),
     }
 
@@ -263,6 +270,7 @@ async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcom
         "rows": outcome.rows,
         "seconds": dict(outcome.seconds),
         "notes": list(outcome.notes),
+        "warnings": outcome.warnings,
     }
     if not outcome.session:
         return
@@ -289,6 +297,8 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
         raise vf.HarnessError(
             f"the rollout is excluded because of its status, {outcome.status} (see on_timeout, on_failure, on_limit, on_lost)"
         )
+    if outcome.exclusion:
+        raise vf.HarnessError(f"the rollout is excluded: {outcome.exclusion}")
     if outcome.status == "timed out" or outcome.stop == "seconds":
         trace.record_timeout("agent")
     elif outcome.status == "limit":

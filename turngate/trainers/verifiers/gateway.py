@@ -35,6 +35,8 @@ from turngate.client.keys import read_admin_key
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError
+from turngate.trace.training_report import list_warnings
+from turngate.trace.tree import RefusedCalls
 from turngate.trainers.verifiers.graft import GraftTurn, graft
 from turngate.types import Json, Sampling
 
@@ -94,6 +96,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     model: str
     is_truncated: bool
     trajectory: list[TrajectoryStep]
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
 
 
 class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
@@ -281,12 +284,19 @@ class RolloutGatewayMixin(Generic[ConfigT]):
         return f"the gateway at {base} has not answered for {self.config.silence_s:.0f} s; the rollout cannot continue"
 
     async def _finish(
-        self, rollouts: RolloutApi, trace: vf.Trace, runtime: vf.Runtime, error: BaseException | None
+        self, rollouts: RolloutApi, trace: vf.Trace, runtime: vf.Runtime, failure: BaseException | None
     ) -> None:
-        """Stop recording, add the turns to the trace, and call the hook. An earlier error takes precedence."""
+        """Stop recording, add the turns to the trace, and call the hook. An earlier `failure` takes precedence.
+
+        Raise if the agent was refused a model call, because such a rollout must not count with a reward.
+        """
+        error = failure
         try:
             await rollouts.unregister(trace.id)
-            graft(trace, turns_from_trajectory(await rollouts.trajectory(trace.id)))
+            reply = await rollouts.trajectory(trace.id)
+            graft(trace, turns_from_trajectory(reply))
+            if reply.refused is not None and error is None:
+                error = vf.HarnessError(f"the rollout is excluded: {'; '.join(list_warnings(None, reply.refused))}")
         except vf.InterceptionError as fetch_error:
             if error is None:
                 await self._call_after_rollout(trace, runtime, fetch_error)
@@ -294,6 +304,8 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             trace.info["turngate_lost"] = str(fetch_error)
             log.warning("rollout %s: could not fetch its turns: %s", trace.id, fetch_error)
         await self._call_after_rollout(trace, runtime, error)
+        if error is not None and error is not failure:
+            raise error
 
     async def _call_after_rollout(self, trace: vf.Trace, runtime: vf.Runtime, error: BaseException | None) -> None:
         try:

@@ -9,7 +9,7 @@ import { failed, loading } from "../notice.js";
 import { Paced } from "../paced.js";
 import { Record } from "../record.js";
 import { go, href } from "../router.js";
-import { facts, nameOf, rewardCell, state, versions } from "../status.js";
+import { facts, lives, nameOf, rewardCell, state, versions } from "../status.js";
 import { Conversation } from "../tabs/conversation.js";
 import { Details } from "../tabs/details.js";
 import { EventsTab } from "../tabs/events.js";
@@ -191,7 +191,15 @@ function header(record, refresh) {
     record.detail.error &&
       el("p.banner.is-bad", { role: "alert", text: `${record.detail.error.class}: ${record.detail.error.message}` }),
     !record.detail.error &&
+      !lives(row) &&
+      (totals?.warnings ?? []).map((/** @type {string} */ text) => el("p.banner", { role: "note", text: capital(text) })),
+    !record.detail.error &&
       last &&
       el("p.banner", { text: `The last call failed (${last.boundary}): ${last.message}` }),
   ];
+}
+
+/** @param {string} text */
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }

@@ -1,0 +1,29 @@
+"""Which failed model calls count as refused: those that the agent could only have avoided by asking for something else.
+
+A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a
+body that is too large, or whatever the engine rejects as invalid. These do not count:
+
+    401, 403    the key is wrong, so the call does not belong to the session
+    409         the session has ended or has reached a limit
+    426         a WebSocket where there is none; agents fall back to HTTP
+    429         too many calls at the same time; the same call may succeed later
+    context     the prompt is too long, to which agents react by compacting their history
+    previous    the response that a call continues is not known; agents send the whole conversation instead
+    5xx         the engine, the store or the gateway failed
+
+Requests for token counts and lists of models sample nothing, so they do not count either.
+"""
+
+from __future__ import annotations
+
+from turngate.dialects.responses import PreviousResponseNotFound
+from turngate.errors import ContextOverflow, TurngateError
+
+MAX_CHARS = 500  # of a stored message; it may quote the agent's request
+_EXPECTED = (ContextOverflow, PreviousResponseNotFound)
+_OTHER_STATUSES = (401, 403, 409, 426, 429)
+
+
+def is_refusal(error: TurngateError) -> bool:
+    """Return whether an error refuses a model call because of what was asked."""
+    return 400 <= error.status < 500 and error.status not in _OTHER_STATUSES and not isinstance(error, _EXPECTED)

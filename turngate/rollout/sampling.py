@@ -1,0 +1,57 @@
+"""The sampling settings of a rollout, decided in one place. A setting comes from the first of these that has it:
+
+    1. the caller: flags, the `sampling` of a request, the session settings of a plan, or a trainer
+    2. the agent's file, in [sampling]
+    3. the session settings of a service's endpoint
+    4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained whatever the agent asks for
+
+With the choice `agent`, for evaluations, only what the caller sets is pinned. For everything else, the gateway does what the agent asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from turngate.common.validation import explain_error
+from turngate.errors import BadRequest
+from turngate.types import Json, Sampling
+
+NEUTRAL_CHOICE, AGENT_CHOICE = "neutral", "agent"
+
+
+def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
+    """Return the session settings for a caller's choice: `neutral`, `agent`, or the settings to pin. Raise `BadRequest` if invalid."""
+    if isinstance(choice, str):
+        if choice not in (NEUTRAL_CHOICE, AGENT_CHOICE):
+            raise BadRequest(
+                f'sampling must be neutral, agent, or an object such as {{"temperature": 0.7}}, not {choice[:80]!r}',
+                param="sampling",
+            )
+        return {"bias": "record"} if choice == AGENT_CHOICE else {}
+    check_pinned(choice)
+    return {"sampling": dict(choice)} if choice else {}
+
+
+def check_pinned(pinned: Mapping[str, Json]) -> None:
+    """Raise a `BadRequest` that names the setting if one is unknown or out of range."""
+    try:
+        msgspec.convert(dict(pinned), Sampling)
+    except msgspec.ValidationError as error:
+        message, field = explain_error(error, Sampling, "setting")
+        raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
+
+
+def resolve_settings(
+    session: Mapping[str, Json], agent: Mapping[str, Json], endpoint: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Return the settings for opening a session that concern sampling.
+
+    `session` has the caller's session settings, `agent` the [sampling] of the agent's file, and `endpoint` that of a service's endpoint.
+    """
+    chosen = session.get("sampling", {})
+    if session.get("bias") == "record":
+        return {"sampling": chosen} if chosen else {}
+    pinned = {**endpoint, **agent, **chosen}
+    return {"purpose": "train", **({"sampling": pinned} if pinned else {})}

@@ -1,0 +1,147 @@
+"""How much of a rollout is trained and, if that is little, why, and what to change. Pure: derived from the trace and the policy.
+
+A rollout is expected to train the turns of its main conversation. If less than half of the tokens that these turns sampled are trained, the
+rollout trains "few" tokens, and the report gives the reason that affects the most of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from turngate.trace.roles import TurnRole
+from turngate.trace.sample import TrainingPolicy, find_exclusion, find_untrained
+from turngate.trace.tree import RefusedCalls, Sampled, Trace
+
+FEW = 0.5  # a smaller share of the main turns' sampled tokens is reported as few
+_BIASED = "biased sampling: "
+_FORCED = "constrained: "
+_REPLACED: tuple[TurnRole, ...] = ("superseded", "aborted")
+_NO_CALLS = (
+    "the agent made no model call",
+    "check that the agent uses the base URL and the key that it was given, and read its output",
+)
+_SERVE_CALL = (
+    "let the agent ask for something that is served, or pass --on-refused train (policy.refused in a session's settings) to train "
+    "such rollouts anyway"
+)
+
+
+class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How much of a rollout is trained. `reason` and `fix` are set if it is little."""
+
+    amount: Literal["most", "few", "none"] = "most"
+    trained_tokens: int = 0
+    main_tokens: int = 0  # sampled by the main turns
+    trained_main_tokens: int = 0
+    reason: str = ""
+    fix: str = ""
+
+    @property
+    def warning(self) -> str:
+        """One line with the reason and the fix, or "". It has no numbers, so that the same warning of many rollouts can be counted."""
+        amount = "no" if self.amount == "none" else self.amount
+        return "" if self.amount == "most" else f"{amount} tokens are trained: {self.reason}; {self.fix}"
+
+
+def report_training(trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy) -> TrainingReport:
+    """Report how much of a trace is trained. `role_of` has the role of each turn, by node id."""
+    reasons = find_untrained(trace, role_of, policy)
+    turns = list(trace.turns())
+    main = _find_main_turns(turns, role_of, policy)
+    report = TrainingReport(
+        trained_tokens=sum(turn.size for turn in turns if not reasons[turn.id]),
+        main_tokens=sum(turn.size for turn in main),
+        trained_main_tokens=sum(turn.size for turn in main if not reasons[turn.id]),
+    )
+    if report.trained_tokens and report.trained_main_tokens >= FEW * report.main_tokens:
+        return report
+    reason, fix = _explain(trace, main, reasons, policy)
+    return msgspec.structs.replace(report, amount="few" if report.trained_tokens else "none", reason=reason, fix=fix)
+
+
+def list_warnings(report: TrainingReport | None, refused: RefusedCalls | None) -> list[str]:
+    """List what a person should know about the training data of a rollout, one line each."""
+    warnings = [report.warning] if report is not None and report.warning else []
+    if refused is not None and not any(_describe_refused(refused) in warning for warning in warnings):
+        warnings.append(_describe_refused(refused))
+    return warnings
+
+
+def _describe_refused(refused: RefusedCalls) -> str:
+    calls = "a model call of the agent was" if refused.count == 1 else "model calls of the agent were"
+    return f"{calls} refused ({refused.status}: {refused.message})"
+
+
+def _find_main_turns(
+    turns: Sequence[Sampled], role_of: Mapping[int, TurnRole], policy: TrainingPolicy
+) -> list[Sampled]:
+    """Return the turns that should be trained. Without a main conversation, these are all turns that the agent kept."""
+    expected = ("main",) if "main" in policy.roles else policy.roles
+    main = [turn for turn in turns if role_of[turn.id] in expected]
+    return main or [turn for turn in turns if role_of[turn.id] not in _REPLACED] or list(turns)
+
+
+def _explain(
+    trace: Trace, main: Sequence[Sampled], reasons: Mapping[int, str], policy: TrainingPolicy
+) -> tuple[str, str]:
+    """Return the reason that affects the most tokens, and the fix."""
+    if trace.refused is not None and (find_exclusion(trace.refused, policy) or not main):
+        return _describe_refused(trace.refused), _SERVE_CALL
+    weights: Counter[str] = Counter()
+    for turn in main:
+        if reasons[turn.id]:
+            weights[reasons[turn.id]] += max(turn.size, 1)
+    if not weights:
+        return ("the model sampled no tokens", "read the conversation with `turngate show`") if main else _NO_CALLS
+    [(reason, _)] = weights.most_common(1)
+    count = sum(reasons[turn.id] == reason for turn in main)
+    what, fix = _explain_reason(reason)
+    share = "all" if count == len(main) else "most" if 2 * count > len(main) else "some"
+    return f"{share} main turns {what}", fix
+
+
+def _explain_reason(reason: str) -> tuple[str, str]:
+    """Return what happened to turns with this reason, as the end of a sentence, and the fix."""
+    if reason.startswith(_BIASED):
+        return _explain_bias(reason.removeprefix(_BIASED))
+    if reason.startswith("captured as "):
+        return (
+            f"were {reason}",
+            "run the agent in exact mode, with an engine that returns token ids (--engine vllm, sglang or local)",
+        )
+    if "log-probabilities" in reason:
+        return f"cannot be trained ({reason})", "let the engine return log-probabilities; `turngate doctor` checks it"
+    if reason.startswith("role "):
+        return (
+            f"have the {reason}, which is not trained",
+            "add it to policy.roles, or describe in [signals] of the agent's file which calls are its main work",
+        )
+    if reason == "aborted":
+        return "were cut short", "read the agent's output and the gateway's log for who ended the calls"
+    return f"failed ({reason})", "read the gateway's log"
+
+
+def _explain_bias(biases: str) -> tuple[str, str]:
+    if "greedy" in biases.split(", "):
+        return (
+            "were sampled greedily (temperature 0)",
+            "pin a temperature: pass --temperature 1, or set sampling.temperature in the session's settings or in the agent's file",
+        )
+    if biases.startswith(_FORCED):
+        return (
+            f"had to have a given format ({biases.removeprefix(_FORCED)})",
+            "switch forced tools and formats off in the agent, or set policy.biased to train such turns anyway",
+        )
+    if "endpoint" in biases:
+        return (
+            f"were sampled with {biases}",
+            "pin the sampling in the session's settings, such as sampling.temperature",
+        )
+    return (
+        f"were sampled with a bias ({biases})",
+        "leave these sampling settings out, or set policy.biased to train such turns anyway",
+    )
