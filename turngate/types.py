@@ -181,12 +181,22 @@ NEUTRAL = Sampling()
 class Constraint(msgspec.Struct, frozen=True):
     """A format that the output must have.
 
-    With kind `tools`, the output is a JSON list of calls; with `tool`, it is the arguments of the named tool.
+    With kind `tools`, the output is a JSON list of calls; with `tool`, it is the arguments of the named tool. With `after_reasoning`, the
+    model may reason first.
     """
 
     kind: Literal["json_object", "json_schema", "tools", "tool"]
     schema: Json = None
     tool: str = ""
+    after_reasoning: bool = False
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """The tokens that open and close the reasoning at the start of a reply. `is_open` is whether the prompt has already opened it."""
+
+    opening: int
+    closing: int
+    is_open: bool
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -263,6 +273,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
     parallel_tool_calls: bool = True
+    top_logprobs: int | None = None  # alternatives to report per token; None: the agent wants no log-probabilities
     template_kwargs: dict[str, Json] = {}
     template_hints: dict[str, Json] = {}  # template arguments, ignored if the template does not use them
     stream: bool = False
@@ -284,11 +295,21 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
+class TokenScore(msgspec.Struct, frozen=True):
+    """A token and its log-probability, as an agent may see them: with the token's text and bytes, but not its id."""
+
+    text: str
+    data: bytes | None  # None if the vocabulary does not consist of bytes
+    logprob: float | None
+    alternatives: tuple[TokenScore, ...] = ()  # the most likely tokens at this position, likeliest first
+
+
 class Delta(msgspec.Struct, frozen=True):
     """Newly sampled text. A `signature` ends the reasoning that precedes it (observe mode)."""
 
     kind: Literal["content", "reasoning", "signature"]
     text: str
+    scores: tuple[TokenScore, ...] = ()  # of newly sampled tokens, if the agent requested them
 
 
 class CallDelta(msgspec.Struct, frozen=True):
@@ -310,6 +331,7 @@ class Done(msgspec.Struct, frozen=True):
     usage: Usage | None
     node: int | None = None  # the turn's node in the trace; None if no tokens were sampled
     stopped_by: str = ""  # the stop string that ended the turn, if any
+    scores: tuple[TokenScore, ...] = ()  # of all sampled tokens, if the agent requested them
 
 
 ReplyEvent = Delta | CallDelta | KeepAlive | Done

@@ -9,7 +9,8 @@ import pytest
 
 from turngate.agents import spec
 from turngate.agents.launch import resolve_signals
-from turngate.dialects.chat import ChatHistory, ChatTools
+from turngate.dialects.chat import ChatHistory
+from turngate.dialects.chat_tools import ChatTools
 from turngate.trace.signals import read_signals
 from turngate.types import Call, CallSignals
 

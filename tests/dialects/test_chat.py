@@ -25,7 +25,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, TokenScore, ToolCall, Usage
 
 Json = Any
 HI = {"role": "user", "content": "Hi"}
@@ -146,9 +146,10 @@ def test_unknown_fields_are_ignored() -> None:
     ("wire", "param"),
     [
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "function_call": {"name": "f", "arguments": ""}}, "messages[0].function_call"),
-        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0]"),
+        ({"role": "function", "content": "x"}, "messages[0].name"),
+        ({"role": "assistant", "function_call": {"arguments": ""}}, "messages[0]"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"id": "x", "custom": {"input": ""}}]}, "messages[0]"),
         ({"role": "assistant", "tool_calls": "f"}, "messages[0]"),
         ({"role": "user", "content": {"text": "x"}}, "messages[0]"),
         ({"content": "x"}, "messages[0]"),
@@ -315,6 +316,88 @@ def test_forced_tool_constraints() -> None:
     assert names == ["f", "g"] and required.schema["items"]["anyOf"][1]["properties"]["arguments"] == {"type": "object"}
 
 
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Patches files."}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+def names_of(call: Call) -> list[str]:
+    return [] if call.tools is None else [tool.name for tool in call.tools.decode()]
+
+
+def allow(mode: str, *tools: Json) -> Json:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def test_custom_tool_is_a_function_to_the_model() -> None:
+    got = decode(tools=[PATCH, TOOL]).tools
+    assert got is not None
+    patch, function = got.decode()
+    assert function.wire == TOOL and patch.name == "patch"
+    about = patch.wire["function"]
+    assert about["description"].startswith("Patches files.") and about["parameters"]["required"] == ["input"]
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: WORD"}}
+    limited = decode(tools=[{"type": "custom", "custom": {"name": "patch", "format": grammar}}]).tools
+    assert limited is not None and limited.decode()[0].wire["function"]["description"].endswith("start: WORD")
+
+
+def test_custom_tool_can_be_forced() -> None:
+    forced = decode(tools=[PATCH, TOOL], tool_choice={"type": "custom", "custom": {"name": "patch"}}).constraint
+    assert forced is not None and (forced.kind, forced.tool) == ("tool", "patch")
+    assert forced.schema["required"] == ["input"]
+
+
+def test_allowed_tools() -> None:
+    named = {"type": "function", "function": {"name": "g"}}
+    some = decode(tools=[TOOL, OTHER, PATCH], tool_choice=allow("auto", named, PATCH))
+    assert names_of(some) == ["g", "patch"] and some.constraint is None
+    assert names_of(decode(tools=[TOOL], tool_choice=allow("auto"))) == []
+    required = decode(tools=[TOOL, OTHER], tool_choice=allow("required", named))
+    assert names_of(required) == ["f", "g"]  # the others stay in the prompt; the constraint rules them out
+    assert required.constraint is not None
+    items = required.constraint.schema["items"]["anyOf"]
+    assert [item["properties"]["name"]["const"] for item in items] == ["g"]
+
+
+def test_allowed_tools_can_be_read_back_from_a_store() -> None:
+    tools = decode(tools=[TOOL, OTHER], tool_choice=allow("auto", OTHER)).tools
+    assert tools is not None
+    assert chat.read_stored_tools(tools.raw).decode() == tools.decode()
+    whole = decode(tools=[TOOL, OTHER]).tools
+    assert whole is not None and chat.read_stored_tools(whole.raw).decode() == whole.decode()
+
+
+def test_old_functions_are_tools() -> None:
+    functions = [{"name": "f", "description": "d", "parameters": {"type": "object"}}, {"name": "g"}]
+    got = decode(functions=functions)
+    assert got.tools is not None and not got.parallel_tool_calls
+    assert [tool.wire for tool in got.tools.decode()] == [{"type": "function", "function": f} for f in functions]
+    assert names_of(decode(functions=functions, function_call="none")) == []
+    forced = decode(functions=functions, function_call={"name": "g"}).constraint
+    assert forced == Constraint("tool", {"type": "object"}, "g")
+
+
+def test_forced_tool_overrides_response_format() -> None:
+    got = decode(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}).constraint
+    assert got is not None and got.kind == "tools"
+    assert (
+        decode_error(tools=[TOOL], tool_choice="required", response_format={"type": "xml"}).param == "response_format"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": False}, None),
+        ({"top_logprobs": 0}, None),
+        ({}, None),
+    ],
+)
+def test_logprobs(body: Json, count: int | None) -> None:
+    assert decode(**body).top_logprobs == count
+
+
 def test_response_formats() -> None:
     schema = {"type": "object"}
     assert decode(response_format={"type": "text"}).constraint is None
@@ -361,6 +444,74 @@ def test_content_is_null_only_with_tool_calls() -> None:
 def test_reasoning_is_sent_in_both_fields() -> None:
     got = encode_reply(Message("assistant", "x", "thought"))["choices"][0]["message"]
     assert got["reasoning"] == got["reasoning_content"] == "thought"
+
+
+CUSTOM_REPLIES = [
+    ('{"input": "*** Begin\\n"}', "*** Begin\n", "call_1"),
+    ('{"input":""}', "", "call_1"),
+    ('{"input": "x", "more": 1}', '{"input": "x", "more": 1}', "call_args_1"),
+    ("not json", "not json", "call_args_1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "call_id"), CUSTOM_REPLIES)
+def test_custom_call_round_trips(arguments: str, text: str, call_id: str) -> None:
+    """The agent sees the input, and sends it back as the arguments that the model wrote."""
+    sampled = ToolCall("call_1", "patch", arguments)
+    reply = Done("tool_calls", Message("assistant", tool_calls=(sampled,)), USAGE, 1)
+    wire = json.loads(chat.encode_reply(decode(tools=[PATCH]), reply))["choices"][0]["message"]
+    assert wire["tool_calls"] == [{"id": call_id, "type": "custom", "custom": {"name": "patch", "input": text}}]
+    [streamed] = [
+        chunk["choices"][0]["delta"]["tool_calls"]
+        for chunk in encode_stream(CallDelta(0, sampled), reply, tools=[PATCH])
+        if chunk != "data: [DONE]" and "tool_calls" in chunk["choices"][0]["delta"]
+    ]
+    assert streamed == [{"index": 0, **wire["tool_calls"][0]}]
+    [got] = assistant(**wire).tool_calls
+    assert (got.id, got.name, json_or_text(got.arguments)) == ("call_1", "patch", json_or_text(arguments))
+    answer = message({"role": "tool", "tool_call_id": call_id, "content": "ok"})
+    assert answer.tool_call_id == "call_1"
+
+
+def json_or_text(text: str) -> Json:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_old_function_call_round_trips() -> None:
+    sampled = Message("assistant", "", "", (ToolCall("call_9", "f", '{"a": 1}'),))
+    done = Done("tool_calls", sampled, USAGE, 1)
+    [choice] = json.loads(chat.encode_reply(decode(functions=[{"name": "f"}]), done))["choices"]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
+    *chunks, _ = encode_stream(CallDelta(0, sampled.tool_calls[0]), done, functions=[{"name": "f"}])
+    assert chunks[1]["choices"][0]["delta"] == {"function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
+    [call] = assistant(**choice["message"]).tool_calls
+    answer = message({"role": "function", "name": "f", "content": "A"})
+    assert (call.name, call.arguments) == ("f", '{"a": 1}')
+    assert answer == Message("tool", "A", tool_call_id=call.id, name="f") and call.id.startswith("call_")
+
+
+def test_scores_are_sent_without_ids() -> None:
+    scores = (
+        TokenScore("Hi", b"Hi", -0.5, (TokenScore("Hi", b"Hi", -0.5), TokenScore("Yo", b"Yo", -1.5))),
+        TokenScore("\ufffd", b"\xf0", None),
+    )
+    done = Done("stop", Message("assistant", "Hi"), USAGE, 1, "", scores)
+    [choice] = json.loads(chat.encode_reply(decode(logprobs=True), done))["choices"]
+    hi = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
+    yo = {"token": "Yo", "logprob": -1.5, "bytes": [89, 111]}
+    content = [
+        {**hi, "top_logprobs": [hi, yo]},
+        {"token": "\ufffd", "logprob": None, "bytes": [240], "top_logprobs": []},
+    ]
+    assert choice["logprobs"] == {"content": content, "refusal": None}
+    *chunks, _ = encode_stream(Delta("content", "Hi"), Delta("content", "", scores), done, logprobs=True)
+    sent = [c["choices"][0]["logprobs"] for c in chunks]
+    assert sent == [None, None, choice["logprobs"], None]  # once, although `Done` has them too
 
 
 def test_unknown_usage_is_null() -> None:

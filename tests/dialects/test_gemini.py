@@ -678,6 +678,11 @@ def test_function_calling_modes() -> None:
     assert (
         forced_names(only) == ["g"] and only.tools is not None and len(only.tools.decode()) == 2
     )  # both tools are still shown
+    # A forced call leaves no text for the format to apply to.
+    assert forced_names(decode(**calling("ANY", generationConfig={"responseMimeType": "application/json"}))) == [
+        "f",
+        "g",
+    ]
     narrowed = decode(**calling("VALIDATED", "g"))
     assert narrowed.constraint is None and narrowed.tools is not None
     assert [t.name for t in narrowed.tools.decode()] == ["g"] and json.loads(narrowed.tools.raw)
@@ -691,7 +696,6 @@ def test_function_calling_modes() -> None:
         (calling("ANY", "h"), "allowedFunctionNames"),
         (calling("VALIDATED", "h"), "allowedFunctionNames"),
         ({**calling("ANY"), "tools": []}, "mode"),
-        (calling("ANY", generationConfig={"responseMimeType": "application/json"}), "mode"),
     ],
 )
 def test_invalid_function_calling_config(fields: Json, param: str) -> None:

@@ -466,9 +466,10 @@ def test_invalid_or_unsupported_field_is_named(body: Json, param: str) -> None:
     assert decode_error(**body).param == param
 
 
-def test_forced_tool_and_format_are_exclusive() -> None:
+def test_forced_tool_overrides_output_format() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert decode_error(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).param == "tool_choice"
+    got = decode(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).constraint
+    assert got is not None and got.kind == "tools"
 
 
 LONE_SURROGATE = b'{"messages": [{"role": "user", "content": "half of an emoji: \\ud83d"}]}'  # Anthropic refuses it too
@@ -589,6 +590,8 @@ def test_output_formats() -> None:
 USAGE = Usage(10, 3)
 CALL = ToolCall(f"call_{HEX}", "f", '{"a": "line\\n"}')
 OMITTED = {"thinking": {"type": "adaptive", "display": "omitted"}}
+SHOWN = {"thinking": {"type": "adaptive"}}
+UNREQUESTED: list[Json] = [{}, {"thinking": {"type": "disabled"}}, {"output_config": {"effort": "high"}}]
 
 
 def encode_reply(
@@ -617,7 +620,7 @@ def test_whole_reply() -> None:
 
 
 def test_whole_reply_blocks() -> None:
-    thought, said, called = encode_reply(Message("assistant", "Hi", "r", (CALL,)), "tool_calls")["content"]
+    thought, said, called = encode_reply(Message("assistant", "Hi", "r", (CALL,)), "tool_calls", **SHOWN)["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "r") and thought["signature"].startswith("tg1.")
     assert said == {"type": "text", "text": "Hi"}
     assert called == {"type": "tool_use", "id": f"toolu_{HEX}", "name": "f", "input": {"a": "line\n"}}
@@ -666,7 +669,7 @@ def test_percent_signs_are_plain_text() -> None:
     call = ToolCall("toolu_%d", "run%b", json.dumps({"x": percent_signs}))
     message = Message("assistant", percent_signs, percent_signs, (call,))
     events = [Delta("reasoning", percent_signs), Delta("content", percent_signs), CallDelta(0, call)]
-    got = join_events(encode_stream(*events, Done("stop", message, Usage(1, 2)), model="%b"))
+    got = join_events(encode_stream(*events, Done("stop", message, Usage(1, 2)), model="%b", **SHOWN))
     thinking, text_block, use = got["content"]
     assert thinking["thinking"] == percent_signs == text_block["text"] and got["model"] == "%b"
     assert (use["id"], use["name"], use["input"]) == (call.id, call.name, {"x": percent_signs})
@@ -721,7 +724,7 @@ def events_of(message: Message) -> list[Any]:
     return events + [CallDelta(n, call) for n, call in enumerate(message.tool_calls)]
 
 
-@pytest.mark.parametrize("body", [{}, OMITTED, {"context_management": {"edits": []}}])
+@pytest.mark.parametrize("body", [{}, SHOWN, OMITTED, {"context_management": {"edits": []}, **SHOWN}])
 @pytest.mark.parametrize("message", REPLIES)
 def test_streamed_reply_equals_whole_reply(message: Message, body: Json) -> None:
     done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
@@ -733,7 +736,7 @@ def test_streamed_reply_equals_whole_reply(message: Message, body: Json) -> None
     assert got == expected
 
 
-@pytest.mark.parametrize("body", [{}, OMITTED])
+@pytest.mark.parametrize("body", [{}, SHOWN, OMITTED])
 @pytest.mark.parametrize("message", REPLIES)
 def test_sampled_message_round_trips(message: Message, body: Json) -> None:
     done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
@@ -741,14 +744,30 @@ def test_sampled_message_round_trips(message: Message, body: Json) -> None:
     [got] = conversation({"role": "assistant", "content": returned})
     assert (got.content, got.tool_calls) == (message.content, message.tool_calls)
     # Hidden thinking is in the signature, unless the signature is a provider's.
-    assert got.reasoning == (message.reasoning if not (message.signature and body) else "")
+    is_sent = body and not (message.signature and body is OMITTED)
+    assert got.reasoning == (message.reasoning if is_sent else "")
+
+
+@pytest.mark.parametrize("body", UNREQUESTED)
+@pytest.mark.parametrize("message", REPLIES)
+def test_no_thinking_blocks_unless_requested(message: Message, body: Json) -> None:
+    done = Done("stop", message, USAGE, 1)
+    for got in (encode_reply(message, **body), join_events(encode_stream(*events_of(message), done, **body))):
+        assert all(block["type"] in ("text", "tool_use") for block in got["content"])
+
+
+def test_message_start_counts_the_prompt() -> None:
+    encoder = dialect.open_stream(decode(stream=True))
+    start = json.loads(encoder.begin(Usage(10, 0, cached_tokens=4)).decode().split("data: ")[1])
+    usage = start["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 0)
 
 
 def test_streamed_reply_events() -> None:
     message = Message("assistant", "Hi", "r", (CALL,))
     done = Done("tool_calls", message, USAGE, 1)
     events = encode_stream(
-        Delta("reasoning", "r"), KeepAlive(), Delta("content", "Hi"), KeepAlive(), CallDelta(0, CALL), done
+        Delta("reasoning", "r"), KeepAlive(), Delta("content", "Hi"), KeepAlive(), CallDelta(0, CALL), done, **SHOWN
     )
     assert [(e["type"], e.get("index")) for e in events] == [
         ("message_start", None),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tests.engines.standins import Answer, StandIn, serving
-from turngate.dialects.chat import ChatTools
+from turngate.dialects.chat_tools import ChatTools
 from turngate.engines.base import Relay, RelayChunk, RelayRequest
 from turngate.types import Call, CallDelta, Constraint, Delta, Message
 

@@ -279,6 +279,23 @@ async def test_tool_calls_without_distinct_indices() -> None:
         ]
 
 
+async def test_custom_call_fragments_are_joined() -> None:
+    pieces = [{"name": "patch", "input": ""}, {"input": "*** Begin"}, {"input": "\n"}]
+    calls = [{"index": 0, "id": "a" if n == 0 else None, "type": "custom", "custom": c} for n, c in enumerate(pieces)]
+    events = [event(part({"tool_calls": [call]})) for call in calls]
+    chunks = await relayed(answer_stream(*events, event(part({}, "tool_calls")), DONE))
+    assert events_of(chunks) == [CallDelta(0, ToolCall("a", "patch", '{"input":"*** Begin\\n"}'))]
+
+
+async def test_deprecated_function_call_is_a_call() -> None:
+    pieces = [{"name": "bash", "arguments": ""}, {"arguments": '{"cmd": '}, {"arguments": '"ls"}'}]
+    events = [event(part({"function_call": piece})) for piece in pieces]
+    chunks = await relayed(answer_stream(*events, event(part({}, "function_call")), DONE))
+    [call] = events_of(chunks)
+    assert isinstance(call, CallDelta) and (call.call.name, call.call.arguments) == ("bash", '{"cmd": "ls"}')
+    assert chunks[-1].finish == "tool_calls"
+
+
 async def test_missing_tool_call_id_is_generated() -> None:
     [call] = events_of(
         await relayed(answer_stream(event(part({"tool_calls": [fragment(0, "bash", "{}")]}, "stop")), DONE))

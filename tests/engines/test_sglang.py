@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, collect, event, make_request, serving
 from tests.speed import scaled
@@ -22,7 +23,7 @@ from turngate.errors import (
     EngineUnavailable,
     TurngateError,
 )
-from turngate.types import Constraint, Sampling
+from turngate.types import Constraint, ReasoningTokens, Sampling
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,6 +109,42 @@ async def test_non_streaming_response() -> None:
         whole = await collect(chunks)
     assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "length")
     assert server.last_body["stream"] is False
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+async def test_alternatives_are_returned_per_token(cumulative: bool) -> None:
+    events, before = [], 0
+    for total in STEPS:
+        body = output(IDS[:total], [position(n) for n in range(total)], total, STOP if total == len(IDS) else None)
+        tops = [[position(n), [-9.0, 1, None]] for n in range(0 if cumulative else before, total)]
+        body["meta_info"]["output_top_logprobs"] = tops
+        events.append(event(body))
+        before = total
+    server = StandIn(answer_stream(b"".join(events), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request(top_logprobs=2)) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert server.last_body["top_logprobs_num"] == 2
+    alternatives = [each for chunk in seen for each in chunk.alternatives or ()]
+    assert alternatives == [{token: value, 1: -9.0} for token, value in zip(IDS, LOGPROBS, strict=True)]
+
+
+async def test_constraint_after_reasoning_is_a_second_request() -> None:
+    thought = answer_stream(event(output([50, 51], [[-0.1, 50, None], [-0.2, 51, None]], 2, STOP)), DONE)
+    rest = answer_stream(event(output([9, 2], [[-0.3, 9, None], [-0.4, 2, None]], 2, STOP)), DONE)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await (rest if "json_schema" in (await request.json())["sampling_params"] else thought)(request)
+
+    server = StandIn(answer)
+    forced = Constraint("json_object", after_reasoning=True)
+    reasoning = ReasoningTokens(opening=50, closing=51, is_open=False)
+    request = make_request(constraint=forced, reasoning=reasoning, stop_ids=(2,))
+    async with serving(server), engine_of(server) as engine, engine.generate(request) as chunks:
+        whole = await collect(chunks)
+    assert (whole.ids, whole.finish) == ([50, 51, 9, 2], "stop")
+    first, second = map(json.loads, server.bodies)
+    assert first["sampling_params"]["stop_token_ids"] == [2, 51]
+    assert second["input_ids"] == [1, 2, 3, 50, 51] and second["sampling_params"]["stop_token_ids"] == [2]
 
 
 async def test_request_body_and_headers() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from tests.engines.standins import (
     DONE,
@@ -34,7 +35,7 @@ from turngate.errors import (
     EngineUnavailable,
     TurngateError,
 )
-from turngate.types import Constraint, Sampling
+from turngate.types import Constraint, ReasoningTokens, Sampling
 
 pytestmark = pytest.mark.asyncio
 
@@ -162,6 +163,53 @@ async def test_constraints_become_structured_outputs(constraint: Constraint, exp
     async with serving(server), engine_of(server) as engine:
         await whole_of(engine, constraint=constraint, stream=False)
     assert server.last_body["structured_outputs"] == expected
+
+
+async def test_constraint_after_reasoning_is_a_second_request() -> None:
+    thought = answer_stream(event(completion([50], [-0.1])) + event(completion([7, 51], [-0.2, -0.3], "stop")), DONE)
+    rest = answer_with(completion([9, 2], [-0.4, -0.5], "stop"))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await (rest if "structured_outputs" in await request.json() else thought)(request)
+
+    server = StandIn(answer)
+    reasoning = ReasoningTokens(opening=50, closing=51, is_open=False)
+    forced = Constraint("tool", {"type": "object"}, "bash", after_reasoning=True)
+    async with serving(server), engine_of(server) as engine:
+        whole = await whole_of(
+            engine, constraint=forced, reasoning=reasoning, stop_ids=(2,), stream=False, max_tokens=9
+        )
+    assert (whole.ids, whole.logprobs, whole.finish) == ([50, 7, 51, 9, 2], [-0.1, -0.2, -0.3, -0.4, -0.5], "stop")
+    first, second = map(json.loads, server.bodies)
+    assert first["stop_token_ids"] == [2, 51] and first["stream"] and "structured_outputs" not in first
+    assert second["prompt"] == [1, 2, 3, 50, 7, 51] and second["structured_outputs"] == {"json": {"type": "object"}}
+    assert (second["stop_token_ids"], second["stream"], second["max_tokens"]) == ([2], False, 6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_alternatives_are_the_likeliest_tokens(stream: bool) -> None:
+    tops: list[dict[str, float] | None] = [{"token_id:7": -2.5, "token_id:5": -0.5, "token_id:6": -1.5}, None]
+    scores = {"tokens": ["token_id:7", "token_id:2"], "token_logprobs": [-2.5, -0.1], "top_logprobs": tops}
+    body = completion(None, None, "stop")
+    body["choices"][0]["logprobs"] = scores
+    server = StandIn(answer_stream(event(body), DONE) if stream else answer_with(body))
+    request = make_request(top_logprobs=2, stream=stream)
+    async with serving(server), engine_of(server) as engine, engine.generate(request) as chunks:
+        [chunk] = [chunk async for chunk in chunks]
+    assert server.last_body["logprobs"] == 2 and list(chunk.ids) == [7, 2]
+    assert chunk.alternatives == [{5: -0.5, 6: -1.5}, {}]
+    assert list(chunk.alternatives[0]) == [5, 6]  # likeliest first
+
+
+async def test_alternatives_of_the_generate_api() -> None:
+    body = generated([7], [-2.5], "stop")
+    body["choices"][0]["logprobs"]["content"][0]["top_logprobs"].append({"token_id": 5, "logprob": -0.5, "rank": 1})
+    server = StandIn(answer_with(body))
+    request = make_request(top_logprobs=1, stream=False)
+    async with serving(server), engine_of(server, api="generate") as engine, engine.generate(request) as chunks:
+        [chunk] = [chunk async for chunk in chunks]
+    assert server.last_body["sampling_params"]["logprobs"] == 1
+    assert chunk.alternatives == [{5: -0.5}]
 
 
 async def test_missing_schema_is_rejected_before_sending() -> None:

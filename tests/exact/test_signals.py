@@ -11,7 +11,8 @@ from tests.exact.agent import World
 from tests.exact.invariants import check_invariants
 from tests.exact.test_rows import SYSTEM, role_list, say, user
 from tests.kit import tool
-from turngate.dialects.chat import ChatHistory, ChatTools
+from turngate.dialects.chat import ChatHistory
+from turngate.dialects.chat_tools import ChatTools
 from turngate.trace.sample import build_samples
 from turngate.trace.signals import Rule, Signals, find_faults, is_model_alias, read_signals
 from turngate.types import Call, CallSignals

@@ -22,6 +22,10 @@ import pytest
 
 from tests.speed import scaled
 from tests.vllm import Model, Servers, free_port
+from turngate.engines.base import Generate
+from turngate.engines.vllm import VLLM
+from turngate.render import Tokenizer
+from turngate.types import Constraint, ReasoningTokens, Sampling
 
 ADMIN = "real-admin-key-0123456789"
 TOOLS: list[Any] = [
@@ -208,8 +212,54 @@ def test_forced_tool_call_is_marked_as_biased(gateway: Gateway) -> None:
     (call,) = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments)["path"] in ("a", "b")
     (turn,) = [n for n in gateway.trace(session) if n["kind"] == "sampled"]
-    assert turn["biases"] == ["constrained: tool"]
+    may_reason = gateway.model.name == TINY  # its vocabulary has tokens for reasoning
+    assert turn["biases"] == ["constrained: tool after reasoning" if may_reason else "constrained: tool"]
     assert gateway.samples(session) == []
+
+
+@pytest.mark.parametrize("gateway", PAIRS, indirect=True)
+def test_alternatives_are_shown_if_the_session_allows_it(gateway: Gateway) -> None:
+    session, client = gateway.open(show_logprobs=True)
+    reply = client.chat.completions.create(
+        model=gateway.model.name,
+        messages=[{"role": "user", "content": "x"}],
+        logprobs=True,
+        top_logprobs=3,
+        max_tokens=8,
+    )
+    scores = (reply.choices[0].logprobs and reply.choices[0].logprobs.content) or []
+    (turn,) = [n for n in gateway.trace(session) if n["kind"] == "sampled"]
+    assert [score.logprob for score in scores] == pytest.approx(turn["logprobs"])
+    for score in scores:
+        values = [top.logprob for top in score.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True) and score.logprob <= values[0] + 1e-6
+
+
+@pytest.mark.parametrize("gateway", model_params((SMOLLM2, "completions")), indirect=True)
+async def test_constraint_begins_after_the_reasoning(gateway: Gateway) -> None:
+    """A full stop stands in for the token that closes reasoning, since no small model reasons."""
+    tokenizer = Tokenizer(gateway.model.folder)
+    [closing] = tokenizer.encode(".")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    request = Generate(
+        prompt=tokenizer.ids("The capital of France is Paris. The capital of Spain is"),
+        max_tokens=200,
+        sampling=Sampling(temperature=0.5, seed=1),
+        constraint=Constraint("json_schema", schema, after_reasoning=True),
+        reasoning=ReasoningTokens(opening=closing, closing=closing, is_open=True),
+        echo_prompt=True,
+    )
+    engine = VLLM(gateway.model.url, gateway.model.name)
+    await engine.start()
+    try:
+        async with engine.generate(request) as chunks:
+            seen = [chunk async for chunk in chunks]
+    finally:
+        await engine.close()
+    ids = [token for chunk in seen for token in chunk.ids]
+    end = ids.index(closing) + 1
+    assert end > 1 and json.loads(tokenizer.decode(ids[end:], skip_special_tokens=True))["n"] in (1, 2)
+    assert seen[-1].finish == "stop" and sum(len(chunk.logprobs or ()) for chunk in seen) == len(ids)
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)

@@ -127,6 +127,45 @@ def test_forced_calls() -> None:
     assert parsed.message.content == '{"path": '
 
 
+LATE = Constraint("tool", {}, "read", after_reasoning=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "reasoning"),
+    [
+        ('<think>\nI look.\n</think>\n\n{"path": "a"}', False, "I look."),
+        ('I look.\n</think>{"path": "a"}', True, "I look."),
+        ('{"path": "a"}', False, ""),
+        (' {"path": "a"}', False, ""),
+        ('<think></think>{"path": "a"}', False, ""),
+    ],
+)
+def test_constraint_after_reasoning(text: str, in_reasoning: bool, reasoning: str) -> None:
+    _, parsed = parse(text, constraint=LATE, in_reasoning=in_reasoning)
+    [call] = parsed.message.tool_calls
+    assert (call.name, call.arguments, parsed.message.reasoning, parsed.message.content) == (
+        "read",
+        '{"path": "a"}',
+        reasoning,
+        "",
+    )
+    assert not parsed.reasoning_open
+    answer = Constraint("json_object", after_reasoning=True)
+    _, parsed = parse(text, constraint=answer, in_reasoning=in_reasoning)
+    assert (parsed.message.reasoning, parsed.message.content.strip()) == (reasoning, '{"path": "a"}')
+
+
+def test_constrained_reply_that_ends_in_reasoning() -> None:
+    _, parsed = parse("I look and", constraint=LATE, in_reasoning=True)
+    assert parsed.reasoning_open and parsed.message.reasoning == "I look and" and not parsed.message.tool_calls
+
+
+def test_constraint_from_the_first_token_reads_no_reasoning() -> None:
+    """As recorded before constraints waited for the reasoning."""
+    _, parsed = parse('{"path": "a"}', constraint=Constraint("tool", {}, "read"), in_reasoning=True)
+    assert [c.arguments for c in parsed.message.tool_calls] == ['{"path": "a"}']
+
+
 def test_stop_strings_across_chunks() -> None:
     for seed in range(50):
         stops, draw, text, shown = StopStrings(["END", "\n\n"]), random.Random(seed), "one EN two\nEND three", ""

@@ -138,6 +138,7 @@ async def test_stream_events_are_in_anthropic_order() -> None:
     async with gateway([say("<think>\nHm.\n</think>\n\nHi. " + calls(("read_file", {"path": "a"})))]) as g:
         session = await g.open()
         body = {"model": "m", "max_tokens": 500, "messages": [user("Hi")], "tools": [READ], "stream": True}
+        body["thinking"] = ADAPTIVE
         response = await g.http().post("/v1/messages?beta=true", json=body, headers={"x-api-key": session.key})
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["request-id"].startswith("req_")
@@ -160,6 +161,7 @@ async def test_sdk_stream_helper() -> None:
             max_tokens=500,
             messages=[{"role": "user", "content": "Read"}],
             tools=[READ],  # type: ignore[list-item]
+            thinking={"type": "adaptive"},
         ) as stream:
             async for event in stream:
                 kinds.append(event.type)
@@ -384,6 +386,41 @@ async def test_thinking_round_trips(thinking: Json, way: str) -> None:
             assert f"{thought}<|im_end|>" in prompt
         roots = [n for n in (await g.trace(session.id))["nodes"] if n["parent"] is None]
         assert len(roots) == 1
+
+
+@every_way
+@pytest.mark.parametrize("thinking", [None, {"type": "disabled"}], ids=["unset", "disabled"])
+async def test_unrequested_thinking_is_recorded_but_not_sent(thinking: Json, way: str) -> None:
+    """The client gets no blocks that it did not ask for, and the model still has its thinking in its context."""
+    request = {"thinking": thinking, "tools": [READ]} if thinking else {"tools": [READ]}
+    texts = [
+        "<think>\nI look.\n</think>\n\n" + calls(("read_file", {"path": "a"})),
+        "<think>\nAn A.\n</think>\n\nIt says A.",
+        "Yes.",
+    ]
+    async with gateway([say(text) for text in texts]) as g:
+        session = await g.open()
+        first = await ask(g, session.key, "Read a", way, **request)
+        assert [block.type for block in first.content] == ["tool_use"]
+        history = [user("Read a"), to_history(first), tool_results(first)]
+        second = await ask(g, session.key, history, way, **request)
+        assert [block.type for block in second.content] == ["text"] and text_of(second) == "It says A."
+        await ask(g, session.key, [*history, to_history(second), user("Sure?")], way, **request)
+        assert [turn["message"].get("reasoning") for turn in await g.turns(session.id)] == ["I look.", "An A.", None]
+        for n, text in enumerate(texts[:2]):
+            assert prompts(g)[n + 1].startswith(prompts(g)[n] + text + "<|im_end|>\n")
+        await check_one_row(g, session.id)
+
+
+async def test_message_start_has_the_size_of_the_prompt() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        request: Json = {"model": "m", "max_tokens": 100, "messages": [user("Hi")], "stream": True}
+        events = [event async for event in await client(g, session.key).messages.create(**request)]
+        size = len(g.engine.received[0].prompt)
+        assert events[0].type == "message_start" and events[0].message.usage.input_tokens == size
+        [end] = [event for event in events if event.type == "message_delta"]
+        assert end.usage.input_tokens == size
 
 
 async def test_hidden_thinking_is_carried_in_its_signature() -> None:

@@ -369,7 +369,9 @@ async def test_constrained_output_works_and_is_marked_biased(way: str) -> None:
         shape = g.engine.received[-1].constraint
         assert shape is not None and shape.schema["type"] == "object"
         assert shape.schema["properties"]["n"]["type"] == "integer"
-        assert [t["biases"] for t in await g.turns(session.id)] == [[f"constrained: {kind}"] for kind in kinds]
+        assert [t["biases"] for t in await g.turns(session.id)] == [
+            [f"constrained: {kind} after reasoning"] for kind in kinds
+        ]
         assert await g.samples(session.id) == []
 
 

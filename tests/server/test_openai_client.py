@@ -27,6 +27,7 @@ from tests.kit import (
     tool,
     user,
 )
+from tests.verify.kit import verify_all
 from turngate.engines.base import Generate, Health
 from turngate.engines.scripted import Scripted, ScriptedTurn
 
@@ -276,7 +277,7 @@ async def test_constrained_output_is_trained_only_by_policy(kind: str, way: str)
             else:
                 assert json.loads(reply.content) == {"n": 1} and reply.finish == "stop"
             [turn] = await g.turns(session.id)
-            assert turn["biases"] == [f"constrained: {kind}"]
+            assert turn["biases"] == [f"constrained: {kind} after reasoning"]  # this model may reason first
         for seen in g.engine.received:
             assert seen.constraint is not None and seen.constraint.kind == kind
         assert await g.samples(default.id) == []
@@ -310,6 +311,126 @@ async def test_required_tool_without_parallel_calls_is_one_call(way: str) -> Non
         assert len(reply.calls) == 1
         constraint = g.engine.received[0].constraint
         assert constraint is not None and constraint.schema.get("maxItems") == 1
+
+
+@every_way
+async def test_forced_tool_with_thinking_and_response_format(way: str) -> None:
+    """The model thinks first; the constraint holds for what follows. The forced tool overrides the format."""
+    thought = "<think>\nI look.\n</think>\n\n"
+    async with gateway([say(thought + '{"path": "a"}'), say("Done.")]) as g:
+        session = await g.open(policy={"biased": True})
+        request = {**FORCED["tool"][0], **FORCED["json_schema"][0]}
+        reply = await g.ask(session.key, "Go", way, **request)
+        assert (reply.reasoning, reply.content) == ("I look.", "")
+        assert [(c.name, c.arguments) for c in reply.calls] == [("read_file", '{"path": "a"}')]
+        [seen] = g.engine.received
+        assert seen.constraint is not None and seen.constraint.kind == "tool" and seen.constraint.after_reasoning
+        assert seen.reasoning is not None and not seen.reasoning.is_open
+        await g.ask(session.key, [user("Go"), reply.message(), result(reply.calls[0], "A")], way, tools=[tool()])
+        assert len(await g.samples(session.id)) == 1
+        await g.seal(session.id)
+        verify_all(Path(g.app.config.data), renderer=renderer())
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Patches files."}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", [{"input": "*** Begin\n+x"}, {"input": "x", "file": "a"}], ids=["text", "other"])
+async def test_custom_tool_loop_is_one_row(arguments: Json, stream: bool) -> None:
+    async with gateway([say(calls(("patch", arguments))), say("Done.")]) as g:
+        session = await g.open()
+        client = g.client(session.key).chat.completions
+        request: Json = {"model": "m", "tools": [PATCH, tool()], "stream": stream}
+        reply = await client.create(messages=[user("Fix a")], **request)
+        if stream:
+            [call] = [c for chunk in [c async for c in reply] for c in chunk.choices[0].delta.tool_calls or ()]
+            wire = call.model_dump(exclude_none=True, exclude={"index"})
+        else:
+            [call] = reply.choices[0].message.tool_calls
+            wire = call.model_dump(exclude_none=True)
+        assert wire["type"] == "custom" and wire["custom"]["name"] == "patch"
+        assert wire["custom"]["input"] == (arguments["input"] if len(arguments) == 1 else json.dumps(arguments))
+        answer = {"role": "assistant", "content": None, "tool_calls": [wire]}
+        results = {"role": "tool", "tool_call_id": wire["id"], "content": "ok"}
+        await client.create(messages=[user("Fix a"), answer, results], **{**request, "stream": False})
+        assert prompts(g)[1].startswith(prompts(g)[0] + calls(("patch", arguments)) + "<|im_end|>\n")
+        assert len(await g.samples(session.id)) == 1
+        await g.seal(session.id)
+        verify_all(Path(g.app.config.data), renderer=renderer())
+
+
+async def test_allowed_tools_are_all_that_the_model_sees() -> None:
+    async with gateway([say("No tool."), say('[{"name": "read_file", "arguments": {}}]')]) as g:
+        session = await g.open()
+        some: Json = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "read_file"}}]}
+        tools = [tool("read_file"), tool("write_file")]
+        choice = {"type": "allowed_tools", "allowed_tools": some}
+        await g.ask(session.key, "Go", tools=tools, tool_choice=choice)
+        assert "read_file" in prompts(g)[0] and "write_file" not in prompts(g)[0]
+        must = {"type": "allowed_tools", "allowed_tools": {**some, "mode": "required"}}
+        await g.ask(session.key, "Go", tools=tools, tool_choice=must)
+        constraint = g.engine.received[1].constraint
+        assert constraint is not None
+        [only] = constraint.schema["items"]["anyOf"]
+        assert only["properties"]["name"] == {"const": "read_file"} and "write_file" in prompts(g)[1]
+        await g.seal(session.id)
+        verify_all(Path(g.app.config.data), renderer=renderer())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_old_functions_loop_is_one_row(stream: bool) -> None:
+    text = calls(("read_file", {"path": "a"}))
+    async with gateway([say(text), say("It says A.")]) as g:
+        session = await g.open()
+        client = g.client(session.key).chat.completions
+        functions = [tool()["function"]]
+        reply = await client.create(model="m", messages=[user("Read a")], functions=functions, stream=stream)
+        if stream:
+            chunks = [chunk.choices[0] async for chunk in reply]
+            [function_call] = [c.delta.function_call for c in chunks if c.delta.function_call is not None]
+            finish = chunks[-1].finish_reason
+        else:
+            function_call, finish = reply.choices[0].message.function_call, reply.choices[0].finish_reason
+        assert finish == "function_call" and json.loads(function_call.arguments) == {"path": "a"}
+        answer: Json = {"role": "assistant", "content": None, "function_call": function_call.model_dump()}
+        results: Json = {"role": "function", "name": "read_file", "content": "A"}
+        await client.create(model="m", messages=[user("Read a"), answer, results], functions=functions)
+        assert prompts(g)[1].startswith(prompts(g)[0] + text + "<|im_end|>\n") and "\nA\n" in prompts(g)[1]
+        assert len(await g.samples(session.id)) == 1
+        await g.seal(session.id)
+        verify_all(Path(g.app.config.data), renderer=renderer())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_are_shown_if_the_session_allows_it(stream: bool) -> None:
+    async with gateway([say("Größe 👍")]) as g:
+        session = await g.open(show_logprobs=True)
+        reply = await g.client(session.key).chat.completions.create(
+            model="m", messages=[user("Hi")], logprobs=True, stream=stream
+        )
+        if stream:
+            parts = [choice.logprobs for chunk in [c async for c in reply] for choice in chunk.choices]
+            scores = [score for part in parts if part is not None for score in part.content]
+        else:
+            scores = reply.choices[0].logprobs.content
+        [turn] = await g.turns(session.id)
+        assert [score.logprob for score in scores] == turn["logprobs"]
+        assert bytes(b for score in scores for b in score.bytes).decode() == "Größe 👍<|im_end|>"
+        assert all(score.top_logprobs == [] for score in scores)
+
+
+async def test_log_probabilities_are_refused_otherwise() -> None:
+    """They are out of an agent's reach unless the operator opens the session with `show_logprobs`."""
+    async with gateway([say("Hi.")] * 2) as g:
+        closed, shown = await g.open(), await g.open(show_logprobs=True)
+        with pytest.raises(openai.BadRequestError, match="show_logprobs") as caught:
+            await g.ask(closed.key, "Hi", logprobs=True)
+        assert caught.value.param == "logprobs" and not g.engine.received
+        with pytest.raises(openai.BadRequestError, match="set top_logprobs to 0") as caught:
+            await g.ask(shown.key, "Hi", logprobs=True, top_logprobs=3)
+        assert caught.value.param == "top_logprobs"
+        assert (await g.show(shown.id))["config"]["show_logprobs"] is True
 
 
 async def test_sdk_parse_helper_returns_structured_output() -> None:

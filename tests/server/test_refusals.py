@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -45,10 +47,14 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "several choices": ({"n": 2}, "n"),
     "log-probabilities": ({"logprobs": True}, "logprobs"),
-    "top log-probabilities": ({"top_logprobs": 3}, "logprobs"),
+    "alternatives without log-probabilities": ({"top_logprobs": 3}, "top_logprobs"),
+    "too many alternatives": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "stream options without a stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "a logit bias": ({"logit_bias": {"5": 10}}, "logit_bias"),
-    "old functions": ({"functions": [{"name": "f"}]}, "functions"),
-    "an old forced function": ({"function_call": "auto"}, "function_call"),
+    "an old function without a name": ({"functions": [{"parameters": {}}]}, "functions[0].name"),
+    "old functions beside tools": ({"functions": [{"name": "f"}], "tools": [tool()]}, "functions"),
+    "a forced old function without functions": ({"function_call": "auto"}, "function_call"),
+    "an unknown old function": ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
     "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
     "web search": ({"web_search_options": {}}, "web_search_options"),
@@ -60,10 +66,7 @@ INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "a result without its call": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
     "an image": ({"messages": [*HI, IMAGE]}, "messages[1].content[0]"),
     "content of the wrong type": ({"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
-    "an old function call": (
-        {"messages": [*HI, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
-        "messages[1].function_call",
-    ),
+    "an old result without a name": ({"messages": [*HI, {"role": "function", "content": "x"}]}, "messages[1].name"),
     "a temperature that is not a number": ({"temperature": "hot"}, "temperature"),
     "a temperature above 2": ({"temperature": 3}, "temperature"),
     "a top_p above 1": ({"top_p": 1.5}, "top_p"),
@@ -76,7 +79,12 @@ INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "a stop that is not a string": ({"stop": 5}, "stop"),
     "a stream that is not a boolean": ({"stream": "yes"}, "stream"),
     "tools not a list": ({"tools": "none"}, "tools"),
-    "a tool that is not a function": ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+    "a provider's own tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a custom tool without a name": ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+    "a custom tool of an unknown format": (
+        {"tools": [{"type": "custom", "custom": {"name": "c", "format": {"type": "yaml"}}}]},
+        "tools[0].custom.format",
+    ),
     "a tool without a name": ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools[1].function.name"),
     "an unknown forced tool": (
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "other"}}},
@@ -84,8 +92,21 @@ INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     ),
     "a forced tool without tools": ({"tool_choice": "required"}, "tool_choice"),
     "an unknown tool choice": ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice"),
-    "two constraints at once": (
-        {"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    "an unknown allowed tool": (
+        {
+            "tools": [tool()],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+            },
+        },
+        "tool_choice.allowed_tools.tools[0]",
+    ),
+    "no allowed tool": (
+        {
+            "tools": [tool()],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+        },
         "tool_choice",
     ),
     "an unknown format": ({"response_format": {"type": "xml"}}, "response_format"),
@@ -209,6 +230,57 @@ async def test_too_large_request(stream: bool) -> None:
         response = await g.http(session.key).post("/v1/chat/completions", content=pieces())
         assert response.status_code == 413
         assert (await g.ask(session.key, "Hi")).content == "Hello."  # the gateway still works
+
+
+CODINGS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "GZIP": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "identity": bytes,
+}
+
+
+async def test_compressed_bodies_are_decoded() -> None:
+    body = json.dumps({"model": "m", "messages": HI}).encode()
+    async with gateway([say("Hello.")] * len(CODINGS)) as g:
+        session = await g.open()
+        for coding, compress in CODINGS.items():
+            response = await post(g, session.key, compress(body), **{"content-encoding": coding})
+            assert response.status_code == 200, coding
+        assert len({request.prompt.tobytes() for request in g.engine.received}) == 1
+
+
+async def test_other_codings_and_damaged_bodies_are_refused() -> None:
+    body = json.dumps({"model": "m", "messages": HI}).encode()
+    packed = gzip.compress(body)
+    cases = [
+        ("br", body, "content-encoding 'br' is not supported"),
+        ("zstd", body, "content-encoding 'zstd' is not supported"),
+        ("gzip, gzip", gzip.compress(packed), "is not supported"),
+        ("gzip", body, "not valid gzip"),
+        ("gzip", packed[:-9], "incomplete"),
+        ("gzip", packed + packed, "data follows its end"),
+        ("gzip", b"", "incomplete"),
+        ("deflate", packed, "not valid deflate"),
+    ]
+    async with gateway() as g:
+        session = await g.open()
+        for coding, sent, words in cases:
+            response = await post(g, session.key, sent, **{"content-encoding": coding})
+            error = response.json()["error"]
+            assert response.status_code == 400 and words in error["message"], (coding, error)
+            assert error["param"] == "content-encoding"
+        assert not g.engine.received
+
+
+async def test_decompressed_size_is_limited() -> None:
+    async with gateway(max_body_mb=0.05) as g:
+        session = await g.open()
+        for compress in (gzip.compress, zlib.compress):
+            coding = "gzip" if compress is gzip.compress else "deflate"
+            response = await post(g, session.key, compress(b" " * 5_000_000), **{"content-encoding": coding})
+            assert response.status_code == 413 and "decompressed" in response.json()["error"]["message"]
 
 
 # ── keys and sessions ───────────────────────────────────────────────────────────────────────────────────────────────

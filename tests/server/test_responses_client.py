@@ -180,7 +180,7 @@ async def test_sdk_parse_helper_returns_structured_output() -> None:
         async with g.client(session.key).responses.stream(model="m", input="Pick", text_format=Number) as stream:
             final = await stream.get_final_response()
         assert final.output_parsed == Number(n=7)
-        assert all(turn["biases"] == ["constrained: json_schema"] for turn in await g.turns(session.id))
+        assert all(turn["biases"] == ["constrained: json_schema after reasoning"] for turn in await g.turns(session.id))
 
 
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -62,6 +62,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     at_limit: str = "final_message"
     signals: dict[str, Json] = {}
     tools: list[dict[str, Json]] = []
+    show_logprobs: bool = False
 
 
 class SessionOutcome(RecordedOutcome, frozen=True, kw_only=True, forbid_unknown_fields=False):

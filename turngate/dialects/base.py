@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 
 from turngate.errors import TurngateError
-from turngate.types import Call, Done, History, ReplyEvent, Tools
+from turngate.types import Call, Done, History, ReplyEvent, Tools, Usage
 
 Verb = Literal["generate", "stream", "count"]
 
@@ -81,7 +81,8 @@ class Stream(Protocol):
     def media(self) -> str:
         """Content type of the reply."""
 
-    def begin(self) -> bytes: ...
+    def begin(self, usage: Usage | None = None) -> bytes:
+        """Encode what precedes the first event. `usage` counts the prompt's tokens, if they are known yet."""
 
     def event(self, event: ReplyEvent) -> bytes:
         """Encode one event. `Done` becomes the terminal event."""

@@ -6,15 +6,23 @@ rejected by name in OpenAI's own error format.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
 import orjson
 
 from turngate.dialects.base import Route, WireRequest
+from turngate.dialects.chat_reply import (
+    ChatReplyOptions,
+    ChatStream,
+    call_id_from_wire,
+    call_to_wire,
+    custom_call_from_wire,
+    encode_reply,
+)
+from turngate.dialects.chat_tools import ChatTools, decode_function_call, decode_tool_choice
 from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
 from turngate.dialects.wire import (
     ABSENT,
@@ -26,28 +34,12 @@ from turngate.dialects.wire import (
     field_error,
     is_given,
     placeholder,
-    require_any_tool,
     require_shallow,
-    require_tool,
     validate_sampling,
     validate_stops,
 )
 from turngate.errors import BadRequest, TurngateError
-from turngate.types import (
-    Call,
-    CallDelta,
-    Constraint,
-    Delta,
-    Done,
-    History,
-    Json,
-    KeepAlive,
-    Message,
-    ReplyEvent,
-    Tool,
-    ToolCall,
-    Usage,
-)
+from turngate.types import Call, Constraint, Done, History, Json, Message, ToolCall
 
 
 class _StreamOptions(msgspec.Struct):
@@ -59,8 +51,14 @@ class _Function(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b'"{}"')
 
 
+class _CustomCall(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
 class _WireCall(msgspec.Struct):
-    function: _Function
+    function: _Function | None = None
+    custom: _CustomCall | None = None
     id: str = ""
 
 
@@ -82,7 +80,7 @@ class _WireMessage(msgspec.Struct):
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
-    function_call: msgspec.Raw = ABSENT
+    function_call: _Function | None = None
 
 
 class _Request(msgspec.Struct):
@@ -121,6 +119,7 @@ class _Request(msgspec.Struct):
 _request = msgspec.json.Decoder(_Request)
 _message = msgspec.json.Decoder(_WireMessage)
 
+_MAX_TOP_LOGPROBS = 20
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -155,22 +154,6 @@ class ChatHistory:
         return (_decode_message(wire, where),)
 
 
-class ChatTools:
-    """The tools of one request."""
-
-    replaceable = False
-
-    def __init__(self, raw: bytes) -> None:
-        self.raw = raw
-
-    def decode(self) -> tuple[Tool, ...]:
-        try:
-            wires = msgspec.json.decode(self.raw, type=list[dict[str, Any]])
-        except DECODE_ERRORS as error:
-            raise BadRequest(f"tools: {describe_error(error)}", param="tools") from None
-        return tuple(_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(wires))
-
-
 class Chat:
     """The chat dialect."""
 
@@ -193,25 +176,28 @@ class Chat:
         _refuse_unsupported(request)
         if not request.messages:
             raise BadRequest("messages must contain at least one message", param="messages")
-        tools = ChatTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None
         kwargs = require_shallow(request.chat_template_kwargs or {}, "chat_template_kwargs")
-        constraint, offered = _decode_constraint(request, tools)
+        forced, tools = _decode_tools(request)
+        shape = _decode_response_format(request)
+        legacy = is_given(request.functions)
         return Call(
             model=request.model,
             history=ChatHistory([*wire.known_items, *map(bytes, request.messages)]),
-            tools=tools if offered else None,
+            tools=tools,
             sampling=validate_sampling(
                 {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
             ),
             max_tokens=_max_tokens(request),
             stop=validate_stops("stop", request.stop),
-            constraint=constraint,
-            parallel_tool_calls=request.parallel_tool_calls is not False,
+            constraint=forced or shape,  # a forced call leaves no text for `response_format` to apply to
+            parallel_tool_calls=request.parallel_tool_calls is not False and not legacy,
+            top_logprobs=_decode_top_logprobs(request),
             template_kwargs=kwargs,
             template_hints={} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort},
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             body=wire.received_body,
+            reply_options=ChatReplyOptions(frozenset() if tools is None else tools.custom_names(), legacy),
             **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )
 
@@ -224,23 +210,13 @@ class Chat:
         return ChatHistory(raws)
 
     def read_stored_tools(self, raw: bytes) -> ChatTools:
-        return ChatTools(raw)
+        return ChatTools.from_stored(raw)
 
     def open_stream(self, call: Call) -> ChatStream:
         return ChatStream(call)
 
     def encode_reply(self, call: Call, done: Done) -> bytes:
-        message: dict[str, Json] = {"role": "assistant", "content": done.message.content or None, "refusal": None}
-        if done.message.reasoning:
-            message["reasoning"] = message["reasoning_content"] = done.message.reasoning
-        if done.message.tool_calls:
-            message["tool_calls"] = [_call_to_wire(c) for c in done.message.tool_calls]
-        elif message["content"] is None:
-            message["content"] = ""
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(done)}
-        return orjson.dumps(
-            {**_reply_head(call, "chat.completion"), "choices": [choice], "usage": _usage_to_wire(done.usage)}
-        )
+        return encode_reply(call, done)
 
     def encode_count(self, tokens: int) -> bytes:
         raise AssertionError("the chat dialect has no route for counting tokens")
@@ -261,58 +237,13 @@ class Chat:
         return False
 
 
-class ChatStream:
-    """One streamed reply as server-sent events."""
-
-    media = "text/event-stream; charset=utf-8"
-
-    def __init__(self, call: Call) -> None:
-        self._head = _reply_head(call, "chat.completion.chunk")
-        self._include_usage = call.include_usage
-
-    def begin(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def event(self, event: ReplyEvent) -> bytes:
-        match event:
-            case Delta(kind="content", text=text):
-                return self._chunk({"content": text})
-            case Delta(kind="reasoning", text=text):
-                return self._chunk({"reasoning": text, "reasoning_content": text})
-            case Delta():
-                return b""  # this format has no field for a signature
-            case CallDelta(index=index, call=call):
-                return self._chunk({"tool_calls": [{"index": index, **_call_to_wire(call)}]})
-            case KeepAlive():
-                return self._chunk({})
-            case Done() as done:
-                return self._chunk({}, _finish_reason(done)) + self._final_usage(done) + b"data: [DONE]\n\n"
-
-    def error(self, error: TurngateError) -> bytes:
-        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
-
-    def _chunk(self, delta: dict[str, Json], finish: str | None = None) -> bytes:
-        body: dict[str, Json] = {
-            **self._head,
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
-        }
-        if self._include_usage:
-            body["usage"] = None
-        return b"data: " + orjson.dumps(body) + b"\n\n"
-
-    def _final_usage(self, done: Done) -> bytes:
-        if not self._include_usage:
-            return b""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage_to_wire(done.usage)}) + b"\n\n"
-
-
 def message_to_wire(message: Message) -> dict[str, Json]:
     """Encode a message in the Chat Completions format."""
     wire: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        wire["tool_calls"] = [_call_to_wire(call) for call in message.tool_calls]
+        wire["tool_calls"] = [call_to_wire(call) for call in message.tool_calls]
     if message.role == "tool":
         wire["tool_call_id"] = message.tool_call_id
     if message.name:
@@ -321,10 +252,6 @@ def message_to_wire(message: Message) -> dict[str, Json]:
 
 
 def _decode_message(wire: _WireMessage, where: str) -> Message:
-    if is_given(wire.function_call):
-        raise BadRequest(
-            f"{where}.function_call is deprecated and not supported; use tool_calls", param=f"{where}.function_call"
-        )
     text, unsupported = _decode_content(wire.content, where)
     match wire.role:
         case "system" | "developer":
@@ -332,7 +259,11 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
         case "user":
             return Message("user", text, name=wire.name or "", unsupported=unsupported)
         case "assistant":
-            calls = tuple(_decode_call(call) for call in wire.tool_calls or ())
+            calls = tuple(
+                _decode_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(wire.tool_calls or ())
+            )
+            if wire.function_call is not None and not calls:
+                calls = (_decode_function_call(wire.function_call),)
             reasoning = wire.reasoning_content or wire.reasoning or ""
             return Message("assistant", text or wire.refusal or "", reasoning, calls, unsupported=unsupported)
         case "tool":
@@ -341,19 +272,46 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
                     f"{where}.tool_call_id is missing; a tool message needs the id of the call it answers",
                     param=f"{where}.tool_call_id",
                 )
-            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "", unsupported=unsupported)
+            call_id = call_id_from_wire(wire.tool_call_id)
+            return Message("tool", text, tool_call_id=call_id, name=wire.name or "", unsupported=unsupported)
+        case "function":
+            if not wire.name:
+                raise BadRequest(
+                    f"{where}.name is missing; a function message needs the name of the function that it answers for",
+                    param=f"{where}.name",
+                )
+            call_id = _function_call_id(wire.name)
+            return Message("tool", text, tool_call_id=call_id, name=wire.name, unsupported=unsupported)
         case _:
             raise BadRequest(
-                f"{where}.role must be one of system, developer, user, assistant, tool, not {wire.role!r}",
+                f"{where}.role must be one of system, developer, user, assistant, tool, function, not {wire.role!r}",
                 param=f"{where}.role",
             )
 
 
-def _decode_call(wire: _WireCall) -> ToolCall:
-    raw = bytes(wire.function.arguments)
+def _decode_call(wire: _WireCall, where: str) -> ToolCall:
+    if wire.custom is not None:
+        return custom_call_from_wire(wire.id, wire.custom.name, wire.custom.input)
+    if wire.function is None:
+        raise BadRequest(f"{where}.function is missing", param=f"{where}.function")
+    return ToolCall(call_id_from_wire(wire.id), wire.function.name, _decode_arguments(wire.function))
+
+
+def _decode_function_call(wire: _Function) -> ToolCall:
+    """Decode the deprecated form of a call."""
+    return ToolCall(_function_call_id(wire.name), wire.name, _decode_arguments(wire))
+
+
+def _function_call_id(name: str) -> str:
+    """Return an id for a call that has none on the wire. A turn has at most one such call, and its result repeats the name."""
+    return f"call_{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
+
+
+def _decode_arguments(function: _Function) -> str:
+    raw = bytes(function.arguments)
     # Arguments are JSON text in a string; some clients send the object itself.
     text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
-    return ToolCall(wire.id, wire.function.name, "{}" if text in ("", "null") else text)
+    return "{}" if text in ("", "null") else text
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
@@ -375,37 +333,33 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
     return "\n".join(texts), unsupported
 
 
-def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
-    if wire.get("type") != "function":
-        raise BadRequest(f"{where}.type must be 'function', not {wire.get('type')!r}", param=f"{where}.type")
-    function = wire.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.function.name is missing", param=f"{where}.function.name")
-    return Tool(name, require_shallow(wire, where))
-
-
 def _refuse_unsupported(request: _Request) -> None:
     if request.n is not None and request.n != 1:
         raise field_error("n", f"must be 1, not {request.n}; send the call several times instead")
-    if request.logprobs or request.top_logprobs:
-        raise field_error(
-            "logprobs",
-            "is not supported: the gateway records log-probabilities but does not return them to agents; leave it out",
-        )
     if request.logit_bias:
         raise field_error(
             "logit_bias", "is not supported, because it would bias the recorded log-probabilities; leave it out"
         )
-    for name, value in (("functions", request.functions), ("function_call", request.function_call)):
-        if is_given(value):
-            raise field_error(name, "is deprecated and not supported; use tools and tool_choice")
+    if request.stream_options is not None and not request.stream:
+        raise field_error("stream_options", "can only be set if stream is true; leave it out")
     if is_given(request.audio):
         raise field_error("audio", "is not supported; this gateway returns text only")
     if request.modalities and request.modalities != ["text"]:
         raise field_error("modalities", "must be ['text']; no other modality is supported")
     if is_given(request.web_search_options):
         raise field_error("web_search_options", "is not supported; declare your own search tool instead")
+
+
+def _decode_top_logprobs(request: _Request) -> int | None:
+    """Decode how many alternatives to report per token. None means that no log-probabilities are requested."""
+    count = request.top_logprobs
+    if count is not None and not 0 <= count <= _MAX_TOP_LOGPROBS:
+        raise field_error("top_logprobs", f"must be between 0 and {_MAX_TOP_LOGPROBS}, not {count}")
+    if request.logprobs:
+        return count or 0
+    if count:
+        raise field_error("top_logprobs", "can only be set if logprobs is true")
+    return None
 
 
 def _max_tokens(request: _Request) -> int | None:
@@ -416,40 +370,30 @@ def _max_tokens(request: _Request) -> int | None:
     return value
 
 
-def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
-    """Decode the required shape of the output, and whether tools are offered at all."""
+def _decode_tools(request: _Request) -> tuple[Constraint | None, ChatTools | None]:
+    """Decode which tool the reply must call, if any, and the tools that the model sees."""
+    tools = ChatTools(bytes(request.tools)) if _is_list_given(request.tools) else None
+    if not is_given(request.functions):
+        if is_given(request.function_call):
+            raise field_error("function_call", "can only be set together with functions; use tool_choice for tools")
+        choice = _decode_choice("tool_choice", request.tool_choice)
+        return decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
+    if tools is not None or is_given(request.tool_choice):
+        raise field_error("functions", "cannot be combined with tools or tool_choice; use tools only")
+    functions = ChatTools.from_functions(bytes(request.functions)) if _is_list_given(request.functions) else None
+    choice = _decode_choice("function_call", request.function_call)
+    return decode_function_call(choice, functions)
+
+
+def _is_list_given(raw: msgspec.Raw) -> bool:
+    return is_given(raw) and bytes(raw) != b"[]"
+
+
+def _decode_choice(field: str, raw: msgspec.Raw) -> Json:
     try:
-        choice: Json = msgspec.json.decode(request.tool_choice)
+        return msgspec.json.decode(raw)
     except DECODE_ERRORS as error:
-        raise BadRequest(f"tool_choice: {describe_error(error)}", param="tool_choice") from None
-    forced = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
-    shape = _decode_response_format(request)
-    if forced is not None and shape is not None:
-        raise BadRequest(
-            "tool_choice cannot force a tool together with response_format; leave one out", param="tool_choice"
-        )
-    return forced or shape, choice != "none"
-
-
-def _decode_tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Constraint | None:
-    match choice:
-        case None | "auto" | "none":
-            return None
-        case "required":
-            return require_any_tool(_require_tools(tools), parallel=parallel)
-        case {"type": "function", "function": {"name": str(name)}}:
-            return require_tool(_require_tools(tools), name, "tool_choice")
-        case _:
-            raise BadRequest(
-                "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
-                param="tool_choice",
-            )
-
-
-def _require_tools(tools: ChatTools | None) -> tuple[Tool, ...]:
-    if tools is None:
-        raise BadRequest("tool_choice forces a tool, but the request has no tools", param="tool_choice")
-    return tools.decode()
+        raise BadRequest(f"{field}: {describe_error(error)}", param=field) from None
 
 
 class _JsonSchema(msgspec.Struct):
@@ -476,30 +420,3 @@ def _decode_response_format(request: _Request) -> Constraint | None:
     if form.json_schema is None or form.json_schema.schema is None:
         raise BadRequest("response_format.json_schema.schema is missing", param="response_format")
     return Constraint("json_schema", require_shallow(form.json_schema.schema, "response_format.json_schema.schema"))
-
-
-def _call_to_wire(call: ToolCall) -> dict[str, Json]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _finish_reason(done: Done) -> str:
-    return "stop" if done.finish == "abort" else done.finish
-
-
-def _usage_to_wire(usage: Usage | None) -> Json:
-    if usage is None:
-        return None
-    wire: dict[str, Json] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-    if usage.cached_tokens:
-        wire["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-    if usage.reasoning_tokens:
-        wire["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return wire
-
-
-def _reply_head(call: Call, kind: str) -> dict[str, Json]:
-    return {"id": f"chatcmpl-{os.urandom(16).hex()}", "object": kind, "created": int(time.time()), "model": call.model}

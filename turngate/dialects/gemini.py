@@ -261,9 +261,7 @@ def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[Gem
     if mode == "NONE":
         return None, shape
     if mode == "ANY":
-        if shape is not None:
-            raise field_error(_MODE, "ANY cannot be combined with a response schema; leave one out")
-        return tools, _require_call(tools, allowed)
+        return tools, _require_call(tools, allowed)  # a forced call leaves no text for the schema to apply to
     if mode == "VALIDATED" and allowed and tools is not None:
         _require_declared(tools, allowed)
         tools = GeminiTools(raw, allowed)

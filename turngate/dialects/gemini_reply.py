@@ -36,7 +36,7 @@ class GeminiStream:
         self._signed = False  # a signature was sent or is no longer needed
         self._started = False
 
-    def begin(self) -> bytes:
+    def begin(self, usage: Usage | None = None) -> bytes:
         return b"" if self._options.sse else b"["
 
     def event(self, event: ReplyEvent) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import orjson
@@ -134,7 +134,6 @@ class Messages:
             )
         parallel = not (request.tool_choice and request.tool_choice.disable_parallel_tool_use)
         sampling = {n: v for n in ("temperature", "top_p", "top_k") if (v := getattr(request, n)) is not None}
-        hidden = request.thinking is not None and request.thinking.display == "omitted"
         return Call(
             model=request.model,
             history=history,
@@ -149,7 +148,9 @@ class Messages:
             include_usage=True,
             dialect=self.name,
             body=wire.received_body,
-            reply_options=reply.MessagesReplyOptions(hidden, is_given(request.context_management)),
+            reply_options=reply.MessagesReplyOptions(
+                _decode_thinking_display(request.thinking), is_given(request.context_management)
+            ),
             **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
 
@@ -221,6 +222,13 @@ def _refuse_unsupported(request: _Request) -> None:
         )
 
 
+def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hidden", "shown"]:
+    """Decode how the reply shows thinking. The model may think without being asked, but the client expects no such blocks then."""
+    if thinking is None or thinking.type == "disabled":
+        return "none"
+    return "hidden" if thinking.display == "omitted" else "shown"
+
+
 def _template_hints(request: _Request) -> dict[str, Json]:
     """Translate the request's thinking options into chat template arguments."""
     hints: dict[str, Json] = {}
@@ -249,9 +257,8 @@ def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parall
         raise field_error(f"{field}.type", f"must be 'json_schema', not {form.type!r}")
     if form.schema is None:
         raise field_error(f"{field}.schema", "is missing")
-    if forced is not None:
-        raise field_error("tool_choice", f"cannot force a tool together with {field}; leave one out")
-    return Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
+    shape = Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
+    return forced or shape  # a forced call leaves no text for the format to apply to
 
 
 def _decode_tool_choice(

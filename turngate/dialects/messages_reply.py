@@ -41,8 +41,13 @@ class ThreadsUnsupported(BadRequest):
 class MessagesReplyOptions(msgspec.Struct, frozen=True):
     """Reply options from the request."""
 
-    hidden: bool = False  # omit the text of thinking
+    # none: no thinking blocks, since the request does not ask for thinking; hidden: blocks without their text
+    thinking: Literal["none", "hidden", "shown"] = "none"
     edits: bool = False  # report context edits
+
+    @property
+    def hides_text(self) -> bool:
+        return self.thinking == "hidden"
 
 
 # ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,18 +99,20 @@ class MessagesStream:
         self._open: Literal["", "text", "thinking"] = ""
         self._thinking: list[str] = []  # thinking in the open block
 
-    def begin(self) -> bytes:
-        # The length of the prompt is not known before it is rendered, so the second-to-last event reports it.
-        return _MESSAGE_START % orjson.dumps({**_reply_head(self._call), "usage": _usage_to_wire(None)})
+    def begin(self, usage: Usage | None = None) -> bytes:
+        return _MESSAGE_START % orjson.dumps({**_reply_head(self._call), "usage": _usage_to_wire(usage)})
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
             case Delta(kind="content", text=text):
                 return self._open_block("text") + _TEXT_DELTA % (self._index, orjson.dumps(text))
+            case Delta() if self._options.thinking == "none":  # thinking, or its signature
+                return b""
             case Delta(kind="reasoning", text=text):
                 opened = self._open_block("thinking")
                 self._thinking.append(text)
-                return opened if self._options.hidden else opened + _THINKING_DELTA % (self._index, orjson.dumps(text))
+                shown = b"" if self._options.hides_text else _THINKING_DELTA % (self._index, orjson.dumps(text))
+                return opened + shown
             case Delta(text=text):  # a signature of the thinking
                 return self._open_block("thinking") + self._close_block(text)
             case CallDelta(call=call):
@@ -130,7 +137,7 @@ class MessagesStream:
             return b""
         signed = b""
         if self._open == "thinking":
-            signature = signature or encode_signature("".join(self._thinking), hidden=self._options.hidden)
+            signature = signature or encode_signature("".join(self._thinking), hidden=self._options.hides_text)
             signed = _SIGNATURE % (self._index, orjson.dumps(signature))
         self._open, self._thinking = "", []
         return signed + self._stop()
@@ -167,9 +174,9 @@ def _reply_head(call: Call) -> dict[str, Json]:
 
 def _build_content(message: Message, options: MessagesReplyOptions) -> list[Json]:
     blocks: list[Json] = []
-    if message.reasoning or message.signature:
-        shown = "" if options.hidden else message.reasoning
-        signature = message.signature or encode_signature(message.reasoning, hidden=options.hidden)
+    if options.thinking != "none" and (message.reasoning or message.signature):
+        shown = "" if options.hides_text else message.reasoning
+        signature = message.signature or encode_signature(message.reasoning, hidden=options.hides_text)
         blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
     if message.content:
         blocks.append({"type": "text", "text": message.content})

@@ -1,13 +1,18 @@
-"""Model lists and error bodies, shared by OpenAI's two dialects."""
+"""Model lists, error bodies, custom tools and lists of allowed tools, shared by OpenAI's two dialects.
+
+A custom tool takes free text. The model sees it as a function with a single string argument, `input`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import msgspec
 import orjson
 
+from turngate.dialects.wire import function_tool
 from turngate.errors import TurngateError
-from turngate.types import Json
+from turngate.types import Json, Tool
 
 FORWARDED_HEADERS = ("openai-beta",)  # forwarded to the provider
 _TYPES = {
@@ -47,3 +52,60 @@ def encode_model(name: str, created: int) -> bytes:
 
 def _model(name: str, created: int) -> dict[str, Json]:
     return {"id": name, "object": "model", "created": created, "owned_by": "turngate"}
+
+
+def custom_tool(name: str, description: str | None, syntax: str = "", grammar: str = "", suffix: str = "") -> Tool:
+    """Build the function that stands for a custom tool.
+
+    `grammar` is the definition that its input must follow, if any. `suffix` ends the description.
+    """
+    parts = [description] if description else []
+    parts.append("The input is free text: give it, as it is, as the string `input`.")
+    if grammar:
+        parts.append(f"It has to follow this {syntax or 'formal'} grammar:\n{grammar.strip()}")
+    return function_tool(name, "\n\n".join(parts) + suffix, _CUSTOM_INPUT_SCHEMA)
+
+
+_CUSTOM_INPUT_SCHEMA: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def read_custom_input(arguments: str) -> str | None:
+    """Return the input of a custom tool, or None if the arguments contain anything else."""
+    try:
+        match orjson.loads(arguments):
+            case {"input": str(text), **rest} if not rest:
+                return text
+    except orjson.JSONDecodeError:
+        pass
+    return None
+
+
+def custom_input_to_arguments(text: str) -> str:
+    return msgspec.json.encode({"input": text}).decode()
+
+
+class _AllowedTools(msgspec.Struct):
+    """The stored form of a list of tools of which only some are allowed."""
+
+    allowed_tools: list[str]
+    tools: msgspec.Raw
+
+
+def encode_allowed_tools(tools: bytes, allowed: Collection[str] | None) -> bytes:
+    """Encode tools as a trace stores them: as sent, or together with the names of those that the model sees."""
+    if allowed is None:
+        return tools
+    return b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), tools)
+
+
+def decode_allowed_tools(raw: bytes) -> tuple[bytes, list[str] | None]:
+    """Decode the output of `encode_allowed_tools`."""
+    if not raw.lstrip().startswith(b"{"):
+        return raw, None
+    stored = msgspec.json.decode(raw, type=_AllowedTools)
+    return bytes(stored.tools), stored.allowed_tools

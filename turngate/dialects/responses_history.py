@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import EarlierReplies
+from turngate.dialects.openai import custom_input_to_arguments
 from turngate.dialects.responses_tools import SEARCH, decode_tools, flat_name
 from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_given, placeholder
 from turngate.errors import BadRequest
@@ -347,7 +348,7 @@ def _decode_call(item: _Item, where: str) -> ToolCall:
         raise BadRequest(f"{where}.input is missing", param=f"{where}.input")
     if (item.id or "").startswith(WHOLE_INPUT_PREFIX):
         return ToolCall(item.call_id, name, item.input)
-    return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())
+    return ToolCall(item.call_id, name, custom_input_to_arguments(item.input))
 
 
 def _decode_arguments(raw: msgspec.Raw) -> str:

@@ -20,6 +20,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import ReplyRecord
+from turngate.dialects.openai import read_custom_input
 from turngate.dialects.responses_history import WHOLE_INPUT_PREFIX, ResponsesHistory, encode_reasoning
 from turngate.dialects.responses_tools import AgentTool, index_tools
 from turngate.dialects.wire import one_line
@@ -176,7 +177,7 @@ class ResponsesStream:
         self._head = self._opening + self._options.echo
         self._whole = b""  # the response, once it is complete
 
-    def begin(self) -> bytes:
+    def begin(self, usage: Usage | None = None) -> bytes:
         response = _RESPONSE % (self._head, b"in_progress", b"null", b"null", b"null", b"", b"null")
         return _CREATED % (0, response) + _STATUS_EVENTS["in_progress"] % (1, response)
 
@@ -288,7 +289,7 @@ class ResponsesStream:
         if tool.namespace:
             fields += b',"namespace":' + orjson.dumps(tool.namespace)
         if tool.kind == "custom":
-            text = _free_text(call.arguments)
+            text = read_custom_input(call.arguments)
             item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT_PREFIX.encode())
             return self._encode_call(_CUSTOM, item_id, fields, call.arguments if text is None else text)
         if tool.kind == "function":
@@ -360,17 +361,6 @@ def _error_code(error: TurngateError) -> str:
     if error.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.status < 500 else "server_error"
-
-
-def _free_text(arguments: str) -> str | None:
-    """Return the input of a custom tool, or None if the arguments contain anything else."""
-    try:
-        match orjson.loads(arguments):
-            case {"input": str(text), **rest} if not rest:
-                return text
-    except orjson.JSONDecodeError:
-        pass
-    return None
 
 
 def _encode_arguments(arguments: str) -> bytes:

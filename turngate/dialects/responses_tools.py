@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from turngate.dialects.openai import custom_tool, decode_allowed_tools, encode_allowed_tools
 from turngate.dialects.wire import DECODE_ERRORS, describe_error, function_tool, require_shallow
 from turngate.errors import BadRequest
 from turngate.types import Json, Tool
@@ -54,13 +55,6 @@ class _Name(msgspec.Struct):
     tools: list[_Name] | None = None
 
 
-class _AllowedTools(msgspec.Struct):
-    """The stored form of a list of tools of which only some are allowed."""
-
-    allowed_tools: list[str]
-    tools: msgspec.Raw
-
-
 class AgentTool(msgspec.Struct, frozen=True):
     """The agent's tool behind a function that the model sees."""
 
@@ -84,9 +78,7 @@ class ResponsesTools:
         self._tools = raw
         self._allowed = None if allowed is None else frozenset(allowed)
         self.replaceable = replaceable
-        self.raw = (
-            raw if allowed is None else b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), raw)
-        )
+        self.raw = encode_allowed_tools(raw, allowed)
 
     def decode(self) -> tuple[Tool, ...]:
         by_name: dict[str, Tool] = {}
@@ -102,10 +94,7 @@ class ResponsesTools:
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
         """Read stored tools: a list of tools, or a list of tools with the names of the allowed ones."""
-        if not raw.lstrip().startswith(b"{"):
-            return cls(raw, replaceable=True)
-        stored = msgspec.json.decode(raw, type=_AllowedTools)
-        return cls(bytes(stored.tools), stored.allowed_tools, replaceable=True)
+        return cls(*decode_allowed_tools(raw), replaceable=True)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -181,24 +170,7 @@ def _decode_function(wire: _WireTool, namespace: str, where: str, about: str = "
         raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     name = flat_name(namespace, wire.name)
     if wire.type == "custom":
-        return function_tool(name, _describe_free_text(wire) + about, _FREE_TEXT_SCHEMA)
+        form = wire.format or _Format()
+        return custom_tool(name, wire.description, form.syntax, form.definition, about)
     parameters = require_shallow(wire.parameters, f"{where}.parameters")
     return function_tool(name, (wire.description or "") + about if about else wire.description, parameters)
-
-
-_FREE_TEXT_SCHEMA: Json = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-
-
-def _describe_free_text(wire: _WireTool) -> str:
-    parts = [wire.description] if wire.description else []
-    parts.append("The input is free text: give it, as it is, as the string `input`.")
-    if wire.format is not None and wire.format.definition:
-        parts.append(
-            f"It has to follow this {wire.format.syntax or 'formal'} grammar:\n{wire.format.definition.strip()}"
-        )
-    return "\n\n".join(parts)

@@ -10,9 +10,24 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 import orjson
 
-from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, PromptIds, Sampling, Usage, ids_to_json
+from turngate.errors import EngineError, EngineRejected
+from turngate.types import (
+    ID_DTYPE,
+    Call,
+    CallDelta,
+    Constraint,
+    Delta,
+    Finish,
+    Ids,
+    PromptIds,
+    ReasoningTokens,
+    Sampling,
+    Usage,
+    ids_to_json,
+)
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +39,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    reasoning: ReasoningTokens | None = None  # set if the constraint applies after the reasoning
+    top_logprobs: int = 0  # most likely tokens to report at each position
     stream: bool = True  # False if a single chunk is enough
     session: str = ""  # for affinity; never a secret
     request_id: str = ""
@@ -43,7 +60,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
     `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
     `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
-    of these tokens, if the engine reports them.
+    of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
+    log-probabilities, if requested.
     """
 
     ids: Sequence[int]
@@ -51,6 +69,21 @@ class Chunk(msgspec.Struct, frozen=True):
     finish: Literal["stop", "length", "abort"] | None = None
     prompt: Sequence[int] | None = None
     versions: tuple[int, int] | None = None
+    alternatives: Sequence[Mapping[int, float]] | None = None
+
+
+def refuse_top_logprobs(name: str, request: Generate) -> None:
+    """Reject a request for alternatives, for an engine that returns only the sampled token's log-probability."""
+    if request.top_logprobs:
+        raise EngineRejected(
+            f"{name} returns only the log-probability of the sampled token; set top_logprobs to 0", param="top_logprobs"
+        )
+
+
+def check_echo(chunk: Chunk, request: Generate) -> None:
+    """Raise `EngineError` if the engine echoed a different prompt from the one in the request."""
+    if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, ID_DTYPE), request.prompt):
+        raise EngineError("the engine echoed a different prompt from the one it was sent, so the turn was rejected")
 
 
 class Health(msgspec.Struct, frozen=True):

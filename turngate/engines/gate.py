@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import numpy as np
 
-from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.base import Chunk, Generate, Health, refuse_top_logprobs
 from turngate.engines.gate_call import GateCall, GateFault, GateFinish, GateRequest, check_piece
 from turngate.engines.gate_ticket import EndedCall, Ticket, digest_piece
 from turngate.errors import (
@@ -127,6 +127,7 @@ class Gate:
             return QueueStatus(len(self._queue), len(self._live) - len(self._queue), age, len(self._takers))
 
     def admit(self, request: Generate) -> Ticket:
+        refuse_top_logprobs(self.name, request)
         ticket = Ticket(request, asyncio.get_running_loop())
         with self._lock:
             if self._closed:

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.base import Chunk, Generate, Health, refuse_top_logprobs
 from turngate.engines.http import align_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import Ids, PromptIds
@@ -198,6 +198,7 @@ class _Call:
 
     async def _fail_first(self) -> None:
         turn = self._turn
+        refuse_top_logprobs(self._name, self._request)
         if turn.fail_before:
             raise EngineUnavailable(f"{self._name} is unavailable")
         if turn.busy:

@@ -19,7 +19,7 @@ import asyncio
 import copy
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
+from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
@@ -53,6 +54,7 @@ class _Meta(msgspec.Struct):
     completion_tokens: int
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Position] | None = None
+    output_top_logprobs: list[list[_Position] | None] | None = None  # only if requested
 
 
 class _Event(msgspec.Struct):
@@ -153,8 +155,13 @@ class SGLang:
         served, context = self._description
         return [msgspec.structs.replace(seen, model=self.model or served, max_context=context)]
 
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        if request.constraint is not None and request.reasoning is not None:
+            return generate_after_reasoning(self._generate_once, request, request.reasoning)
+        return self._generate_once(request)
+
     @asynccontextmanager
-    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def _generate_once(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         rid = f"{request.request_id or 'turngate'}-{uuid.uuid4().hex}"
         async with self._client.post("/generate", self._body(request, rid), self._headers(request)) as reply:
             try:
@@ -246,7 +253,7 @@ class SGLang:
             "sampling_params": _sampling(request),
             "return_logprob": True,
             "logprob_start_len": -1,  # sampled tokens only: the prompt's would need a prefill without the cache
-            "top_logprobs_num": 0,
+            "top_logprobs_num": request.top_logprobs,
             "return_text_in_logprobs": False,
             "stream": request.stream,
         }
@@ -284,6 +291,7 @@ class SGLang:
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
+        alternatives: list[dict[int, float]] = []
         for data in batch:
             event = self._client.decode(_decode_echo if echo else _decode, data)
             if is_present(event.error):
@@ -292,11 +300,15 @@ class SGLang:
                 raise EngineError(f"{self.name} sent an event without meta_info")
             finish = self._finish(event.meta_info.finish_reason)
             new, new_logprobs = self._select_new(event.output_ids, event.meta_info, sampled + len(ids))
+            tops = event.meta_info.output_top_logprobs
+            if tops is not None:
+                added = self._slice_new(tops, sampled + len(ids), event.meta_info.completion_tokens)
+                alternatives += [{t.token_id: t.logprob for t in top or () if t.logprob is not None} for top in added]
             ids += new
             logprobs += new_logprobs
             if isinstance(event, _EchoEvent):
                 prompt = event.prompt_token_ids
-        return Chunk(ids, logprobs, finish, prompt)
+        return Chunk(ids, logprobs, finish, prompt, alternatives=alternatives or None)
 
     def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
         """Return the ids and log-probabilities that an event adds to the `seen` tokens before it."""

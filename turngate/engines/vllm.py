@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal
 
 import msgspec
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
+from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
@@ -71,6 +73,29 @@ class _EchoEvent(_Event):
     prompt_token_ids: list[int] | None = None  # where the `generate` API puts them
 
 
+class _Candidates(msgspec.Struct):
+    """The most likely tokens at one position in the `generate` API."""
+
+    top_logprobs: list[_Position] = []
+
+
+class _TopLogprobs(msgspec.Struct):
+    """The most likely tokens at each position: `top_logprobs` in the `completions` API, by name, and `content` in the `generate` API."""
+
+    top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[_Candidates] | None = None
+
+
+class _TopChoice(msgspec.Struct):
+    logprobs: _TopLogprobs | None = None
+
+
+class _TopEvent(msgspec.Struct):
+    """The part of an event that only calls with `top_logprobs` decode, in addition to the rest."""
+
+    choices: tuple[_TopChoice, ...] = ()
+
+
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
@@ -87,6 +112,7 @@ class _WeightInfo(msgspec.Struct):
 _ids = msgspec.json.Decoder(list[int])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
+_decode_top = msgspec.json.Decoder(_TopEvent).decode
 
 
 class VLLM:
@@ -229,7 +255,12 @@ class VLLM:
             need = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
             raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}; start it with {need}") from None
 
-    def generate(self, request: Generate) -> VLLMGeneration:
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        if request.constraint is not None and request.reasoning is not None:
+            return generate_after_reasoning(self._generate_once, request, request.reasoning)
+        return VLLMGeneration(self, request)
+
+    def _generate_once(self, request: Generate) -> VLLMGeneration:
         return VLLMGeneration(self, request)
 
     def _for_rank(self, rank: int) -> VLLM:
@@ -285,6 +316,20 @@ class VLLM:
         if not ids and finish is None and prompt is None:
             return None
         return Chunk(ids, clean_logprobs(logprobs), finish, prompt)
+
+    def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
+        """Return the `count` most likely ids at each position of the events. vLLM also lists a sampled token that is not among them."""
+        found: list[dict[int, float]] = []
+        for event in self._client.decode_all(_decode_top, batch):
+            for scores in [choice.logprobs for choice in event.choices if choice.logprobs is not None]:
+                for position in scores.content or ():
+                    found.append(
+                        {top.token_id: top.logprob for top in position.top_logprobs if top.logprob is not None}
+                    )
+                for named in scores.top_logprobs or ():
+                    values = named or {}
+                    found.append(dict(zip(self._parse_names(list(values)), values.values(), strict=True)))
+        return [dict(sorted(each.items(), key=lambda item: -item[1])[:count]) for each in found]
 
     def _parse_names(self, names: list[str]) -> list[int]:
         """Parse names such as "token_id:123". Parsing them as one JSON list is four times as fast as one by one."""
@@ -347,9 +392,14 @@ class VLLMGeneration:
     async def __anext__(self) -> Chunk:
         if self._reply.finished:
             raise StopAsyncIteration
-        chunk = None
+        chunk: Chunk | None = None
+        batch: list[bytes] = []
         while chunk is None:
-            chunk = self._engine.chunk(await self._batch(), self._request.echo_prompt)
+            batch = await self._batch()
+            chunk = self._engine.chunk(batch, self._request.echo_prompt)
+        if self._request.top_logprobs:
+            alternatives = self._engine.alternatives(batch, self._request.top_logprobs)
+            chunk = msgspec.structs.replace(chunk, alternatives=alternatives)
         self._reply.finished = chunk.finish is not None
         self._started = self._started or bool(chunk.ids)
         if chunk.finish == "abort" and not self._started:
@@ -400,7 +450,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
         **_sampling_fields(request.sampling),
         "n": 1,
         "max_tokens": request.max_tokens,
-        "logprobs": 0,  # only the sampled token's, without alternatives
+        "logprobs": request.top_logprobs,  # with 0, only the sampled token's
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
         # The text is discarded, but stop strings are matched against it, so it must be complete.

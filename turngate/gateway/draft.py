@@ -25,6 +25,7 @@ from turngate.types import (
     Message,
     ReplyEvent,
     Sampling,
+    TokenScore,
     Usage,
 )
 
@@ -52,6 +53,7 @@ class TurnDraft:
         "lost",
         "prompt",
         "sampling",
+        "scores",
         "session",
         "started",
         "timing",
@@ -87,6 +89,7 @@ class TurnDraft:
         self.engine = ""  # the endpoint, in observe mode
         self.lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the endpoint
         self.verbatim = b""
+        self.scores: list[TokenScore] = []  # if the agent requested them
         self._live = 0  # this draft's share of `session.live_tokens`
 
     def add(

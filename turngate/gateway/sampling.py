@@ -42,7 +42,9 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
 
 def find_constraint_bias(call: Call) -> tuple[str, ...]:
     """Return the bias of a call whose reply is constrained by a grammar or a forced tool."""
-    return (f"constrained: {call.constraint.kind}",) if call.constraint is not None else ()
+    if call.constraint is None:
+        return ()
+    return (f"constrained: {call.constraint.kind}{' after reasoning' if call.constraint.after_reasoning else ''}",)
 
 
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:

@@ -23,29 +23,30 @@ from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
 import msgspec
-import numpy as np
 
-from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest
+from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest, check_echo
 from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavailable, NotFound, TurngateError
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Prompt, PromptBuilder, build_observed_prompt
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sampling import context_overflow, count_room, resolve_sampling
+from turngate.gateway.token_scores import require_shown_logprobs, score_tokens
 from turngate.render import Renderer, ReplyReader
 from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.trace.session import CallError, LimitReached, Session, limit_message
 from turngate.trace.signals import is_model_alias
 from turngate.trace.tree import Sampled, path_to
 from turngate.types import (
-    ID_DTYPE,
     Call,
     CallDelta,
     Delta,
     Done,
     Finish,
+    Ids,
     Message,
     Mode,
+    ReasoningTokens,
     ReplyEvent,
     Sampling,
     Usage,
@@ -136,6 +137,7 @@ class TurnPipeline:
                 f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}",
                 param="model",
             )
+        require_shown_logprobs(session, call)
         self._recorder.require_writable()
 
     async def _run_admitted(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
@@ -193,8 +195,10 @@ class TurnPipeline:
             )
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))
+        timing.prompt_usage = Usage(len(prompt.ids), 0)
         sampling = resolve_sampling(session, call)
-        request = self._build_request(session, call, prompt, sampling, renderer)
+        call, reasoning = _let_reason_first(call, renderer, prompt.added)
+        request = self._build_request(session, call, prompt, sampling, renderer, reasoning)
         reader = renderer.reader(
             prompt.added, prompt.preamble.tools, call.stop, call.constraint, not call.parallel_tool_calls
         )
@@ -251,7 +255,9 @@ class TurnPipeline:
         node = await self._recorder.commit(draft, parsed.message, finish, reasoning_open=parsed.reasoning_open)
         session.last_error = None
         usage = Usage(len(draft.prompt.ids), len(draft.ids))
-        await draft.emit([*last, *rest, Done(finish, parsed.message, usage, node, reader.stopped_by)])
+        await draft.emit(
+            [*last, *rest, Done(finish, parsed.message, usage, node, reader.stopped_by, tuple(draft.scores))]
+        )
 
     def _require_fitting(self, session: Session, size: int) -> None:
         """Raise if a prompt of `size` tokens leaves no room in the session's context limit or the model's."""
@@ -266,7 +272,13 @@ class TurnPipeline:
             raise context_overflow(max_context, size)
 
     def _build_request(
-        self, session: Session, call: Call, prompt: Prompt, sampling: Sampling, renderer: Renderer
+        self,
+        session: Session,
+        call: Call,
+        prompt: Prompt,
+        sampling: Sampling,
+        renderer: Renderer,
+        reasoning: ReasoningTokens | None,
     ) -> Generate:
         return Generate(
             prompt=prompt.ids,
@@ -275,6 +287,8 @@ class TurnPipeline:
             stop=call.stop,
             stop_ids=renderer.stop_ids,
             constraint=call.constraint,
+            reasoning=reasoning,
+            top_logprobs=call.top_logprobs or 0,
             stream=call.stream,
             session=session.id,
             request_id=f"turngate-{os.urandom(16).hex()}",
@@ -301,7 +315,13 @@ class TurnPipeline:
         now = self._fence.version_now(draft.begun_at)
         versions = chunk.versions or (now, now)
         draft.add(ids[:end], None if logprobs is None else logprobs[:end], *versions)
-        return events if by_token else reader.feed(ids[:end])
+        if not by_token:
+            events = reader.feed(ids[:end])
+        if call.top_logprobs is not None and self._renderer is not None:
+            scores = score_tokens(self._renderer.tokenizer, ids, logprobs, chunk.alternatives)[:end]
+            draft.scores += scores
+            events.append(Delta("content", "", scores))
+        return events
 
     def _start_timer(self, draft: TurnDraft, engine: str, max_tokens: int | None) -> EngineTimer:
         timer = EngineTimer(self._metrics, draft.timing)
@@ -346,6 +366,7 @@ class TurnPipeline:
                     session.engine_silence.reset()
                     reply.add(chunk)
                     self._add_observed(draft, chunk)
+                    draft.timing.prompt_usage = reply.usage
                     if chunk.events:
                         await draft.emit(chunk.events)
                     if chunk.finish == "abort":
@@ -419,10 +440,20 @@ class _TimedIterator(Generic[T]):
             return await anext(self._items)
 
 
+def _let_reason_first(call: Call, renderer: Renderer, context: Ids) -> tuple[Call, ReasoningTokens | None]:
+    """Let the constraint of a call, if any, begin after the reasoning that a reply to this context may start with."""
+    if call.constraint is None:
+        return call, None
+    reasoning = renderer.find_reasoning_tokens(context)
+    if reasoning is None:
+        return call, None
+    late = msgspec.structs.replace(call.constraint, after_reasoning=True)
+    return msgspec.structs.replace(call, constraint=late), reasoning
+
+
 def _check(chunk: Chunk, request: Generate) -> None:
     """Raise `EngineError` if the chunk does not match the request."""
-    if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, ID_DTYPE), request.prompt):
-        raise EngineError("the engine echoed a different prompt from the one it was sent, so the turn was rejected")
+    check_echo(chunk, request)
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine returned {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
 

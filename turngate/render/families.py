@@ -17,10 +17,21 @@ from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect_syntax
-from turngate.render.renderer import LastTurn, ReplyReader
+from turngate.render.renderer import LastTurn, ReplyReader, find_reasoning_tokens, read_prompt_end
 from turngate.render.template_fallbacks import add_to_system_prompt, declare_tools
 from turngate.render.tokenizer import Tokenizer
-from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+from turngate.types import (
+    ID_DTYPE,
+    CallDelta,
+    Constraint,
+    Delta,
+    Ids,
+    Json,
+    Message,
+    ReasoningTokens,
+    Tool,
+    ToolCall,
+)
 
 _PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')
 _PROBE_TOOL = Tool(
@@ -104,7 +115,7 @@ class FamilyRenderer:
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> ReplyReader:
         syntax = self.syntax or HERMES
-        in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(syntax.reasoning_open)
+        in_reasoning = read_prompt_end(self.tokenizer, context).endswith(syntax.reasoning_open)
         ours = self.syntax is not None or constraint is not None
         parser = Parser(
             syntax, in_reasoning=in_reasoning, tools=tools if ours else (), constraint=constraint, one_call=one_call
@@ -112,6 +123,9 @@ class FamilyRenderer:
         if ours:
             return ReplyReader(self.tokenizer, syntax, self.stop_ids, parser, stop)
         return _PackageReader(self, syntax, parser, context, tools, stop, one_call)
+
+    def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
+        return find_reasoning_tokens(self.tokenizer, self.syntax or HERMES, context)
 
     def package_parse(self, ids: list[int], context: Ids, tools: Sequence[Tool]) -> ParsedResponse:
         parsed: ParsedResponse = self._renderer_for({}).parse_response(

@@ -206,8 +206,12 @@ class Parser:
         self._one_call = one_call
         self._buffer = ""
         self._state: Literal["start", "reasoning", "content", "call", "held"] = "start"
-        if constraint is not None:
-            self._state = "held" if constraint.kind in ("tool", "tools") else "content"
+        # The state after reasoning. Forced calls are held back until they are complete.
+        self._answer: Literal["content", "held"] = "content"
+        if constraint is not None and constraint.kind in ("tool", "tools"):
+            self._answer = "held"
+        if constraint is not None and not constraint.after_reasoning:
+            self._state = self._answer
         elif in_reasoning:
             self._state = "reasoning"
         self._spaces: list[str] = []  # white space that is dropped if a marker follows
@@ -253,7 +257,7 @@ class Parser:
             case "start":
                 return self._start()
             case "reasoning":
-                return self._until(events, "reasoning", self._syntax.reasoning_close, "content")
+                return self._until(events, "reasoning", self._syntax.reasoning_close, self._answer)
             case "content":
                 if not self._wants_calls:
                     text, self._buffer = "".join(self._spaces) + self._buffer, ""
@@ -275,10 +279,10 @@ class Parser:
         if opening and text.startswith(opening):
             self._state, self._buffer, self._fresh = "reasoning", text[len(opening) :], True
             self._spaces.clear()
-        elif self._syntax.bare and self._wants_calls and text.startswith("{"):
+        elif self._constraint is None and self._syntax.bare and self._wants_calls and text.startswith("{"):
             self._state = "held"
         else:
-            self._state = "content"
+            self._state = self._answer
         return True
 
     def _until(
@@ -286,7 +290,7 @@ class Parser:
         events: list[Delta | CallDelta],
         kind: Literal["content", "reasoning"],
         marker: str,
-        then: Literal["content", "call"],
+        then: Literal["content", "call", "held"],
     ) -> bool:
         """Emit text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
         for noise in self._syntax.noise:

@@ -20,7 +20,18 @@ from turngate.errors import BadRequest, ConfigError
 from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect_syntax
 from turngate.render.template import SENTINEL, Template
 from turngate.render.tokenizer import Tokenizer
-from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+from turngate.types import (
+    ID_DTYPE,
+    CallDelta,
+    Constraint,
+    Delta,
+    Ids,
+    Json,
+    Message,
+    ReasoningTokens,
+    Tool,
+    ToolCall,
+)
 
 _MAX_FORMS = 256
 _MAX_FORM_MESSAGES = 64  # finding a form renders the new messages about twenty times
@@ -85,6 +96,12 @@ class Renderer(Protocol):
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> ReplyReader: ...
 
+    def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
+        """Return the tokens of the reasoning that a reply to this context may start with.
+
+        Return None if it has none, or if they are not single tokens of the vocabulary.
+        """
+
 
 class ReplyReader:
     """An incremental reader of sampled ids.
@@ -120,6 +137,19 @@ class ReplyReader:
         events = self._parser.feed(tail) if tail else []
         more, parsed = self._parser.finish()
         return events + more, parsed
+
+
+def read_prompt_end(tokenizer: Tokenizer, context: Ids) -> str:
+    """Return the last text of a prompt, which may open or close reasoning."""
+    return tokenizer.decode(context[-8:].tolist()).rstrip()
+
+
+def find_reasoning_tokens(tokenizer: Tokenizer, syntax: Syntax, context: Ids) -> ReasoningTokens | None:
+    opening, closing = tokenizer.added.get(syntax.reasoning_open), tokenizer.added.get(syntax.reasoning_close)
+    end = read_prompt_end(tokenizer, context)
+    if opening is None or closing is None or end.endswith(syntax.reasoning_close):
+        return None
+    return ReasoningTokens(opening, closing, end.endswith(syntax.reasoning_open))
 
 
 @lru_cache(maxsize=4)  # called for every turn; a gateway has one renderer
@@ -207,9 +237,12 @@ class TemplateRenderer:
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> ReplyReader:
-        in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(self.syntax.reasoning_open)
+        in_reasoning = read_prompt_end(self.tokenizer, context).endswith(self.syntax.reasoning_open)
         parser = Parser(self.syntax, in_reasoning=in_reasoning, tools=tools, constraint=constraint, one_call=one_call)
         return ReplyReader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
+
+    def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
+        return find_reasoning_tokens(self.tokenizer, self.syntax, context)
 
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]

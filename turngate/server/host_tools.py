@@ -21,7 +21,7 @@ from turngate.server.asgi import (
     Scope,
     Send,
     parse_headers,
-    read_body,
+    read_content,
     respond,
 )
 from turngate.server.auth import Auth
@@ -75,6 +75,6 @@ class HostToolRoutes:
 
 async def _read_arguments(receive: Receive, headers: dict[str, str]) -> bytes:
     try:
-        return await read_body(receive, headers, MAX_ARGUMENTS)
+        return await read_content(receive, headers, MAX_ARGUMENTS)
     except TooLarge:
         raise TooLarge(f"the arguments are larger than the limit of {MAX_ARGUMENTS} bytes for a tool call") from None

@@ -35,7 +35,7 @@ from turngate.server.asgi import (
     Send,
     parse_headers,
     parse_query,
-    read_body,
+    read_content,
     respond,
 )
 from turngate.server.auth import Auth
@@ -105,7 +105,7 @@ class ModelCalls:
             headers, query = parse_headers(scope), parse_query(scope)
             session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
             set_log_context(session.id, session.config.metadata)  # the task serves only this call
-            body = await read_body(receive, headers, self._max_body)
+            body = await read_content(receive, headers, self._max_body)
             timing = CallTiming(time.perf_counter())
             replies = SessionReplies(self._archive, session)
             wire = WireRequest(body, headers, query, match.verb, match.model, earlier=replies)
@@ -222,10 +222,13 @@ class ModelCalls:
             elif data:  # an empty write would restart the keep-alive timer
                 await stream.write(data)
 
+        def begin() -> bytes:
+            return encoder.begin(timing.prompt_usage)
+
         def alive() -> bytes:
             return encoder.event(KeepAlive())
 
-        with exchange.open_stream(exchange.send, encoder.begin, alive, self._alive_s, headers) as stream:
+        with exchange.open_stream(exchange.send, begin, alive, self._alive_s, headers) as stream:
             try:
                 with _ExplainCancellation(session, exchange.hang_up), RenderInternalErrors():
                     await self._pipeline.run(session, call, tell, timing)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from turngate.types import Usage
+
 if TYPE_CHECKING:  # imported at run time only if spans are enabled
     from turngate.telemetry.spans import EngineSpan, TurnSpan
 
@@ -227,9 +229,9 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 
 
 class CallTiming:
-    """Times of one model call, and its span if spans are enabled."""
+    """Times of one model call, its span if spans are enabled, and the size of its prompt."""
 
-    __slots__ = ("began", "engine_s", "first_s", "held_s", "span")
+    __slots__ = ("began", "engine_s", "first_s", "held_s", "prompt_usage", "span")
 
     def __init__(self, began: float) -> None:
         self.began = began  # time.perf_counter()
@@ -237,6 +239,7 @@ class CallTiming:
         self.engine_s = 0.0
         self.first_s = -1.0  # negative until the first tokens arrive
         self.span: TurnSpan | None = None
+        self.prompt_usage: Usage | None = None  # before anything is sampled; None until the prompt's tokens are known
 
 
 class EngineTimer:

@@ -88,6 +88,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     at_limit: Literal["final_message", "conflict"] = "final_message"  # the answer to a call past a limit
     signals: Signals = Signals()  # where to find the purpose of a call in the agent's requests
     tools: tuple[HostTool, ...] = ()  # host tools that the agent may call
+    show_logprobs: bool = False  # whether the agent may request the log-probabilities of its replies
 
 
 class Session:

@@ -273,10 +273,12 @@ class _RenderCheck:
     def _parse(self, turn: StoredTurn, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
         """Parse the turn's ids. Also return what ended the turn early: `one call`, `stop string` or nothing."""
         message = self._messages.reply(turn)
-        kind = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
+        shape = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
+        kind = shape.removesuffix(" after reasoning")
         name = message.tool_calls[0].name if message.tool_calls else ""
         try:
-            constraint = msgspec.convert({"kind": kind, "tool": name}, Constraint) if kind else None
+            fields = {"kind": kind, "tool": name, "after_reasoning": kind != shape}
+            constraint = msgspec.convert(fields, Constraint) if kind else None
         except msgspec.ValidationError:
             constraint = None  # an unknown shape, which the sampling check reports
 

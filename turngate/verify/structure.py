@@ -28,6 +28,7 @@ _NEUTRAL: dict[str, Json] = {
 }
 _FREE = ("temperature", "seed")  # parameters that an agent may set in a neutral session
 _FORCED = "constrained: "
+_AFTER_REASONING = " after reasoning"
 _SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
 _CLOCK_SLACK_S = 0.05  # the clock may have been set back by up to this much
@@ -194,7 +195,8 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
             due |= {"greedy"} if used["temperature"] == 0 else set()
             marked = {b for b in turn.info.biases if not b.startswith((_FORCED, "field ")) and b != _OBSERVED}
-            forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)} - set(_SHAPES)
+            forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)}
+            forced = {shape.removesuffix(_AFTER_REASONING) for shape in forced} - set(_SHAPES)
             check.expect(
                 not forced, f"it is marked as constrained to an unknown shape: {_join_names(forced)}", node=turn.id
             )

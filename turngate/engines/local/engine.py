@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.base import Chunk, Generate, Health, refuse_top_logprobs
 from turngate.engines.local.cache import KeyValues, Slots
 from turngate.engines.local.decode import Decoder
 from turngate.engines.local.model import Model
@@ -246,6 +246,7 @@ class LocalEngine:
         """Build the worker's order for a request. Reject a request that the engine cannot serve."""
         if why := self._why_unavailable():
             raise EngineUnavailable(f"{self.name} is unavailable: {why}")
+        refuse_top_logprobs(self.name, request)
         if request.constraint is not None:
             raise EngineRejected(
                 f"{self.name} does not support constrained output ({request.constraint.kind}); "

@@ -361,6 +361,7 @@ class _Answer:
         match event.type:
             case "message_start" if event.message is not None:
                 self._count(event.message.usage)
+                return RelayChunk(usage=self._build_usage())
             case "content_block_start" if event.content_block is not None:
                 events = self._begin(event.content_block)
             case "content_block_delta" if event.delta is not None:

@@ -8,7 +8,6 @@ from many other endpoints, and text from all. The provider's key is sent only in
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
@@ -17,14 +16,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import EngineClient, Reply, align_logprobs, clean_logprobs, is_present
+from turngate.engines.http import EngineClient, Reply
+from turngate.engines.observe.openai_answer import OpenAIAnswer, encode_turn
 from turngate.engines.observe.relay import stream_answer
 from turngate.engines.observe.translate import (
     SHRINKS,
     RejectedFields,
     RelayBody,
     RelayMessage,
-    encode_verbatim,
     list_allowed_tools,
     list_tools,
     list_unsupported,
@@ -37,19 +36,13 @@ from turngate.engines.observe.translate import (
     translate_sampling,
     wants_thinking,
 )
-from turngate.errors import ContextOverflow, EngineError, EngineRejected, NotFound, TurngateError
+from turngate.errors import ContextOverflow, EngineRejected, NotFound, TurngateError
 from turngate.types import (
-    CallDelta,
     Capture,
     Constraint,
-    Delta,
-    Finish,
     Json,
-    Message,
     Sampling,
     Tool,
-    ToolCall,
-    Usage,
 )
 
 _DIALECT = "chat"
@@ -68,84 +61,22 @@ _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
 # sampling: servers have many (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and add more with every version.
 _HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
-    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities", "logprobs", "top_logprobs"),
+    *(
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "response_format",
+        "modalities",
+        "logprobs",
+        "top_logprobs",
+    ),
     *("return_token_ids", "chat_template_kwargs", "reasoning_effort", "enable_thinking", "verbosity"),
     *("include_reasoning", "user", "metadata", "store", "service_tier", "safety_identifier", "usage"),
     *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority", "request_id", "session_id"),
 }
 _EMPTY_VALUES = (b"null", b"{}", b"[]")
-_FINISH: dict[str, Finish] = {
-    "length": "length",
-    "tool_calls": "tool_calls",
-    "abort": "abort",
-    "error": "abort",  # OpenRouter: the provider behind it failed
-    "insufficient_system_resource": "abort",  # DeepSeek
-}
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    """A call, or a fragment of one. Fragments of the same call share an index; some providers leave it out."""
-
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Message(msgspec.Struct):
-    """A message, or the part of it in a stream event."""
-
-    content: str | None = None
-    refusal: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Position(msgspec.Struct):
-    logprob: float | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Position] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    message: _Message | None = None
-    delta: _Message | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None  # vLLM: the stop string that ended the answer
-    logprobs: _Logprobs | None = None
-    token_ids: list[int] | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
-
-
-class _Event(msgspec.Struct):
-    """A response or a stream event."""
-
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    error: msgspec.Raw = msgspec.Raw()
 
 
 class _Card(msgspec.Struct):
@@ -155,9 +86,6 @@ class _Card(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Card] = []
-
-
-_decode = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAIRelay:
@@ -225,7 +153,7 @@ class OpenAIRelay:
         if written.lost or written.biases:
             yield RelayChunk(lost=written.lost, biases=written.biases)
         batches = reply.events() if written.body.get("stream") is True else reply.whole()
-        answer = _Answer(self._client, keep_verbatim=request.call.dialect != _DIALECT)
+        answer = OpenAIAnswer(self._client, keep_verbatim=request.call.dialect != _DIALECT)
         async with aclosing(stream_answer(self.name, answer, reply, batches)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -366,25 +294,12 @@ def _message(
                 lost.append("the role of later system messages")
                 return {**wire, "role": "user"}
         return {**wire, "name": message.name} if message.name else wire
-    wire = msgspec.json.decode(entry.turn) if entry.turn is not None else _turn(message)
+    wire = msgspec.json.decode(entry.turn) if entry.turn is not None else encode_turn(message)
     if "reasoning_content" in wire:
         optional["reasoning_content"] = ("reasoning_content",)
         if "reasoning_content" in without:
             del wire["reasoning_content"]
             lost.append("reasoning of earlier turns")
-    return wire
-
-
-def _turn(message: Message) -> dict[str, Json]:
-    wire: dict[str, Json] = {"role": "assistant", "content": message.content}
-    if message.reasoning:
-        wire["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        wire["content"] = message.content or None
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments or "{}"}}
-            for call in message.tool_calls
-        ]
     return wire
 
 
@@ -452,144 +367,3 @@ def _add_sampling(
     optional |= {name: (name,) for name in sampling if name in _STANDARD}
     lost += unsupported
     body |= sampling
-
-
-# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Answer:
-    """A reply, collected event by event.
-
-    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send reasoning back.
-    """
-
-    def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
-        self.finish: Finish | None = None
-        self._client = client
-        self._keep_verbatim = keep_verbatim
-        self._usage: Usage | None = None
-        self._calls = _Calls(client.engine)
-        self._has_ids = True  # whether every fragment of a call had token ids
-        self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
-        self._stopped_by = ""
-        self._fault = ""
-
-    def add(self, data: bytes) -> RelayChunk | None:
-        """Return the chunk for an event, or None if it adds nothing. `end` reports the finish, because usage arrives after it."""
-        event = self._client.decode(_decode, data)
-        if is_present(event.error):
-            raise self._client.failure_in_stream(event.error, default_status=500)
-        self._usage = _usage(event.usage) or self._usage
-        choice = next((choice for choice in event.choices or () if choice.index == 0), _Choice())
-        message = choice.delta or choice.message or _Message()
-        events = self._read_message(message)
-        ids, logprobs = self._tokens(choice)
-        self._has_ids = self._has_ids and (ids is not None or not message.tool_calls)
-        self._end(choice)
-        if not events and not ids and not logprobs and event.prompt_token_ids is None:
-            return None
-        return RelayChunk(tuple(events), ids, logprobs, event.prompt_token_ids)
-
-    def end(self) -> RelayChunk:
-        """Return the last chunk, with the last tool call. The call's token ids were in earlier chunks, with its fragments."""
-        calls = tuple(self._calls.close())
-        finish = self.finish
-        if self._keep_verbatim and self._calls.whole and finish == "stop":
-            finish = "tool_calls"  # some providers report `tool_calls` only if the call was not forced
-        return RelayChunk(
-            calls,
-            ids=[] if calls and self._has_ids else None,
-            finish=finish,
-            usage=self._usage,
-            stopped_by=self._stopped_by,
-            fault=self._fault,
-            verbatim=self._verbatim() if self._keep_verbatim and self._text["reasoning"] else b"",
-        )
-
-    def _verbatim(self) -> bytes:
-        calls = tuple(self._calls.whole)
-        content, reasoning = "".join(self._text["content"]), "".join(self._text["reasoning"])
-        return encode_verbatim(_turn(Message("assistant", content, reasoning, calls)), [call.id for call in calls])
-
-    def _end(self, choice: _Choice) -> None:
-        self.finish = _finish(choice.finish_reason) or self.finish
-        if isinstance(choice.stop_reason, str):
-            self._stopped_by = choice.stop_reason
-        if choice.finish_reason == "content_filter":
-            self._fault = f"{self._client.engine} withheld the answer (content_filter)"
-
-    def _read_message(self, message: _Message) -> list[Delta | CallDelta]:
-        events: list[Delta | CallDelta] = []
-        reasoning = message.reasoning or message.reasoning_content  # two names of the same field; some send both
-        if reasoning:
-            events.append(Delta("reasoning", reasoning))
-            self._text["reasoning"].append(reasoning)
-        content = message.content or message.refusal
-        if content:
-            events.append(Delta("content", content))
-            self._text["content"].append(content)
-        for fragment in message.tool_calls or ():
-            events += self._calls.add(fragment)
-        return events
-
-    def _tokens(self, choice: _Choice) -> tuple[list[int] | None, list[float | None] | None]:
-        positions = choice.logprobs.content if choice.logprobs else None
-        values = None if positions is None else [position.logprob for position in positions]
-        if choice.token_ids is not None:
-            return choice.token_ids, align_logprobs(self._client.engine, choice.token_ids, values)
-        return None, None if values is None else clean_logprobs(values)
-
-
-class _Calls:
-    """Tool calls, assembled from fragments. A call is complete when the next one starts, or at the end."""
-
-    def __init__(self, engine: str) -> None:
-        self.whole: list[ToolCall] = []
-        self._engine = engine
-        self._index: int | None = None
-        self._id = ""
-        self._name = ""
-        self._arguments: list[str] = []
-        self._open = False
-
-    def add(self, fragment: _ToolCall) -> list[CallDelta]:
-        whole = self.close() if self._begins(fragment) else []
-        self._open = True
-        self._index = self._index if fragment.index is None else fragment.index
-        self._id = fragment.id or self._id
-        if fragment.function is not None:
-            self._name += fragment.function.name or ""
-            self._arguments.append(fragment.function.arguments or "")
-        return whole
-
-    def close(self) -> list[CallDelta]:
-        if not self._open:
-            return []
-        # An agent refers to a call by its id, so every call needs one.
-        call = ToolCall(self._id or f"call_{uuid.uuid4().hex[:24]}", self._name, "".join(self._arguments))
-        self._open, self._id, self._name, self._arguments = False, "", "", []
-        self.whole.append(call)
-        return [CallDelta(len(self.whole) - 1, call)]
-
-    def _begins(self, fragment: _ToolCall) -> bool:
-        if not self._open:
-            return False
-        if fragment.index is not None and self._index is not None and fragment.index < self._index:
-            raise EngineError(f"{self._engine} sent a fragment of a tool call that was already complete")
-        if fragment.index is not None and fragment.index != self._index:
-            return True
-        # Some providers send no index, or always 0.
-        return bool(fragment.id and self._id and fragment.id != self._id)
-
-
-def _finish(reason: str | None) -> Finish | None:
-    """Map a finish reason. Provider-specific ones (`content_filter`, `eos`) all mean that the model has stopped."""
-    return None if reason is None else _FINISH.get(reason, "stop")
-
-
-def _usage(usage: _Usage | None) -> Usage | None:
-    if usage is None:
-        return None
-    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
-    reasoning = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details else None
-    return Usage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached or 0, reasoning or 0)

@@ -70,6 +70,7 @@ def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
                 [token for chunk in run for token in chunk.ids or ()] if has_ids else None,
                 logprobs if logprobs or has_ids else None,
                 next((chunk.prompt for chunk in run if chunk.prompt is not None), None),
+                usage=next((chunk.usage for chunk in reversed(run) if chunk.usage is not None), None),
             )
         )
     return merged

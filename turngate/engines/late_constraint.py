@@ -1,0 +1,69 @@
+"""Generate a constrained reply whose constraint begins after the model's reasoning, with an engine that would apply it to the first token.
+
+The reasoning is sampled first, without the constraint. The rest of the reply is a second generation that continues from there. A reply
+without reasoning starts over with the constraint, since its first token was sampled without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+
+import msgspec
+import numpy as np
+
+from turngate.engines.base import Chunk, Generate, check_echo
+from turngate.types import ID_DTYPE, Ids, PromptIds, ReasoningTokens, ids_to_json
+
+Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
+
+
+@asynccontextmanager
+async def generate_after_reasoning(
+    generate: Callable[[Generate], Generation], request: Generate, tokens: ReasoningTokens
+) -> AsyncIterator[AsyncIterator[Chunk]]:
+    """Return both generations as one. `generate` is the engine's own, which constrains the first token."""
+    async with aclosing(_generate(generate, request, tokens)) as chunks:
+        yield chunks
+
+
+async def _generate(
+    generate: Callable[[Generate], Generation], request: Generate, tokens: ReasoningTokens
+) -> AsyncGenerator[Chunk, None]:
+    reasoning = msgspec.structs.replace(
+        request,
+        constraint=None,
+        stream=True,  # to find out early whether the model reasons
+        stop_ids=(*request.stop_ids, tokens.closing),
+        request_id=f"{request.request_id}-reasoning",
+    )
+    sampled: list[int] = []
+    async with generate(reasoning) as chunks:
+        async for chunk in chunks:
+            if not sampled and not tokens.is_open and list(chunk.ids[:1]) != [tokens.opening]:
+                if chunk.ids or chunk.finish is not None:
+                    break  # the model does not reason
+                continue
+            sampled += chunk.ids
+            if chunk.finish == "stop" and sampled[-1:] == [tokens.closing]:
+                yield msgspec.structs.replace(chunk, finish=None)
+                break
+            yield chunk
+            if chunk.finish is not None:
+                return  # cut short, or the model ended its turn in the middle of its reasoning
+    left = request.max_tokens - len(sampled)
+    if left < 1:
+        yield Chunk([], [], "length")
+        return
+    rest = msgspec.structs.replace(request, prompt=_extend(request.prompt, sampled), max_tokens=left)
+    async with generate(rest) as chunks:
+        async for chunk in chunks:
+            check_echo(chunk, rest)
+            yield msgspec.structs.replace(chunk, prompt=None)
+
+
+def _extend(prompt: Ids | PromptIds, sampled: Sequence[int]) -> Ids | PromptIds:
+    added = np.array(sampled, ID_DTYPE)
+    if isinstance(prompt, PromptIds):
+        return PromptIds([prompt.items, ids_to_json(added)], len(prompt) + len(added))
+    return np.concatenate([prompt, added])

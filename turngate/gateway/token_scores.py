@@ -1,0 +1,48 @@
+"""The log-probabilities that an agent may request. They show token texts but no ids, and only if the session allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from turngate.errors import BadRequest
+from turngate.render import Tokenizer
+from turngate.trace.session import Session
+from turngate.types import Call, TokenScore
+
+
+def require_shown_logprobs(session: Session, call: Call) -> None:
+    """Raise `BadRequest` if the agent requests log-probabilities and may not see them."""
+    if call.top_logprobs is None:
+        return
+    if not session.config.show_logprobs:
+        raise BadRequest(
+            "logprobs is not allowed: the gateway records log-probabilities but does not show them to this session's agent; "
+            "leave it out, or open the session with show_logprobs",
+            param="logprobs",
+        )
+    if session.config.mode == "observe":
+        raise BadRequest("logprobs is not supported in observe mode; leave it out", param="logprobs")
+
+
+def score_tokens(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None] | None,
+    alternatives: Sequence[Mapping[int, float]] | None,
+) -> tuple[TokenScore, ...]:
+    """Describe sampled tokens. A log-probability that the engine did not return is None."""
+    scores = []
+    for n, token in enumerate(ids):
+        others = alternatives[n] if alternatives is not None and n < len(alternatives) else {}
+        listed = tuple(_score(tokenizer, other, value) for other, value in others.items())
+        scores.append(_score(tokenizer, token, None if logprobs is None else logprobs[n], listed))
+    return tuple(scores)
+
+
+def _score(
+    tokenizer: Tokenizer, token: int, logprob: float | None, alternatives: tuple[TokenScore, ...] = ()
+) -> TokenScore:
+    if tokenizer.vocabulary.table is None:
+        return TokenScore(tokenizer.decode(token), None, logprob, alternatives)
+    data = tokenizer.bytes_of(token)
+    return TokenScore(data.decode("utf-8", "replace"), data, logprob, alternatives)
