@@ -98,3 +98,39 @@ def test_what_counts_as_model_call(method: str, path: str, status: int, samples:
 def test_invalid_body_is_logged_without_details() -> None:
     call = log_call("/v1/chat/completions", {"messages": 3}, status=400, reply=b"no JSON")
     assert (call.dialect, call.model, call.tools, call.error) == ("chat", "", (), "no JSON")
+
+
+def log_socket(events: list[Any], frames: list[Any]) -> list[LoggedCall]:
+    """Send events over a WebSocket through a log. The application answers each with a frame."""
+    messages = [{"type": "websocket.receive", "text": json.dumps(event)} for event in events]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for frame in frames:
+            await receive()
+            await send({"type": "websocket.send", "text": json.dumps(frame, separators=(",", ":"))})
+
+    log = CallLog()
+    scope = {"type": "websocket", "path": "/v1/responses", "headers": [], "query_string": b""}
+    asyncio.run(log.wrap(app)(scope, receive, send))
+    return log.calls
+
+
+def test_events_of_websocket_are_calls() -> None:
+    tool = {"type": "function", "name": "bash", "parameters": SCHEMA}
+    event = {"type": "response.create", "model": "m", "temperature": 0, "input": "Hi", "tools": [tool]}
+    error = {"type": "error", "status": 400, "message": "no such field"}
+    warm_up, first, second, refused = log_socket(
+        [{**event, "input": [], "generate": False}, event, {**event, "previous_response_id": "resp_1"}, event],
+        [{"type": "response.completed"}] * 3 + [error],
+    )
+    assert (warm_up.samples, warm_up.dialect) == (False, "responses")
+    for call in (first, second):
+        assert (call.dialect, call.model, call.samples, call.is_refused) == ("responses", "m", True, False)
+        assert [tool.name for tool in call.tools] == ["bash"] and call.sampling == {"temperature": 0}
+    assert (refused.is_refused, refused.error) == (True, "no such field")

@@ -12,12 +12,16 @@ from typing import Any
 import msgspec
 
 from turngate.dialects import DIALECTS, WireRequest
+from turngate.dialects.base import EarlierReply
+from turngate.dialects.responses_history import ResponsesHistory
+from turngate.dialects.responses_socket import decode_event
 from turngate.errors import TurngateError
 from turngate.server.asgi import App, Receive, Scope, Send, parse_headers, parse_query
 from turngate.server.routing import DialectRoutes, RouteMatch
 from turngate.types import Call, Tool
 
 _ROUTES = DialectRoutes(DIALECTS)
+_ERROR_FRAME = '{"type":"error"'
 
 
 class LoggedCall(msgspec.Struct, kw_only=True):
@@ -49,8 +53,8 @@ class CallLog:
         """Return an application that passes every request on to `app` and logs it."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
-                return await app(scope, receive, send)
+            if scope["type"] == "websocket":
+                return await self._serve_socket(app, scope, receive, send)
             headers = tuple(name.decode("latin-1") for name, _ in scope["headers"])
             call = LoggedCall(method=scope["method"], path=scope["path"], headers=headers)
             self.calls.append(call)
@@ -71,10 +75,37 @@ class CallLog:
             try:
                 await app(scope, receive_and_keep, send_and_keep)
             finally:
-                _describe(call, scope, bytes(request))
+                if scope["method"] == "POST":
+                    _describe(call, scope, bytes(request))
                 call.error = _read_error(bytes(response)) if response else ""
 
         return serve
+
+    async def _serve_socket(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a WebSocket. Each of the client's events is logged as a call."""
+        headers = tuple(name.decode("latin-1") for name, _ in scope["headers"])
+
+        async def receive_and_log() -> MutableMapping[str, Any]:
+            message = await receive()
+            if message["type"] == "websocket.receive":
+                call = LoggedCall(method="GET", path=scope["path"], headers=headers, status=200)
+                _describe(call, scope, message.get("bytes") or (message.get("text") or "").encode())
+                self.calls.append(call)
+            return message
+
+        async def send_and_log(message: MutableMapping[str, Any]) -> None:
+            text = message.get("text") or ""
+            if message["type"] == "websocket.http.response.start":
+                match = _ROUTES.match(scope["path"])
+                dialect = match.dialect.name if match is not None else ""
+                refused = LoggedCall(method="GET", path=scope["path"], headers=headers, dialect=dialect)
+                refused.status = message["status"]
+                self.calls.append(refused)
+            elif text.startswith(_ERROR_FRAME) and self.calls:
+                self.calls[-1].status, self.calls[-1].error = _read_error_frame(text)
+            await send(message)
+
+        await app(scope, receive_and_log, send_and_log)
 
     @property
     def model_calls(self) -> list[LoggedCall]:
@@ -100,21 +131,48 @@ class CallLog:
 
 def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
     """Read what a model call asks for. A body that is not valid leaves the fields empty; the gateway refuses it."""
-    match = _ROUTES.match(scope["path"]) if scope["method"] == "POST" else None
+    match = _ROUTES.match(scope["path"])
     if match is None:
         return
-    call.dialect, call.samples = match.dialect.name, match.verb != "count"
+    call.dialect, call.samples = match.dialect.name, match.verb != "count" and not _is_warm_up(scope, body)
     if (decoded := _decode(match, scope, body)) is not None:
         call.model, call.sampling = decoded.model, dict(decoded.sampling)
         call.tools = _decode_tools(decoded)
 
 
 def _decode(match: RouteMatch, scope: Scope, body: bytes) -> Call | None:
-    wire = WireRequest(body, parse_headers(scope), parse_query(scope), match.verb, match.model)
+    headers, query = parse_headers(scope), parse_query(scope)
+    is_socket = scope["type"] == "websocket"
+    wire = WireRequest(body, headers, query, match.verb, match.model, earlier=_AnyReplies(), over_socket=is_socket)
     try:
         return match.dialect.decode(wire)
     except TurngateError:
         return None
+
+
+class _AnyReplies:
+    """Stands for every reply that a call may refer to. Only the call's own fields are read here."""
+
+    def find(self, reply_id: str) -> EarlierReply:
+        return EarlierReply(ResponsesHistory(()), ())
+
+    def find_item(self, item_id: str) -> bytes:
+        return b'{"role":"user","content":""}'
+
+
+def _is_warm_up(scope: Scope, body: bytes) -> bool:
+    """Return whether an event of a WebSocket asks for a reply without output."""
+    if scope["type"] != "websocket":
+        return False
+    try:
+        return decode_event(body).generate is False
+    except TurngateError:
+        return False
+
+
+def _read_error_frame(text: str) -> tuple[int, str]:
+    frame = msgspec.json.decode(text)
+    return int(frame["status"]), str(frame["message"])
 
 
 def _decode_tools(call: Call) -> tuple[Tool, ...]:

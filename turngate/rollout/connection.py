@@ -16,7 +16,8 @@ from turngate.sandboxes import door, egress, tunnel
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
 
-_TOKEN_COUNTS = ("/count_tokens", ":countTokens")  # paths of calls that do not sample
+_TOKEN_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")  # paths of calls that do not sample
+_SOCKET = ("GET", "/v1/responses")  # opens a WebSocket
 _TOOLS = "/v1/tools/"  # prefix of further calls that do not sample
 
 
@@ -24,10 +25,13 @@ class Connection(msgspec.Struct):
     """An agent's connection to the gateway."""
 
     base_url: str  # that the agent uses
-    generations: int | None = None  # requested so far; None if the calls do not pass through a door on this host
+    # Requested so far; None if the calls do not pass through a door on this host, or if they are frames of a WebSocket.
+    generations: int | None = None
 
     def count_call(self, method: str, path: str) -> None:
         """Count a call through the door, if it is one that samples tokens."""
+        if (method, path) == _SOCKET:
+            self.generations = None
         samples = method == "POST" and not path.endswith(_TOKEN_COUNTS) and not path.startswith(_TOOLS)
         if samples and self.generations is not None:
             self.generations += 1

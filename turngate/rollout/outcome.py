@@ -69,7 +69,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     rows: int | None = None  # None if the gateway did not respond
     training: TrainingReport | None = None  # None if the gateway did not respond
     refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
-    calls: int | None = None  # the agent's model calls; None if they did not pass through a door on this host
+    # The agent's model calls; None if they did not pass through a door on this host, or if they came over a WebSocket.
+    calls: int | None = None
     collected: Collected = Collected()
     unrecorded: str = ""  # why the gateway has not recorded this yet; empty if it has, or does not need to
     not_enforced: tuple[str, ...] = ()  # limits that the sandbox does not enforce
