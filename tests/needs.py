@@ -63,6 +63,7 @@ LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
     "swebench": partial(_missing_module, "swebench", "make test"),
     "systemd-analyze": partial(_missing_program, "systemd-analyze", "systemd"),
     "node": _missing_node,
+    "curl": partial(_missing_program, "curl", "curl"),
     "perl": partial(_missing_program, "perl", "perl"),
     "root": _missing_root,
 }

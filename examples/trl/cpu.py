@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -104,6 +105,7 @@ class Policy:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.error: BaseException | None = None  # why it stopped answering
         self._in_use = threading.Lock()
 
     async def serve(self, gate: Gate) -> None:
@@ -169,12 +171,17 @@ class LocalGateway:
 
 @contextmanager
 def run_gateway(model: Path, name: str) -> Iterator[LocalGateway]:
-    """Run a gateway for the duration of the block, in a thread of its own."""
+    """Run a gateway for the duration of the block, in a thread of its own. If its policy fails, so does the block."""
     with (
         tempfile.TemporaryDirectory(prefix="turngate-trl-") as data,
         run_in_thread(_serve(model, name, Path(data))) as gateway,
     ):
-        yield gateway
+        try:
+            yield gateway
+        except KeyboardInterrupt:
+            if gateway.policy.error is None:
+                raise
+            raise RuntimeError(f"the policy stopped answering: {gateway.policy.error!r}") from gateway.policy.error
 
 
 @asynccontextmanager
@@ -183,7 +190,18 @@ async def _serve(model: Path, name: str, data: Path) -> AsyncIterator[LocalGatew
     config = ServeConfig(data=str(data), port=0, model=name, tokenizer=str(model), engine="gate").check()
     async with run_embedded(config, engine=gate) as address:
         serving = asyncio.create_task(policy.serve(gate))
+        serving.add_done_callback(lambda task: _interrupt_program(policy, task))
         try:
             yield LocalGateway(address.url, address.admin_key, data, policy)
         finally:
             serving.cancel()
+
+
+def _interrupt_program(policy: Policy, serving: asyncio.Task[None]) -> None:
+    """Interrupt the main thread if the policy failed: it would wait forever for calls that are never answered."""
+    if serving.cancelled() or (error := serving.exception()) is None:
+        return
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    policy.error = error
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

@@ -355,7 +355,7 @@ def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
         assert (
             other.exit_code == 2
             and "script cannot be set for the running gateway at" in other.stderr
-            and "remove --script" in other.stderr
+            and "remove --script or choose a different --data folder" in other.stderr
         )
         # The gateway can also be given by its URL.
         key = {"TURNGATE_ADMIN_KEY": (data / "admin-key").read_text().strip()}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import tempfile
 
 import pytest
 
-from tests.nested import TIERS, run, run_tests
+from tests.nested import ROOT, TIERS, environment, run, run_tests
+from tests.speed import scaled
 from tools import parts
 
 pytestmark = [pytest.mark.needs("trl", "agent:pi", "agent:mini-swe-agent"), pytest.mark.full]
@@ -34,6 +37,32 @@ def test_dry_run_trains_five_steps(python: str) -> None:
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert abs(steps[0]["kl"]) < 1e-5
+
+
+FAILING_POLICY = """
+import async_grpo, cpu
+
+def fail(policy, call):
+    raise ValueError("the model has no weights")
+
+cpu.Policy._sample = fail
+async_grpo.main()
+"""
+
+
+def test_dry_run_fails_if_the_policy_fails(python: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="n") as scratch:  # a short path, for unix sockets
+        done = subprocess.run(
+            [python, "-c", FAILING_POLICY, "--dry-run"],
+            cwd=ROOT,
+            env=environment(ROOT / "examples" / "trl", TMPDIR=scratch),
+            capture_output=True,
+            text=True,
+            timeout=scaled(120),
+            check=False,
+        )
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert "RuntimeError: the policy stopped answering: ValueError('the model has no weights')" in done.stderr
 
 
 def test_one_rollout_example_prints_rows(python: str) -> None:

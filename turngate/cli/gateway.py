@@ -82,7 +82,9 @@ async def connect_gateway(
             if await _is_alive(client, config.data):
                 # A config file is accepted, because this gateway may have been started with it.
                 flags = [name for name in choice.own_flags if name != "config"]
-                _reject_own_flags(flags, f"{running.url}, which serves {config.data}")
+                _reject_own_flags(
+                    flags, f"{running.url}, which serves {config.data}", " or choose a different --data folder"
+                )
                 say(
                     console,
                     f"Using the gateway that already serves {config.data}: {running.url}, with its engine",
@@ -125,8 +127,9 @@ async def _start_gateway(config: ServeConfig, build_engine: EngineBuilder) -> As
         yield address
 
 
-def _reject_own_flags(flags: Iterable[str], gateway: str) -> None:
+def _reject_own_flags(flags: Iterable[str], gateway: str, alternative: str = "") -> None:
     for name in flags:
+        flag = f"--{name.replace('_', '-')}"
         raise ConfigError(
-            f"{name} cannot be set for the running gateway at {gateway}; remove --{name.replace('_', '-')}", param=name
+            f"{name} cannot be set for the running gateway at {gateway}; remove {flag}{alternative}", param=name
         )

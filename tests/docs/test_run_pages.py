@@ -1,0 +1,114 @@
+"""The commands and the Python code of the documentation work: each page is followed as a reader would."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT
+from tests.docs.pages import SETTINGS, UNRUN
+from tests.docs.script import PORTS, Script, Setting, write_command
+from tests.docs.workspace import environment, prepare
+from tests.engines.standins import free_port
+from tests.needs import AGENTS, HEAVY
+from tests.speed import scaled
+
+
+def read_script(page: str) -> Script:
+    unrun = tuple(entry.start for entry in UNRUN if entry.page == page)
+    return Script(page, SETTINGS.get(page, Setting()), unrun)
+
+
+def find_parts(script: Script) -> set[str]:
+    """Return the parts that the script of a page needs."""
+    text = "\n".join(script.read_texts())
+    parts = {
+        f"agent:{name}" for name in AGENTS if re.search(rf"\b(agent[ =\"]+|agents (install|check).*\b){name}\b", text)
+    }
+    if re.search(r"turngate run\s*(#|$)", text, re.M):
+        parts.add("agent:mini-swe-agent")
+    if re.search(r"^claude ", text, re.M):
+        parts.add("agent:claude-code")
+    if re.search(r"--sandbox bubblewrap|get_backend\(\"bubblewrap", text):
+        parts.add("bubblewrap")
+    if "8B" in text or ":8000" in text:
+        parts.add("tokenizers")
+    return parts | set(script.setting.parts)
+
+
+def pages() -> Iterator[Any]:
+    for page in PAGES:
+        script = read_script(page)
+        if script.steps:
+            parts = find_parts(script)
+            marks = [pytest.mark.process, pytest.mark.needs("curl", *sorted(parts))]
+            if parts & (HEAVY.keys() | {"tokenizers"}) or script.setting.is_slow:  # a large tokenizer takes seconds
+                marks.append(pytest.mark.full)
+            yield pytest.param(page, marks=marks, id=page)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path, because sandboxes put unix sockets below it."""
+    folder = Path(tempfile.mkdtemp(prefix="tg-"))
+    prepare(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(scaled(300))
+@pytest.mark.parametrize("page", list(pages()))
+def test_page_works(page: str, folder: Path) -> None:
+    clone = folder / "clone"
+    (folder / "page.sh").write_text(
+        read_script(page).write(clone, {port: free_port() for port in PORTS}), encoding="utf-8"
+    )
+    done = subprocess.run(
+        ["bash", str(folder / "page.sh")],
+        cwd=clone,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=scaled(240),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.parametrize("entry", UNRUN, ids=lambda entry: f"{entry.page}: {entry.start}")
+def test_unrun_entry_is_not_stale(entry: Any) -> None:
+    complete = Script(entry.page, Setting())
+    assert any(step.text.startswith(entry.start) for step in complete.steps), "no such command or block"
+    assert not entry.test or (ROOT / entry.test).exists()
+
+
+def test_setting_is_not_stale() -> None:
+    assert not [page for page in SETTINGS if not read_script(page).steps]
+
+
+@pytest.mark.parametrize(
+    ("command", "written"),
+    [
+        ("turngate run   # why", "turngate run   # why"),
+        ("turngate serve   # open it", "stop_server 8700; turngate serve --port 8700 & await_server $! 8700"),
+        ("turngate serve --port 8701 &", "stop_server 8701; turngate serve --port 8701 & await_server $! 8701"),
+        (
+            "turngate serve # Ctrl-C stops it",
+            "stop_server 8700; turngate serve --port 8700 & await_server $! 8700; stop_server 8700",
+        ),
+        ("turngate batch --rounds 9", "turngate batch --rounds 9 --concurrency 2 &"),
+        ("turngate doctor  # all", "turngate doctor --port 8701  # all"),
+        ("turngate doctor --gateway U", "turngate doctor --gateway U"),
+    ],
+)
+def test_commands_without_an_end_run_in_the_background(command: str, written: str) -> None:
+    assert write_command(command) == written
