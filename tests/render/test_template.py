@@ -13,6 +13,7 @@ from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.render.certify import CASES
 from turngate.render.renderer import TemplateRenderer
+from turngate.render.template import _to_wire
 from turngate.render.tokenizer import Tokenizer, probe_corpus
 from turngate.types import Message
 
@@ -31,7 +32,7 @@ def test_rendering_matches_transformers(name: str, renderers: Any) -> None:
     for case in CASES:
         if case.tools and not native:
             continue  # tools in the system prompt are our own doing
-        messages = [renderer.template._wire(m) for m in case.messages]
+        messages = [_to_wire(m, renderer.template.traits) for m in case.messages]
         tools = [t.wire for t in case.tools] or None
         expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         assert renderer.text(case.messages, case.tools, {}) == expected, case.name

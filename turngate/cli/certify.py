@@ -7,19 +7,23 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from turngate.render import find_tokenizer, load_renderer
+from turngate.common.safe_text import sanitize_line
+from turngate.render import Certificate, Renderer, find_tokenizer, load_renderer
+from turngate.render.certify import ProbeResult
 
 _LABELS = {
-    "same": "[green]same[/]",
-    "thinking": "[cyan]same except thinking[/]",
-    "differs": "[red]differs[/]",
-    "refused": "[yellow]rejected by template[/]",
+    "same": ("same", "green"),
+    "thinking": ("same except thinking", "cyan"),
+    "turn": ("same except the model's turns", "cyan"),
+    "differs": ("differs", "red"),
+    "refused": ("rejected by template", "yellow"),
 }
 
 
 def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
-    """Print the verdicts, and return whether sampled ids may be extended."""
+    """Print the verdicts, and return whether sampled ids may be extended at every transition."""
     folder = find_tokenizer(tokenizer)
     renderer, certificate = load_renderer(
         folder,
@@ -28,31 +32,86 @@ def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) ->
         recertify=True,
     )
     if as_json:
-        print(
-            msgspec.json.encode(
-                {
-                    "tokenizer": str(folder),
-                    "renderer": renderer.name,
-                    "passed": certificate.passed,
-                    "cases": certificate.findings,
-                }
-            ).decode()
-        )
-        return certificate.passed
+        print(_encode(folder, renderer, certificate))
+    else:
+        _print(Console(), folder, renderer, certificate)
+    return certificate.passed
+
+
+def _encode(folder: Path, renderer: Renderer, certificate: Certificate) -> str:
+    cases = [
+        {**msgspec.to_builtins(finding), "transition": finding.transition.describe() if finding.transition else ""}
+        for finding in certificate.findings
+    ]
+    return msgspec.json.encode(
+        {
+            "tokenizer": str(folder),
+            "renderer": renderer.name,
+            "passed": certificate.passed,
+            "uncertified": {transition.describe(): why for transition, why in certificate.uncertified.items()},
+            "unread": certificate.unread,
+            "cases": cases,
+        }
+    ).decode()
+
+
+def _print(console: Console, folder: Path, renderer: Renderer, certificate: Certificate) -> None:
     table = Table(
-        title=f"{folder} · renderer {renderer.name} · fast encoder {'yes' if renderer.tokenizer.fast else 'no'}",
+        title=Text(f"{folder} · renderer {renderer.name} · fast encoder {'yes' if renderer.tokenizer.fast else 'no'}"),
         title_justify="left",
     )
-    for heading in ("case", "verdict", "detail"):
+    for heading in ("case", "transition", "verdict", "detail"):
         table.add_column(heading, overflow="fold")
     for finding in certificate.findings:
-        table.add_row(finding.case, _LABELS[finding.verdict], finding.detail)
-    console = Console()
+        label, color = _LABELS[finding.verdict]
+        transition = finding.transition.describe() if finding.transition else ""
+        # Text, not markup: a template's own text may contain square brackets.
+        table.add_row(finding.case, transition, Text(label, style=color), Text(sanitize_line(finding.detail)))
     console.print(table)
-    if certificate.passed:
-        console.print("[green]Certified:[/] turns extend the sampled ids; an unchanged history never forks.")
-    else:
+    shown = set()
+    for finding in certificate.findings:
+        if finding.tokens is not None and finding.transition not in shown:
+            shown.add(finding.transition)
+            console.print(_build_token_table(finding))
+    if certificate.unread:
         console.print(
-            "[red]Not certified:[/] every turn renders the whole conversation, and the trace forks wherever the template rewrites history."
+            Text.assemble(
+                ("Not read: ", "yellow"),
+                f"the template writes {' and '.join(certificate.unread)} in a form that is not known here, so agents get them as text; "
+                "if the renderers package supports the model, run: pip install 'turngate[families]', and pass its --model or --family",
+            )
         )
-    return certificate.passed
+    console.print(_summarize(certificate))
+
+
+def _build_token_table(finding: ProbeResult) -> Table:
+    """Build a table of the tokens around the first difference, side by side."""
+    difference = finding.tokens
+    assert difference is not None
+    table = Table(
+        title=Text(f"{finding.case}: {difference.where}, after {difference.at} tokens that are the same"),
+        title_justify="left",
+    )
+    for heading in ("bridge", "id", "template", "id"):
+        table.add_column(heading, overflow="fold")
+    size = max(len(difference.bridge), len(difference.template))
+    for n in range(size):
+        cells: list[Text] = []
+        pair = [side[n] if n < len(side) else None for side in (difference.bridge, difference.template)]
+        style = "" if pair[0] == pair[1] else "red"
+        for token in pair:
+            cells += [Text(repr(token[1]), style), Text(str(token[0]), style)] if token else [Text(""), Text("")]
+        table.add_row(*cells)
+    return table
+
+
+def _summarize(certificate: Certificate) -> Text:
+    if certificate.passed:
+        return Text.assemble(
+            ("Certified:", "green"), " turns extend the sampled ids; an unchanged history never forks."
+        )
+    return Text.assemble(
+        ("Certified in part:", "yellow") if certificate.certified else ("Not certified:", "red"),
+        f" a turn renders the whole conversation, and the trace may fork, at {certificate.describe_uncertified()}.",
+        " All other turns extend the sampled ids." if certificate.certified else "",
+    )

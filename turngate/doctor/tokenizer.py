@@ -17,7 +17,7 @@ from turngate.doctor.context import DoctorContext
 from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.engines.http import EngineClient
 from turngate.errors import BadRequest, TurngateError
-from turngate.render import Renderer, TemplateRenderer
+from turngate.render import Certificate, Renderer, TemplateRenderer
 from turngate.render.certify import CASES, ProbeCase
 from turngate.server.engine_factory import read_engine_key
 from turngate.types import Message
@@ -42,16 +42,27 @@ async def check_template(context: DoctorContext) -> list[CheckOutcome]:
         return [not_checked("the endpoint renders prompts itself, so the gateway does not use a tokenizer")]
     renderer, certificate = await context.renderer()
     encoder = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
-    if certificate.passed:
-        return [ok(f"{renderer.tokenizer.folder}: renderer {renderer.name}, certified, {encoder}")]
-    difference = next(finding for finding in certificate.findings if finding.verdict == "differs")
-    return [
-        warning(
-            f"{renderer.tokenizer.folder}: not certified ({difference.case}: {difference.detail[:120]}), "
-            "so every turn is rendered in full and may fork the trace",
-            "to support more templates, run: pip install 'turngate[families]'; to list all cases, run: turngate certify FOLDER",
+    outcomes = [_check_certificate(renderer, certificate, encoder)]
+    if certificate.unread:
+        outcomes.append(
+            warning(
+                f"{renderer.tokenizer.folder}: the chat template writes {' and '.join(certificate.unread)} in a form that is not known "
+                "here, so agents get them as text",
+                "if the renderers package supports the model, run: pip install 'turngate[families]', and set --model or --family",
+            )
         )
-    ]
+    return outcomes
+
+
+def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: str) -> CheckOutcome:
+    if certificate.passed:
+        return ok(f"{renderer.tokenizer.folder}: renderer {renderer.name}, certified, {encoder}")
+    extent = "certified only in part" if certificate.certified else "not certified"
+    return warning(
+        f"{renderer.tokenizer.folder}: {extent}; turns are rendered in full and may fork the trace at "
+        f"{certificate.describe_uncertified()}",
+        "to see the differences token by token, run: turngate certify FOLDER; to support more templates, run: pip install 'turngate[families]'",
+    )
 
 
 async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:

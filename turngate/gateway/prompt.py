@@ -49,6 +49,7 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: Ids | PromptIds  # the whole prompt, as sent to the engine
     preamble: Preamble
     forced_cause: Cause | None = None  # why the trace forks here, if already known
+    refusal: str = ""  # why the template does not allow to extend the located turn
 
     @property
     def start(self) -> int:
@@ -179,19 +180,20 @@ def _render(session: Session, location: Location, preamble: Preamble, renderer: 
         if message.unsupported:
             raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
     bridge = _render_bridge(session, location, preamble, renderer)
-    if bridge is not None:
+    if isinstance(bridge, np.ndarray):
         return Prompt(location, node, None, bridge, prompt_ids(node, bridge), preamble)
     parent, added = _render_all(renderer, location, preamble)
-    return Prompt(location, parent, None, added, prompt_ids(parent, added), preamble)
+    refusal = "" if parent is not None or bridge is None else bridge
+    return Prompt(location, parent, None, added, prompt_ids(parent, added), preamble, refusal=refusal)
 
 
-def _render_bridge(session: Session, location: Location, preamble: Preamble, renderer: Renderer) -> Ids | None:
+def _render_bridge(session: Session, location: Location, preamble: Preamble, renderer: Renderer) -> Ids | str | None:
     """Render only the new messages.
 
-    Return None if they do not continue a sampled turn, or if the template or the session does not allow it.
+    Return None if they do not continue a sampled turn or the session does not allow it, and the reason if the template does not allow it.
     """
     node, request = location.node, location.request
-    if node is None or not renderer.bridges or session.config.thinking == "drop":
+    if node is None or session.config.thinking == "drop":
         return None
     new = request.messages_from(location.start)
     if any(message.role == "assistant" for message in new):
@@ -200,7 +202,9 @@ def _render_bridge(session: Session, location: Location, preamble: Preamble, ren
     assert message is not None, "a located turn is an assistant message"
     system = next((m.content for m in request.messages(0) if m.role == "system"), "")
     last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
-    return renderer.bridge_ids(last, order_tool_results([message, *new])[1:], preamble.tools, preamble.kwargs)
+    ordered = order_tool_results([message, *new])[1:]
+    bridge = renderer.bridge_ids(last, ordered, preamble.tools, preamble.kwargs)
+    return renderer.explain_refusal(last, ordered, preamble.tools, preamble.kwargs) if bridge is None else bridge
 
 
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:

@@ -68,6 +68,8 @@ class TurnRecorder:
             _build_info(draft, message, finish, cause, reasoning_open, fault),
         )
         facts = _event_facts(sampled)
+        if cause == "template" and prompt.refusal:
+            facts["reason"] = prompt.refusal
         turn = NewTurn(
             session=session.key,
             context=None if context.stored else context,

@@ -50,7 +50,7 @@ def load_renderer(
         save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
     # If a hand-written renderer fails certification, that is only reported: we trust its author's bridge.
     if derived is not None:
-        derived.bridges = certificate.passed
+        derived.uncertified = certificate.uncertified
     return renderer, certificate
 
 

@@ -18,6 +18,7 @@ import msgspec
 from turngate.render.certify import Certificate
 from turngate.render.vocabulary import Vocabulary
 
+_VERSION = 2  # of the record's format; raise it when the meaning of a record changes
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_RECORDS = 64  # a record of a large vocabulary takes 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
@@ -39,7 +40,7 @@ def record_name(folder: Path, model: str, family: str) -> str:
 
 def _tokenizer_digest(folder: Path) -> str:
     """Compute a digest of the tokenizer's files, our rendering code and the versions of the packages it uses."""
-    digest = blake2b(sys.version.encode(), digest_size=16)
+    digest = blake2b(f"{_VERSION} {sys.version}".encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")
         if path.is_file():

@@ -1,24 +1,28 @@
-"""Certify a renderer: check that extending the sampled ids gives the same result as rendering the whole conversation.
+"""Certify a renderer: for each kind of transition, check that extending the sampled ids gives what rendering the whole conversation gives.
 
-In each probe conversation, for each assistant turn, the prompt, the turn and the bridge must together match a render of the whole
-conversation. Past thinking may differ, since templates drop it and we keep it. If a renderer derived from a template fails, the whole
-conversation is rendered on every turn.
+In each probe conversation, for each assistant turn, the bridge must have the ids that the template writes after that turn, and the template
+must leave the text before the turn as it was (`transition.py`). The turn itself may differ: templates drop past thinking or spell calls in
+their own way, and we keep what was sampled. Where a transition fails, only that transition renders the whole conversation.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest
-from turngate.render.renderer import LastTurn, Renderer
+from turngate.render.renderer import LastTurn, Renderer, TemplateRenderer
+from turngate.render.traits import LONG_CALL_ID
+from turngate.render.transition import BridgeDifference, Transition, write_after_turn
 from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
 
-ProbeVerdict = Literal["same", "thinking", "differs", "refused"]
+# "thinking" and "turn" mean that only sampled turns differ: by their thinking, or by more than that.
+ProbeVerdict = Literal["same", "thinking", "turn", "differs", "refused"]
+_WORST_FIRST: tuple[ProbeVerdict, ...] = ("differs", "refused", "turn", "thinking", "same")
 
 _TOOL = Tool(
     "read_file",
@@ -44,36 +48,72 @@ class ProbeCase(msgspec.Struct, frozen=True):
     kwargs: dict[str, Json] = {}
 
 
+class TokenDifference(msgspec.Struct, frozen=True):
+    """The first token at which the bridge and the template differ, with its neighbors. Each token is its id and its text."""
+
+    where: str
+    at: int  # the number of tokens before it that are the same
+    bridge: tuple[tuple[int, str], ...]
+    template: tuple[tuple[int, str], ...]
+
+    def describe(self) -> str:
+        ours, theirs = ("".join(text for _, text in side) for side in (self.bridge, self.template))
+        return f"{self.where}, the bridge has {ours!r}, but the template has {theirs!r}"
+
+
 class ProbeResult(msgspec.Struct, frozen=True):
     case: str
     verdict: ProbeVerdict
     detail: str = ""
+    transition: Transition | None = None  # the one that this verdict is about
+    tokens: TokenDifference | None = None
 
 
 class Certificate(msgspec.Struct, frozen=True):
     renderer: str
     findings: tuple[ProbeResult, ...]
+    unread: tuple[str, ...] = ()  # what the template writes in replies and we cannot read: calls, thinking
 
     @property
     def passed(self) -> bool:
         """Whether no case differs. Conversations that the template itself rejects are ignored."""
-        return not any(f.verdict == "differs" for f in self.findings)
+        return not self.uncertified
+
+    @property
+    def uncertified(self) -> dict[Transition, str]:
+        """The transitions that render the whole conversation, and why."""
+        return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
+
+    @property
+    def certified(self) -> frozenset[Transition]:
+        """The transitions that extend the sampled ids."""
+        passed = {f.transition for f in self.findings if f.verdict in ("same", "thinking", "turn") and f.transition}
+        return frozenset(passed - self.uncertified.keys())
+
+    def describe_uncertified(self) -> str:
+        """Return the uncertified transitions as one phrase. Turns that were cut short are named only if whole ones pass."""
+        whole = [
+            t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
+        ]
+        return "; ".join(sorted(transition.describe() for transition in whole))
 
 
 def certify(renderer: Renderer) -> Certificate:
     """Run every case twice: with complete assistant turns, and with turns that lack their closing token."""
-    findings = [_run_case(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
-    return Certificate(renderer.name, tuple(findings))
+    findings = [finding for case in CASES for cut in (False, True) for finding in _run_case(renderer, case, cut=cut)]
+    return Certificate(renderer.name, tuple(findings), tuple(_find_unread(renderer)))
 
 
-def _run_case(renderer: Renderer, case: ProbeCase, *, truncated: bool) -> ProbeResult:
-    name = f"{case.name}, cut short" if truncated else case.name
-    try:
-        verdicts = [_compare(renderer, case, at, truncated) for at in _assistant_turns(case.messages)]
-    except BadRequest as error:
-        return ProbeResult(name, "refused", error.message)
-    order: list[ProbeVerdict] = ["differs", "thinking", "same"]
-    return ProbeResult(name, *min(verdicts, key=lambda v: order.index(v[0])))
+def _run_case(renderer: Renderer, case: ProbeCase, *, cut: bool) -> list[ProbeResult]:
+    """Return the worst result for each kind of transition in a conversation."""
+    results: dict[Transition, ProbeResult] = {}
+    for at in _assistant_turns(case.messages):
+        found = _compare(renderer, case, at, cut)
+        assert found.transition is not None
+        known = results.get(found.transition)
+        if known is None or _WORST_FIRST.index(found.verdict) < _WORST_FIRST.index(known.verdict):
+            results[found.transition] = found
+    return list(results.values())
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
@@ -81,35 +121,77 @@ def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
-def _compare(renderer: Renderer, case: ProbeCase, at: int, truncated: bool) -> tuple[ProbeVerdict, str]:
+def _compare(renderer: Renderer, case: ProbeCase, at: int, cut: bool) -> ProbeResult:
+    """Compare the bridge after one turn with a render of the conversation up to the next turn."""
     end = next(
         (i for i in range(at + 1, len(case.messages)) if case.messages[i].role == "assistant"), len(case.messages)
     )
-    prompt = renderer.render(case.messages[:at], case.tools, case.kwargs)
-    sampled = _write_turn(renderer, case, at, prompt)
-    if truncated:
-        sampled = sampled[:-1]
-    last = LastTurn(np.array(prompt, ID_DTYPE), np.array(sampled, ID_DTYPE), case.messages[at])
-    bridge = renderer.bridge(last, case.messages[at + 1 : end], case.tools, case.kwargs)
+    new = case.messages[at + 1 : end]
+    transition = Transition.of(case.messages[at], new, cut=cut)
+    name = f"{case.name}, cut short" if cut else case.name
+    one_call = isinstance(renderer, TemplateRenderer) and not renderer.template.traits.parallel_calls
+    if one_call and any(len(message.tool_calls) > 1 for message in case.messages):
+        return ProbeResult(name, "refused", "the template writes one call per turn; replies end after one", transition)
+    try:
+        prompt = renderer.render(case.messages[:at], case.tools, case.kwargs)
+        sampled = _write_turn(renderer, case, at, prompt)[: -1 if cut else None]
+        system = next((m.content for m in case.messages[:1] if m.role == "system"), "")
+        last = LastTurn(np.array(prompt, ID_DTYPE), np.array(sampled, ID_DTYPE), case.messages[at], system=system)
+        bridge = renderer.bridge(last, new, case.tools, case.kwargs)
+        after = _write_after(renderer, case, end)
+        whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
+    except BadRequest as error:
+        return ProbeResult(name, "refused", error.message, transition)
+    if isinstance(after, BridgeDifference):
+        encode = renderer.tokenizer.encode
+        tokens = _find_token(renderer, after.where, encode(after.bridge), encode(after.template))
+        return ProbeResult(name, "differs", after.describe(), transition, tokens if after.template else None)
     if bridge is None:
-        return "differs", "the new messages cannot be rendered alone"
-    decode = renderer.tokenizer.decode
-    whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
-    ours, theirs = decode([*prompt, *sampled, *bridge]), decode(whole)
-    # The bridge must have the template's own ids. Before the bridge, only the text must match: a whole render may merge tokens
-    # across the end of the prompt, which a model cannot do.
-    if ours == theirs and whole[len(whole) - len(bridge) :] == bridge:
-        return "same", ""
+        why = renderer.explain_refusal(last, new, case.tools, case.kwargs)
+        return ProbeResult(name, "differs", why.partition(": ")[2] or why, transition)
+    expected = renderer.tokenizer.encode(after)[0 if cut else 1 :]
+    if bridge != expected or whole[len(whole) - len(bridge) :] != bridge:
+        written = expected if bridge != expected else whole[len(whole) - len(bridge) :]
+        tokens = _find_token(renderer, "after the turn", bridge, written)
+        return ProbeResult(name, "differs", tokens.describe(), transition, tokens)
+    # Before the bridge, only the text can match: a whole render may merge tokens across the end of the prompt, which a model cannot do.
+    ours, theirs = (renderer.tokenizer.decode(ids) for ids in ([*prompt, *sampled, *bridge], whole))
+    if ours == theirs:
+        return ProbeResult(name, "same", "", transition)
     if _without_thinking(ours) == _without_thinking(theirs):
-        return "thinking", "the template drops past thinking; the bridge keeps it"
-    return "differs", _first_difference(ours, theirs)
+        return ProbeResult(name, "thinking", "the template drops past thinking; the sampled ids are kept", transition)
+    return ProbeResult(name, "turn", "the template writes past turns differently; the sampled ids are kept", transition)
+
+
+def _write_after(renderer: Renderer, case: ProbeCase, end: int) -> str | BridgeDifference:
+    """Return the text that the template writes from the close of the last turn on, or how it changes earlier text."""
+    tokenizer = renderer.tokenizer
+
+    def text(messages: Sequence[Message], generate: bool) -> str:
+        if isinstance(renderer, TemplateRenderer):
+            return renderer.text(messages, case.tools, case.kwargs, generate=generate)
+        return tokenizer.decode(renderer.render(messages, case.tools, case.kwargs, generate=generate))
+
+    closes = renderer.closing_ids if isinstance(renderer, TemplateRenderer) else renderer.stop_ids
+    return write_after_turn(text, [tokenizer.decode(i) for i in closes], case.messages[:end])
+
+
+def _find_token(renderer: Renderer, where: str, bridge: Sequence[int], template: Sequence[int]) -> TokenDifference:
+    size = min(len(bridge), len(template))
+    at = next((n for n in range(size) if bridge[n] != template[n]), size)
+
+    def describe(ids: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        return tuple((i, renderer.tokenizer.decode(i)) for i in ids[max(0, at - 3) : at + 5])
+
+    return TokenDifference(where, at, describe(bridge), describe(template))
 
 
 def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
     """Encode the turn as the model would have sampled it: reasoning, content, calls, closing token."""
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
-    whole = tokenizer.decode(renderer.render(case.messages[: at + 1], case.tools, case.kwargs, generate=False))
+    # With the next message, since that is what ends a turn in some templates
+    whole = tokenizer.decode(renderer.render(case.messages[: at + 2], case.tools, case.kwargs, generate=False))
     if whole.startswith(before):
         turn = tokenizer.encode(whole[len(before) :])
         closes = [n for n, i in enumerate(turn) if i in renderer.stop_ids]
@@ -119,26 +201,52 @@ def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int])
     # by hand.
     message = case.messages[at]
     thinking = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
-    return [*tokenizer.encode(thinking + message.content), renderer.stop_ids[0]]
+    after = _write_after(renderer, case, at + 2)
+    close = tokenizer.encode(after)[0] if isinstance(after, str) else renderer.stop_ids[0]
+    return [*tokenizer.encode(thinking + message.content), close]
 
 
 def _without_thinking(text: str) -> str:
     return re.sub(r"<think>.*?</think>\s*", "", text, flags=re.S)
 
 
-def _first_difference(ours: str, whole: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(ours, whole, strict=False)) if a != b), min(len(ours), len(whole)))
-    return (
-        f"the bridge has {ours[max(0, at - 20) : at + 30]!r}, but the template has {whole[max(0, at - 20) : at + 30]!r}"
-    )
+def _find_unread(renderer: Renderer) -> Iterator[str]:
+    """Return which parts of a reply the template writes in a form that the parser cannot read."""
+    calls = (_call(1, "a.py"), _call(2, "b.py"))
+    for name, message in (
+        ("calls", Message("assistant", tool_calls=calls[:1])),
+        ("parallel calls", Message("assistant", tool_calls=calls)),
+        ("thinking", Message("assistant", "It prints.", "Look at the code.")),
+    ):
+        try:
+            prompt = renderer.render([_ASK], [_TOOL], {})
+            whole = renderer.render([_ASK, message], [_TOOL], {}, generate=False)
+        except BadRequest:
+            continue  # the template has no such replies
+        size = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        reader = renderer.reader(np.array(prompt[:size], ID_DTYPE), [_TOOL], (), None, False)
+        reader.feed(whole[size:])
+        read = reader.finish()[1].message
+        if message.reasoning and message.reasoning not in renderer.tokenizer.decode(whole):
+            continue  # the template drops it, so the model's own form is not known
+        if (read.reasoning, [c.name for c in read.tool_calls]) != (
+            message.reasoning,
+            [c.name for c in message.tool_calls],
+        ):
+            yield name
 
 
 def _call(n: int, path: str) -> ToolCall:
-    return ToolCall(f"callid{n:03}", "read_file", '{"path": "' + path + '", "lines": 3}')
+    return ToolCall(_call_id(n), "read_file", '{"path": "' + path + '", "lines": 3}')
 
 
 def _result(n: int, text: str) -> Message:
-    return Message("tool", text, tool_call_id=f"callid{n:03}", name="read_file")
+    return Message("tool", text, tool_call_id=_call_id(n), name="read_file")
+
+
+def _call_id(n: int) -> str:
+    """Return a call id of the form that replies have."""
+    return f"{LONG_CALL_ID[:-3]}{n:03}"
 
 
 _SYSTEM, _ASK = Message("system", "You are a careful engineer."), Message("user", "What does main.py do?")
@@ -204,8 +312,36 @@ CASES = (
         (_TOOL,),
     ),
     ProbeCase(
-        "a question after results",
-        (_ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A"), _MORE),
+        "a reminder after results",
+        (
+            *(_ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A"), _MORE),
+            *(Message("assistant", tool_calls=(_call(2, "b.py"),)), _result(2, "B")),
+            *(_ANSWER, _MORE),
+        ),
+        (_TOOL,),
+    ),
+    ProbeCase(
+        "a reminder after parallel calls",
+        (
+            *(_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "a.py"), _call(2, "b.py")))),
+            *(_result(1, "A"), _result(2, "B"), _MORE),
+        ),
+        (_TOOL,),
+    ),
+    ProbeCase("two questions", (_ASK, _ANSWER, _MORE, _ASK)),
+    ProbeCase("a late system prompt", (_SYSTEM, _ASK, _ANSWER, _MORE, Message("system", "Be brief."))),
+    ProbeCase("a system prompt after an answer", (_SYSTEM, _ASK, _ANSWER, Message("system", "Be brief."))),
+    ProbeCase(
+        "a system prompt after results",
+        (
+            *(_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A")),
+            Message("system", "Be brief."),
+        ),
+        (_TOOL,),
+    ),
+    ProbeCase(
+        "a call that the agent did not answer",
+        (_ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _MORE),
         (_TOOL,),
     ),
 )

@@ -59,7 +59,6 @@ class FamilyRenderer:
         self._renderers: dict[bytes, Any] = {}
         plain = self._renderer_for({})
         self.stop_ids = tuple(plain.get_stop_token_ids())
-        self.bridges = True
         self._knows = template_field_names(plain.config)
         user = {"role": "user", "content": "x"}
         text = tokenizer.decode(plain.render_ids([user, _message_to_wire(Message("assistant", tool_calls=(_PROBE,)))]))
@@ -98,6 +97,12 @@ class FamilyRenderer:
         known = len(context) + len(sampled)
         # The package guarantees this prefix. Check it anyway: wrong ids must never reach a trace.
         return ids[known:] if ids[:known] == context + sampled else None
+
+    def explain_refusal(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> str:
+        extends = self.bridge(last, new, tools, kwargs) is not None
+        return "" if extends else f"the renderer {self.name} does not extend this turn"
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
         return np.array(self.render(messages, tools, kwargs), ID_DTYPE)

@@ -1,7 +1,7 @@
 """The `Renderer` interface: a conversation → prompt ids, sampled ids → reply events, and the bridge from one turn to the next.
 
-`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself. `families.py` has hand-written
-renderers. `certify.py` tests whether a bridge gives the same result as rendering the whole conversation.
+`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself. A transition whose bridge would
+differ from a render of the whole conversation has no bridge. `families.py` has hand-written renderers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import orjson
 
 from turngate.errors import BadRequest, ConfigError
+from turngate.render.markers import find_closing_tokens, require_single_tokens
 from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect_syntax
-from turngate.render.template import SENTINEL, Template
+from turngate.render.template import Template
 from turngate.render.tokenizer import Tokenizer
+from turngate.render.traits import LONG_CALL_ID, SENTINEL
+from turngate.render.transition import Transition, build_stand_in, find_difference
 from turngate.types import (
     ID_DTYPE,
     CallDelta,
@@ -66,7 +68,6 @@ class Renderer(Protocol):
     name: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    bridges: bool  # False if the bridge disagrees with the template, so that every turn is rendered whole
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
@@ -81,8 +82,13 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """Render the ids between the last sampled id and the next turn.
 
-        Return None if these messages cannot be rendered alone.
+        Return None if this transition has no bridge, so that the whole conversation must be rendered.
         """
+
+    def explain_refusal(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> str:
+        """Return why this transition has no bridge, or "" if it has one."""
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
         """Render like `render`, but return an array."""
@@ -170,6 +176,8 @@ class BridgeForm(msgspec.Struct, frozen=True):
 
 
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once, since building it takes longer than encoding
+# Of a transition: calls, whether they have text, the new speakers, whether there are tools, template arguments
+_Shape = tuple[int, bool, tuple[tuple[str, str], ...], bool, str]
 _NOT_SEARCHED = BridgeForm(0, ())  # no search was made yet, whereas None means that no form exists
 
 
@@ -186,17 +194,24 @@ class TemplateRenderer:
         self.name = "template"
         self.tokenizer = tokenizer
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
-        self._forms: dict[tuple[int, tuple[tuple[str, str], ...], bool, str, str], BridgeForm | None] = {}
-        self.stop_ids = self._find_stops()
+        require_single_tokens(self.template, tokenizer)
+        self.syntax = self._find_syntax()
+        closes = find_closing_tokens(self.template, tokenizer, self.syntax)
+        stops = [c.token for c in closes if c.is_sampled] + _read_generation_stops(tokenizer) + _eos_of(tokenizer)
+        self.stop_ids = tuple(dict.fromkeys(stops))
         if not self.stop_ids:
             raise ConfigError(
                 f"tokenizer {tokenizer.folder} does not define the end of an assistant turn: the chat template writes no special "
                 "token after it, and tokenizer_config.json has no eos_token; add an eos_token",
                 param="tokenizer",
             )
-        self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
-        self.syntax = self._find_syntax()
-        self.bridges = True  # until certification fails
+        self.closing_ids = tuple(dict.fromkeys([*(c.token for c in closes), *self.stop_ids]))
+        self._closing_texts = {i: tokenizer.decode(i) for i in self.closing_ids}
+        # Tokens that end a turn because the next message starts with them, as in GLM's templates
+        self._openers = frozenset(c.token for c in closes if not c.is_own)
+        self._forms: dict[tuple[*_Shape, str], BridgeForm | str | None] = {}
+        self._refusals: dict[tuple[*_Shape, bool], str] = {}
+        self.uncertified: dict[Transition, str] = {}  # transitions that failed certification, and why
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
@@ -222,14 +237,30 @@ class TemplateRenderer:
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
         after = self._after_turn(last, new, tools, kwargs)
-        if after is None:
+        if after is None or isinstance(after, str):
             return None
-        ids = self.tokenizer.ids(after[1])
-        if len(last.sampled) and int(last.sampled[-1]) in self.stop_ids:
-            return ids
+        close, text = after
+        # A tokenizer may treat the start of a text specially, so encode the text together with the token before it.
+        ids = self.tokenizer.ids(self._closing_texts[close] + text)
+        if self._is_closed(last, close):
+            return ids[1:]
+        if self.uncertified and Transition.of(last.message, new, cut=True) in self.uncertified:
+            return None
         # The turn was truncated: its closing tokens were not sampled, so they are context.
-        closing = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
-        return np.concatenate([np.array([*closing, after[0]], ID_DTYPE), ids])
+        if not last.reasoning_open:
+            return ids
+        return np.concatenate([np.array(self.tokenizer.encode(self.syntax.reasoning_close), ID_DTYPE), ids])
+
+    def explain_refusal(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> str:
+        after = self._after_turn(last, new, tools, kwargs)
+        if isinstance(after, str):
+            return after
+        transition = Transition.of(last.message, new, cut=True)
+        if after is not None and not self._is_closed(last, after[0]) and transition in self.uncertified:
+            return f"{transition.describe()}: {self.uncertified[transition]}"
+        return "" if after is not None else "the chat template does not write these messages after a turn"
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
@@ -238,29 +269,85 @@ class TemplateRenderer:
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> ReplyReader:
         in_reasoning = read_prompt_end(self.tokenizer, context).endswith(self.syntax.reasoning_open)
+        one_call = one_call or not self.template.traits.parallel_calls
         parser = Parser(self.syntax, in_reasoning=in_reasoning, tools=tools, constraint=constraint, one_call=one_call)
         return ReplyReader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
 
     def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
         return find_reasoning_tokens(self.tokenizer, self.syntax, context)
 
+    def _is_closed(self, last: LastTurn, close: int) -> bool:
+        """Return whether the turn ends as the template would end it. A different stop token also ends it, but does not start a message."""
+        final = int(last.sampled[-1]) if len(last.sampled) else -1
+        return final == close or (final in self.stop_ids and not {final, close} & self._openers)
+
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
-    ) -> tuple[int, str] | None:
-        """Return the closing token of an assistant turn, and the text that the template writes after it for `new`."""
-        if len(new) > _MAX_FORM_MESSAGES:
-            return self._render_after(last.message, last.system, new, tools, kwargs)
+    ) -> tuple[int, str] | str | None:
+        """Return the closing token of an assistant turn, and the text that the template writes after it for `new`.
+
+        Return a text that says why not if the transition has no bridge.
+        """
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
         arguments = _encode_sorted(kwargs) if kwargs else ""
-        shape = len(last.message.tool_calls), speakers, bool(tools), arguments, last.system
+        calls = last.message.tool_calls
+        shape = len(calls), bool(calls and last.message.content), speakers, bool(tools), arguments, last.system
         form = self._forms.get(shape, _NOT_SEARCHED)
         if form is _NOT_SEARCHED:
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.pop(next(iter(self._forms)))
-            form = self._forms[shape] = self._find_form(last, new, tools, kwargs)
+            form = self._find_refusal(last, new, tools, kwargs, (*shape[:-1], bool(last.system))) or None
+            if form is None and len(new) <= _MAX_FORM_MESSAGES:
+                form = self._find_form(last, new, tools, kwargs)
+            self._forms[shape] = form
         if form is None:
             return self._render_after(last.message, last.system, new, tools, kwargs)
+        if isinstance(form, str):
+            return form
         return form.close, form.fill([m.content for m in new])
+
+    def _find_refusal(
+        self,
+        last: LastTurn,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        kwargs: dict[str, Json],
+        shape: tuple[*_Shape, bool],
+    ) -> str:
+        """Return why transitions of this shape have no bridge, or "" if they have one."""
+        if shape not in self._refusals:
+            if len(self._refusals) >= _MAX_FORMS:
+                self._refusals.pop(next(iter(self._refusals)))
+            transition = Transition.of(last.message, new, cut=False)
+            why = self.uncertified.get(transition) or self._compare_in_histories(last, new, tools, kwargs)
+            self._refusals[shape] = why and f"{transition.describe()}: {why}"
+        return self._refusals[shape]
+
+    def _compare_in_histories(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> str:
+        """Compare the bridge with renders of whole conversations of different lengths. Return the first difference."""
+        system = "You are a careful engineer." if last.system else ""
+        plain = [msgspec.structs.replace(m, content=f"turngateTEXT{n}END") for n, m in enumerate(new)]
+        bridge = self._render_after(last.message, system, plain, tools, kwargs)
+        if bridge is None:
+            return ""  # rendering these messages may fail only with these texts
+        close = self._closing_texts[bridge[0]]
+
+        def render(messages: Sequence[Message], generate: bool) -> str:
+            shown = tools[:1] if self.template.traits.native_tools else ()
+            return self.text(messages, shown, kwargs, generate=generate)
+
+        closes = tuple(self._closing_texts.values())
+        for history in _HISTORIES if tools else _HISTORIES[:2]:
+            head = [Message("system", system), *history] if system else history
+            try:
+                found = find_difference(render, closes, [*head, last.message, *plain], close + bridge[1])
+            except BadRequest:
+                continue  # the template accepts this turn only in other places
+            if found is not None:
+                return found.describe()
+        return ""
 
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
@@ -278,7 +365,7 @@ class TemplateRenderer:
         if re.findall(r"turngateHOLE\d+END", found[1]) != holes:
             return None
         form = BridgeForm(found[0], tuple(parts))
-        for name, text in enumerate((*_TRICKY_TEXTS, *self._stop_texts, *list(self.tokenizer.added)[:8])):
+        for name, text in enumerate((*_TRICKY_TEXTS, *self._closing_texts.values(), *list(self.tokenizer.added)[:8])):
             contents = [text] * len(new)
             other = _rename_calls(last.message, f"t{name}")
             if self._render_after(other, last.system, _replace_contents(new, contents, f"t{name}"), tools, kwargs) != (
@@ -298,7 +385,7 @@ class TemplateRenderer:
     ) -> tuple[int, str] | None:
         """Render the new messages after a stand-in for the conversation: one question, and an assistant turn of the same shape."""
         # A template may depend on whether there are tools, but not on which ones. Certification checks that.
-        stand_in = [Message("user", "x"), _build_stand_in(message)]
+        stand_in = [Message("user", "x"), build_stand_in(message)]
         if system:
             stand_in.insert(0, Message("system", system))
         try:
@@ -308,44 +395,44 @@ class TemplateRenderer:
         start = text.find(SENTINEL, text.find(system) + len(system) if system else 0)
         if start < 0:
             return None
-        found = [(at, i) for i, stop in enumerate(self._stop_texts) if (at := text.find(stop, start)) >= 0]
+        found = [(at, i) for i, close in self._closing_texts.items() if (at := text.find(close, start)) >= 0]
         if not found:
             return None
         at, which = min(found)
-        after = text[at + len(self._stop_texts[which]) :]
+        after = text[at + len(self._closing_texts[which]) :]
         # Some templates move system messages to the top, where a new message cannot be added later.
         if any(m.role == "system" and m.content.strip() not in after for m in new):
             return None
-        return self.stop_ids[which], after
-
-    def _find_stops(self) -> tuple[int, ...]:
-        stops = dict.fromkeys(_read_generation_stops(self.tokenizer))
-        if self.tokenizer.eos_token_id is not None:
-            stops[self.tokenizer.eos_token_id] = None
-        # The template itself may close a turn with a different token.
-        text = self.text([Message("user", "x"), Message("assistant", SENTINEL), Message("user", "y")], (), {})
-        following = text.partition(SENTINEL)[2].lstrip()
-        for token, token_id in self.tokenizer.added.items():
-            if token and following.startswith(token) and self.tokenizer.is_special(token_id):
-                stops = {token_id: None, **stops}
-        return tuple(stops)
+        return which, after
 
     def _find_syntax(self) -> Syntax:
         if not self.template.traits.native_tools:
             return HERMES
-        call = ToolCall("call00001", "probe_tool", '{"k": "v"}')
+        call = ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "v"}')
         text = self.text([Message("user", "x"), Message("assistant", tool_calls=(call,))], (), {}, generate=False)
         return detect_syntax(text) or HERMES
 
 
-def _build_stand_in(message: Message) -> Message:
-    """Build an assistant turn of the same shape whose end can be found in the rendered text."""
-    if not message.tool_calls:
-        return Message("assistant", SENTINEL)
-    marked = orjson.dumps({"k": SENTINEL}).decode()
-    *others, final = message.tool_calls
-    calls = [*(ToolCall(c.id, c.name, "{}") for c in others), ToolCall(final.id, final.name, marked)]
-    return Message("assistant", tool_calls=tuple(calls))
+def _probe_history(*results: str) -> list[Message]:
+    """Build a conversation up to a turn: a question, then a call and its result for each of the texts."""
+    history = [Message("user", "What does main.py do?")]
+    for n, text in enumerate(results):
+        call = ToolCall(f"{LONG_CALL_ID[:-1]}{n}", "read_file", '{"path": "main.py"}')
+        history += [Message("assistant", tool_calls=(call,)), Message("tool", text, "", (), call.id, "read_file")]
+    return history
+
+
+# Conversations in which bridges are compared with the template. Those with calls come last.
+_HISTORIES = (
+    _probe_history(),
+    [*_probe_history(), Message("assistant", "It prints."), Message("user", "And util.py?")],
+    _probe_history("print('x')", "1"),
+    [*_probe_history("print('x')"), Message("assistant", "It prints."), Message("user", "And util.py?")],
+)
+
+
+def _eos_of(tokenizer: Tokenizer) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _rename_calls(message: Message, name: str) -> Message:

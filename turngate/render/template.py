@@ -1,8 +1,8 @@
-"""Chat templates, rendered as Hugging Face does, and the features that each template supports.
+"""Chat templates, rendered as Hugging Face does.
 
-`Template` compiles and renders. `Traits` records the results of probing a template: whether it declares tools, renders calls and results,
-and accepts arguments as objects or as text. `transformers` is not needed: the environment here is the documented one (sandboxed Jinja,
-`tojson`, `raise_exception`, `strftime_now`), and tests compare it with `transformers`.
+`Template` compiles and renders. Where a template lacks a feature (`traits.py`), the conversation is rewritten first
+(`template_fallbacks.py`). `transformers` is not needed: the environment here is the documented one (sandboxed Jinja, `tojson`,
+`raise_exception`, `strftime_now`), and tests compare it with `transformers`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import msgspec
 import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.template_fallbacks import move_late_system_to_user, move_system_to_user, rewrite_tools_as_hermes
-from turngate.types import Json, Message, Tool, ToolCall
+from turngate.render.template_fallbacks import (
+    join_adjacent_messages,
+    join_users_to_results,
+    move_late_system_to_user,
+    move_system_after_answer_to_user,
+    move_system_to_user,
+    rewrite_tools_as_hermes,
+    shorten_call_ids,
+)
+from turngate.render.traits import Traits, probe_traits
+from turngate.types import Json, Message, Tool
 
-SENTINEL = "turngateSENTINEL"
+# A template is third-party code. It may reject a conversation by raising, or fail on one it does not expect.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -59,16 +68,6 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
     return env
 
 
-class Traits(msgspec.Struct, frozen=True):
-    """The features of one template, found by rendering probes with it."""
-
-    native_tools: bool  # declares tools and renders calls and results; otherwise the Hermes form is used
-    text_arguments: bool  # accepts call arguments as JSON text rather than as objects
-    null_content: bool  # renders calls only if content is null
-    system: bool  # accepts a system message
-    late_system: bool = True  # renders a later system message in its place
-
-
 class Template:
     """One compiled chat template."""
 
@@ -83,120 +82,97 @@ class Template:
             ) from None
         self.source = source
         self._special = special_tokens
-        self.traits = Traits(native_tools=True, text_arguments=False, null_content=False, system=True)
-        self.traits = self._probe()
+        self.traits = probe_traits(self._probe)
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
         """Render the whole conversation as text. With `generate`, append the generation prompt."""
-        if not self.traits.native_tools:
-            messages, tools = rewrite_tools_as_hermes(messages, tools), ()
-        if not self.traits.late_system:
-            messages = move_late_system_to_user(messages)
-        if not self.traits.system:
-            messages = move_system_to_user(messages)
         try:
-            return self._render(messages, tools, generate, kwargs)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # A template is third-party code. It may reject a conversation by raising, or fail on one it does not expect.
+            return self._render(self.traits, messages, tools, generate, kwargs)
+        except _TEMPLATE_ERRORS as error:
             raise BadRequest(
                 f"the model's chat template rejects this conversation: {error}", param="messages"
             ) from error
 
+    def _probe(self, traits: Traits, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+        try:
+            return self._write(
+                traits, shorten_call_ids(messages) if traits.short_call_ids else messages, tools, True, {}
+            )
+        except _TEMPLATE_ERRORS:
+            return None
+
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool, kwargs: dict[str, Json]
+        self,
+        traits: Traits,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        generate: bool,
+        kwargs: dict[str, Json],
+    ) -> str:
+        """Rewrite the conversation for the template, and write it."""
+        if not traits.native_tools:
+            messages, tools = rewrite_tools_as_hermes(messages, tools), ()
+        if not traits.late_system:
+            messages = move_late_system_to_user(messages)
+        elif not traits.system_after_answer:
+            messages = move_system_after_answer_to_user(messages)
+        if not traits.system:
+            messages = move_system_to_user(messages)
+        if not traits.user_after_results:
+            messages = join_users_to_results(messages)
+        if not traits.adjacent_users:
+            messages = join_adjacent_messages(messages)
+        if traits.short_call_ids:
+            messages = shorten_call_ids(messages)
+        return self._write(traits, messages, tools, generate, kwargs)
+
+    def _write(
+        self,
+        traits: Traits,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        generate: bool,
+        kwargs: dict[str, Json],
     ) -> str:
         return self._template.render(
-            messages=[self._wire(message) for message in messages],
+            messages=[_to_wire(message, traits) for message in messages],
             tools=[tool.wire for tool in tools] or None,
             documents=None,
             add_generation_prompt=generate,
             **{**self._special, **kwargs},
         )
 
-    def _wire(self, message: Message) -> dict[str, Json]:
-        """Encode a message as the dictionary that chat templates expect."""
-        wire: dict[str, Json] = {"role": message.role, "content": message.content}
-        if message.name:
-            wire["name"] = message.name
-        if message.reasoning:
-            wire["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            wire["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": self._arguments(c.arguments)},
-                }
-                for c in message.tool_calls
-            ]
-            if self.traits.null_content and not message.content:
-                wire["content"] = None
-        if message.role == "tool":
-            wire["tool_call_id"] = message.tool_call_id
-        return wire
 
-    def _arguments(self, text: str) -> Json:
-        if self.traits.text_arguments:
-            return text
-        try:
-            return orjson.loads(text or "{}")
-        except orjson.JSONDecodeError:
-            return text  # malformed JSON from the model is rendered unchanged
-
-    def _probe(self) -> Traits:
-        system = self._shows(SENTINEL, [Message("system", SENTINEL), Message("user", "x")])
-        late_system = self._shows_late_system()
-        for text_arguments in (False, True):
-            for null_content in (False, True):
-                self.traits = Traits(
-                    native_tools=True,
-                    text_arguments=text_arguments,
-                    null_content=null_content,
-                    system=system,
-                    late_system=late_system,
-                )
-                if self._shows_tools():
-                    return self.traits
-        return Traits(
-            native_tools=False, text_arguments=False, null_content=False, system=system, late_system=late_system
-        )
-
-    def _shows_late_system(self) -> bool:
-        last, late = Message("user", "lastSENTINEL"), Message("system", SENTINEL)
-        try:
-            text = self._render([Message("user", "x"), Message("assistant", "y"), last, late], (), True, {})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
-            return False
-        return text.find(SENTINEL) > text.find(last.content)
-
-    def _shows_tools(self) -> bool:
-        tool = Tool(
-            "probe_tool",
+def _to_wire(message: Message, traits: Traits) -> dict[str, Json]:
+    """Encode a message as the dictionary that chat templates expect."""
+    content: Json = [{"type": "text", "text": message.content}] if traits.content_parts else message.content
+    wire: dict[str, Json] = {"role": message.role, "content": content}
+    if message.name:
+        wire["name"] = message.name
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [
             {
+                "id": c.id,
                 "type": "function",
-                "function": {
-                    "name": "probe_tool",
-                    "description": "d",
-                    "parameters": {"type": "object", "properties": {"k": {"type": "string"}}},
-                },
-            },
-        )
-        user, call = Message("user", "x"), ToolCall("call00001", "probe_tool", '{"k": "' + SENTINEL + '"}')
-        history = [
-            user,
-            Message("assistant", tool_calls=(call,)),
-            Message("tool", "resultSENTINEL", tool_call_id="call00001", name="probe_tool"),
+                "function": {"name": c.name, "arguments": _encode_arguments(c.arguments, traits)},
+            }
+            for c in message.tool_calls
         ]
-        return (
-            self._shows("probe_tool", [user], [tool])
-            and self._shows(SENTINEL, history, [tool])
-            and self._shows("resultSENTINEL", history, [tool])
-        )
+        if traits.null_content and not message.content:
+            wire["content"] = None
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    return wire
 
-    def _shows(self, needle: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
-        try:
-            return needle in self._render(messages, tools, True, {})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
-            return False
+
+def _encode_arguments(text: str, traits: Traits) -> Json:
+    if traits.text_arguments:
+        return text
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return text  # malformed JSON from the model is rendered unchanged

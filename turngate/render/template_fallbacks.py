@@ -1,4 +1,4 @@
-"""Rewrite conversations for chat templates that lack a feature: tools, or system messages.
+"""Rewrite conversations for chat templates that lack a feature: tools, system messages, free order of roles, or free call ids.
 
 Tools are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen and Hermes models are trained on and
 `parse.py` reads.
@@ -7,7 +7,9 @@ Tools are declared in the system prompt. Calls and results are written in the He
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import msgspec
 import orjson
@@ -21,6 +23,9 @@ _TAIL = (
     "\n</tools>\n\nTo call a function, answer with a JSON object that has its name and arguments, within <tool_call></tool_call> tags:\n"
     '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
+
+_SHORT_ID_SIZE = 9
+_SHORT_ID_LETTERS = string.ascii_letters + string.digits
 
 
 def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
@@ -65,6 +70,65 @@ def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
         else:
             out.append(Message("user", message.content))
     return out
+
+
+def move_system_after_answer_to_user(messages: Sequence[Message]) -> list[Message]:
+    """Turn system messages that follow an answer into user messages, for templates that reject them there."""
+    out: list[Message] = []
+    for message in messages:
+        moves = message.role == "system" and bool(out) and out[-1].role == "assistant"
+        out.append(Message("user", message.content) if moves else message)
+    return out
+
+
+def join_adjacent_messages(messages: Sequence[Message]) -> list[Message]:
+    """Join consecutive user messages, and consecutive answers without calls, for templates in which roles must alternate."""
+    out: list[Message] = []
+    for message in messages:
+        joins = bool(out) and out[-1].role == message.role and message.role in ("user", "assistant")
+        if joins and not message.tool_calls and not out[-1].tool_calls:
+            message = _append_text(out.pop(), message.content)
+        out.append(message)
+    return out
+
+
+def join_users_to_results(messages: Sequence[Message]) -> list[Message]:
+    """Append a user message to the tool result before it, for templates that expect an answer after results."""
+    out: list[Message] = []
+    for message in messages:
+        if message.role == "user" and out and out[-1].role == "tool":
+            message = _append_text(out.pop(), message.content)
+        out.append(message)
+    return out
+
+
+def _append_text(message: Message, text: str) -> Message:
+    return msgspec.structs.replace(message, content=f"{message.content}\n\n{text}" if message.content else text)
+
+
+def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Replace call ids by ids of nine letters and digits that are derived from them."""
+    return [
+        msgspec.structs.replace(
+            message,
+            tool_calls=tuple(msgspec.structs.replace(call, id=_shorten(call.id)) for call in message.tool_calls),
+            tool_call_id=_shorten(message.tool_call_id) if message.role == "tool" else message.tool_call_id,
+        )
+        if message.tool_calls or message.role == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _shorten(call_id: str) -> str:
+    if len(call_id) == _SHORT_ID_SIZE and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    digits = []
+    for _ in range(_SHORT_ID_SIZE):
+        number, digit = divmod(number, len(_SHORT_ID_LETTERS))
+        digits.append(_SHORT_ID_LETTERS[digit])
+    return "".join(digits)
 
 
 def _merge_results(messages: Sequence[Message]) -> list[Message]:

@@ -25,7 +25,13 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.normalizers import NFC
 
 from turngate.errors import ConfigError
-from turngate.render.vocabulary import Vocabulary, read_json, read_vocabulary
+from turngate.render.vocabulary import (
+    Vocabulary,
+    add_declared_tokens,
+    read_json,
+    read_special_tokens,
+    read_vocabulary,
+)
 from turngate.types import ID_DTYPE, Ids, Json
 
 _NFC = NFC()
@@ -61,10 +67,11 @@ class Tokenizer:
         """
         self.folder = folder
         self.name_or_path = name or str(folder)
-        self._lazy_backend = _LazyBackend(folder / "tokenizer.json")
-        self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json")
-        self.digest = self.vocabulary.digest
         config = read_json(folder / "tokenizer_config.json", optional=True)
+        self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json", config)
+        self._lazy_backend = _LazyBackend(folder / "tokenizer.json", config if self.vocabulary.declared else None)
+        self.digest = self.vocabulary.digest
+        self.declared = frozenset(read_special_tokens(config))
         self.added = self.vocabulary.added
         self.special_ids = frozenset(self.vocabulary.special)
         self.special_tokens = {
@@ -91,7 +98,9 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        size = int(self._backend.get_vocab_size(with_added_tokens=True))
+        # Declared tokens may leave gaps between the ids.
+        return max(size, *(self.added[token] + 1 for token in self.vocabulary.declared), 0)
 
     @property
     def fast(self) -> bool:
@@ -188,15 +197,17 @@ class _LazyBackend:
     Loading takes half a second and 100 MB. With a cached vocabulary and a fast encoder, it may never be needed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, config: Json | None) -> None:
+        """`config` is the content of tokenizer_config.json if it declares tokens that the file lacks."""
         self._path = path
+        self._config = config
         self._lock = threading.Lock()
         self._backend: Backend | None = None
 
     def get(self) -> Backend:
         with self._lock:
             if self._backend is None:
-                backend = _load_backend(self._path)
+                backend = _load_backend(self._path, self._config)
                 # A prompt may exceed the length limit saved with the tokenizer; the gateway checks the context length itself.
                 backend.no_truncation()
                 backend.no_padding()
@@ -377,9 +388,13 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
     return [*lines, *words, *scripts, *joined, *marks, *planes]
 
 
-def _load_backend(path: Path) -> Backend:
+def _load_backend(path: Path, config: Json | None) -> Backend:
     try:
-        return Backend.from_file(str(path))
+        if config is None:
+            return Backend.from_file(str(path))
+        spec = read_json(path)
+        add_declared_tokens(spec, config)
+        return Backend.from_str(json.dumps(spec))
     except Exception as error:  # the package raises no narrower type
         raise ConfigError(f"tokenizer: {path} is not a valid tokenizer file ({error})", param="tokenizer") from None
 

@@ -1,4 +1,6 @@
-"""Read a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken accepts.
+"""Read a vocabulary: added and special ids, the bytes of each id, and the merges in the form that tiktoken accepts.
+
+`tokenizer.json` defines it. Some folders declare special tokens only in `tokenizer_config.json`; those are added as declared.
 
 Reading the file and reordering its merges takes most of a second, so `certificate_cache.py` caches the result.
 """
@@ -29,19 +31,83 @@ class Vocabulary(msgspec.Struct, frozen=True):
     special: list[int]
     table: list[bytes] | None  # the bytes of each id; None if the vocabulary is not byte-level
     merges: Merges | None
+    declared: list[str] = []  # added tokens that are not in the file, but only declared in tokenizer_config.json
 
 
-def read_vocabulary(path: Path) -> Vocabulary:
+def read_vocabulary(path: Path, config: Json) -> Vocabulary:
+    """Read a vocabulary from `tokenizer.json` and the contents of `tokenizer_config.json`."""
     spec = read_json(path)
     try:
-        return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest())
+        declared = add_declared_tokens(spec, config)
+        return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest(), declared)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"tokenizer: {path} is not a valid tokenizer file ({type(error).__name__}: {error})", param="tokenizer"
         ) from None
 
 
-def _parse_vocabulary(spec: Json, digest: str) -> Vocabulary:
+def add_declared_tokens(spec: Json, config: Json) -> list[str]:
+    """Add the special tokens that only `tokenizer_config.json` declares to the contents of `tokenizer.json`, and return them.
+
+    A token takes the id that is declared for it. There it replaces a placeholder of the vocabulary, if any. A token whose id is used
+    by an ordinary token is left out: `markers.py` refuses a template that needs it.
+    """
+    known = {token["content"] for token in spec.get("added_tokens", [])}
+    vocab = spec["model"]["vocab"]
+    if not isinstance(vocab, dict):
+        return []
+    used: set[str] | None = None
+    names: dict[int, str] = {}
+    out = []
+    for content, token_id, flags in _read_declared_tokens(config, vocab):
+        if content in known or vocab.get(content, token_id) != token_id:
+            continue
+        if content not in vocab:
+            names = names or {number: name for name, number in vocab.items()}
+            used = _find_merged_tokens(spec["model"]) if used is None else used
+            if (placeholder := names.get(token_id)) is not None:
+                if placeholder in used or len(placeholder) == 1:
+                    continue
+                del vocab[placeholder]
+            vocab[content] = token_id
+        spec.setdefault("added_tokens", []).append({**flags, "id": token_id, "content": content})
+        known.add(content)
+        out.append(content)
+    return out
+
+
+def _read_declared_tokens(config: Json, vocab: dict[str, int]) -> list[tuple[str, int, dict[str, bool]]]:
+    """Return the special tokens in `tokenizer_config.json`, with their ids and flags. Those without an id must be in the vocabulary."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    out = []
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        if token.get("special"):
+            own = {name: bool(token.get(name, default)) for name, default in flags.items()}
+            out.append((str(token["content"]), int(token_id), own))
+    return out + [(name, vocab[name], flags) for name in read_special_tokens(config) if name in vocab]
+
+
+def read_special_tokens(config: Json) -> list[str]:
+    """Return the texts of all special tokens that `tokenizer_config.json` names."""
+    entries = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str | dict)]
+    extra = config.get("additional_special_tokens") or []
+    entries += list(extra.values()) if isinstance(extra, dict) else extra
+    decoder = config.get("added_tokens_decoder") or {}
+    entries += [token for token in decoder.values() if token.get("special")]
+    texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in entries)
+    return [text for text in texts if text]
+
+
+def _find_merged_tokens(model: Json) -> set[str]:
+    """Return the tokens that a merge reads or writes."""
+    out: set[str] = set()
+    for merge in model.get("merges", []):
+        left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
+        out |= {left, right, left + right}
+    return out
+
+
+def _parse_vocabulary(spec: Json, digest: str, declared: list[str]) -> Vocabulary:
     tokens = spec.get("added_tokens", [])
     added = {token["content"]: int(token["id"]) for token in tokens}
     table = _byte_table(spec, added)
@@ -51,6 +117,7 @@ def _parse_vocabulary(spec: Json, digest: str) -> Vocabulary:
         special=[int(token["id"]) for token in tokens if token.get("special")],
         table=table,
         merges=_parse_merges(spec) if table is not None else None,
+        declared=declared,
     )
 
 

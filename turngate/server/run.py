@@ -224,9 +224,18 @@ def tune_garbage_collector() -> None:
 def log_renderer(gateway: Gateway) -> None:
     renderer = gateway.renderer
     if renderer is not None and gateway.certificate is not None:
+        certificate = gateway.certificate
         verdict = (
-            "certified"
-            if gateway.certificate.passed
-            else "NOT certified: every turn is rendered from scratch and may fork"
+            "certified" if certificate.passed else "certified in part" if certificate.certified else "NOT certified"
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
+        if not certificate.passed:
+            log.warning(
+                "the chat template is rendered in full, and the trace may fork, at %s; for details, run: turngate certify",
+                certificate.describe_uncertified(),
+            )
+        if certificate.unread:
+            log.warning(
+                "the chat template writes %s in a form that is not known here, so agents get them as text",
+                " and ".join(certificate.unread),
+            )

@@ -152,6 +152,8 @@ class _RenderCheck:
         self._tokenizer = renderer.tokenizer
         self._stops = frozenset(renderer.stop_ids)
         self._close = _reasoning_close(renderer)
+        self._closing_ids = renderer.closing_ids if isinstance(renderer, TemplateRenderer) else renderer.stop_ids
+        self._openers = self._find_openers()
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,10 +183,10 @@ class _RenderCheck:
         due = self._render_following(context, context.parent)
         if due is not None and np.array_equal(context.ids, due):
             return ""
-        # If a template cannot be extended, the gateway renders the whole conversation again and keeps the common prefix.
+        # If a turn cannot be extended, the gateway renders the whole conversation again and keeps the common prefix.
         whole = self._render_whole(context)
         size = len(context.ids)
-        rerendered = self._session.config.thinking == "drop" or due is None or not self._renderer.bridges
+        rerendered = self._session.config.thinking == "drop" or due is None
         if np.array_equal(path_ids(context), whole) or (
             rerendered and np.array_equal(context.ids, whole[len(whole) - size :])
         ):
@@ -205,20 +207,45 @@ class _RenderCheck:
             return None  # the agent wrote assistant messages itself, so the turn was not extended
         ordered = order_results([*before, self._messages.reply(turn), *new])
         at = len(before)
-        text = self._render_text([*ordered[:at], _mark_end(ordered[at]), *ordered[at + 1 :]], context)
-        start = text.rfind(_MARK)
-        ends = [
-            (found, i) for i in self._renderer.stop_ids if (found := text.find(self._tokenizer.decode(i), start)) >= 0
-        ]
-        if start < 0 or not ends:
+        marked = [*ordered[:at], _mark_end(ordered[at])]
+        end = self._find_end(self._render_text([*marked, *ordered[at + 1 :]], context))
+        if end is None:
             return None
-        end, stop = min(ends)
-        after = self._encode(text[end + len(self._tokenizer.decode(stop)) :])
-        if len(turn.ids) and int(turn.ids[-1]) in self._stops:
-            return after
+        # Some tokenizers encode the start of a text in another way than its middle, so start with the closing token.
+        following = self._encode(end)
+        stop, final = int(following[0]), int(turn.ids[-1]) if len(turn.ids) else -1
+        if final == stop or (final in self._stops and not {final, stop} & self._openers):
+            return following[1:]
         # The turn was truncated: its closing tokens were not sampled, so they belong to the context.
         closed = turn.info.reasoning_open and _starts_with(context.ids, self._close)
-        return np.array([*(self._close if closed or self._closes_thinking(turn) else []), stop, *after], np.int32)
+        return np.array([*(self._close if closed or self._closes_thinking(turn) else []), *following], np.int32)
+
+    def _find_end(self, text: str) -> str | None:
+        """Return the text from the token that closes the marked turn on."""
+        start = text.rfind(_MARK)
+        ends = [end for i in self._closing_ids if (end := text.find(self._tokenizer.decode(i), start)) >= 0]
+        return text[min(ends) :] if start >= 0 and ends else None
+
+    def _find_openers(self) -> frozenset[int]:
+        """Return the tokens that close a turn only because the next message starts with them."""
+        if not isinstance(self._renderer, TemplateRenderer):
+            return frozenset()
+        user, call = Message("user", "x"), ToolCall("call_1", "f", "{}")
+        answered = _mark_end(Message("assistant")), _mark_end(Message("assistant", tool_calls=(call,)))
+        openers = set()
+        for turn, new in (
+            (answered[0], user),
+            (answered[0], Message("system", "y")),
+            (answered[1], Message("tool", "z", tool_call_id="call_1", name="f")),
+        ):
+            try:
+                alone = self._find_end(self._renderer.text([user, turn], (), {}, generate=False))
+                followed = self._find_end(self._renderer.text([user, turn, new], (), {}, generate=False))
+            except BadRequest:
+                continue  # no such turn is recorded
+            if alone is None and followed is not None:
+                openers.add(int(self._encode(followed)[0]))
+        return frozenset(openers)
 
     def _closes_thinking(self, turn: StoredTurn) -> bool:
         """Return whether the renderer always closes truncated thinking. Ours does; a hand-written renderer may not."""
