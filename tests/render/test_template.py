@@ -32,6 +32,9 @@ def test_rendering_matches_transformers(name: str, renderers: Any) -> None:
     for case in CASES:
         if case.tools and not native:
             continue  # tools in the system prompt are our own doing
+        late = any(m.role == "system" for m in case.messages[1:])
+        if late and not (renderer.template.traits.late_system and renderer.template.traits.system_after_answer):
+            continue  # so are moved system messages
         messages = [_to_wire(m, renderer.template.traits) for m in case.messages]
         tools = [t.wire for t in case.tools] or None
         expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
@@ -62,7 +65,7 @@ def test_real_templates_are_certified(name: str, renderers: Any) -> None:
 
     certificate = certify(renderers(name))
     assert certificate.passed, [f for f in certificate.findings if f.verdict == "differs"]
-    assert {f.verdict for f in certificate.findings} <= {"same", "thinking", "refused"}
+    assert {f.verdict for f in certificate.findings} <= {"same", "thinking", "turn", "refused"}
 
 
 def folder_with(tmp_path: Path, template: str) -> Path:
@@ -81,9 +84,9 @@ CHATML = (
 def test_template_that_counts_messages_is_not_certified(tmp_path: Path) -> None:
     """Every message is numbered from the end, so that a new one rewrites all before it."""
     counting = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}")
-    renderer, certificate = load_renderer(folder_with(tmp_path, counting))
+    _, certificate = load_renderer(folder_with(tmp_path, counting))
     assert not certificate.passed
-    assert not renderer.bridges
+    assert not certificate.certified
 
 
 def test_template_that_drops_old_messages_is_not_certified(tmp_path: Path) -> None:

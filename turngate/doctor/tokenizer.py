@@ -61,7 +61,8 @@ def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: st
     return warning(
         f"{renderer.tokenizer.folder}: {extent}; turns are rendered in full and may fork the trace at "
         f"{certificate.describe_uncertified()}",
-        "to see the differences token by token, run: turngate certify FOLDER; to support more templates, run: pip install 'turngate[families]'",
+        "to see the differences token by token, run: turngate certify FOLDER; "
+        "to support more templates, run: pip install 'turngate[families]'",
     )
 
 

@@ -213,6 +213,7 @@ def _without_thinking(text: str) -> str:
 def _find_unread(renderer: Renderer) -> Iterator[str]:
     """Return which parts of a reply the template writes in a form that the parser cannot read."""
     calls = (_call(1, "a.py"), _call(2, "b.py"))
+    one_call = isinstance(renderer, TemplateRenderer) and not renderer.template.traits.parallel_calls
     for name, message in (
         ("calls", Message("assistant", tool_calls=calls[:1])),
         ("parallel calls", Message("assistant", tool_calls=calls)),
@@ -223,6 +224,8 @@ def _find_unread(renderer: Renderer) -> Iterator[str]:
             whole = renderer.render([_ASK, message], [_TOOL], {}, generate=False)
         except BadRequest:
             continue  # the template has no such replies
+        if one_call and len(message.tool_calls) > 1:
+            continue
         size = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
         reader = renderer.reader(np.array(prompt[:size], ID_DTYPE), [_TOOL], (), None, False)
         reader.feed(whole[size:])

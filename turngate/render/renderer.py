@@ -288,23 +288,31 @@ class TemplateRenderer:
 
         Return a text that says why not if the transition has no bridge.
         """
-        speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
-        arguments = _encode_sorted(kwargs) if kwargs else ""
-        calls = last.message.tool_calls
-        shape = len(calls), bool(calls and last.message.content), speakers, bool(tools), arguments, last.system
-        form = self._forms.get(shape, _NOT_SEARCHED)
+        if len(new) > _MAX_FORM_MESSAGES:
+            few = _thin_out(new)
+            shape = self._describe_shape(last, few, tools, kwargs)
+            why = self._find_refusal(last, few, tools, kwargs, (*shape, bool(last.system)))
+            return why or self._render_after(last.message, last.system, new, tools, kwargs)
+        key = *self._describe_shape(last, new, tools, kwargs), last.system
+        form = self._forms.get(key, _NOT_SEARCHED)
         if form is _NOT_SEARCHED:
             if len(self._forms) >= _MAX_FORMS:
                 self._forms.pop(next(iter(self._forms)))
-            form = self._find_refusal(last, new, tools, kwargs, (*shape[:-1], bool(last.system))) or None
-            if form is None and len(new) <= _MAX_FORM_MESSAGES:
-                form = self._find_form(last, new, tools, kwargs)
-            self._forms[shape] = form
+            why = self._find_refusal(last, new, tools, kwargs, (*key[:-1], bool(last.system)))
+            form = self._forms[key] = why or self._find_form(last, new, tools, kwargs)
         if form is None:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         if isinstance(form, str):
             return form
         return form.close, form.fill([m.content for m in new])
+
+    def _describe_shape(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> _Shape:
+        calls = last.message.tool_calls
+        speakers = tuple([(m.role, m.name if m.role == "user" else "") for m in new])
+        arguments = _encode_sorted(kwargs) if kwargs else ""
+        return len(calls), bool(calls and last.message.content), speakers, bool(tools), arguments
 
     def _find_refusal(
         self,
@@ -411,6 +419,11 @@ class TemplateRenderer:
         call = ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "v"}')
         text = self.text([Message("user", "x"), Message("assistant", tool_calls=(call,))], (), {}, generate=False)
         return detect_syntax(text) or HERMES
+
+
+def _thin_out(messages: Sequence[Message]) -> list[Message]:
+    """Keep at most two messages of each run with the same role, which is enough to see how a template treats them."""
+    return [m for n, m in enumerate(messages) if n < 2 or not m.role == messages[n - 1].role == messages[n - 2].role]
 
 
 def _probe_history(*results: str) -> list[Message]:

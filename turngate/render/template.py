@@ -118,7 +118,7 @@ class Template:
             messages = move_late_system_to_user(messages)
         elif not traits.system_after_answer:
             messages = move_system_after_answer_to_user(messages)
-        if not traits.system:
+        if not traits.system or (tools and not traits.system_with_results):
             messages = move_system_to_user(messages)
         if not traits.user_after_results:
             messages = join_users_to_results(messages)

@@ -28,8 +28,8 @@ from turngate.errors import ConfigError
 from turngate.render.vocabulary import (
     Vocabulary,
     add_declared_tokens,
+    read_declared_texts,
     read_json,
-    read_special_tokens,
     read_vocabulary,
 )
 from turngate.types import ID_DTYPE, Ids, Json
@@ -69,9 +69,11 @@ class Tokenizer:
         self.name_or_path = name or str(folder)
         config = read_json(folder / "tokenizer_config.json", optional=True)
         self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json", config)
-        self._lazy_backend = _LazyBackend(folder / "tokenizer.json", config if self.vocabulary.declared else None)
+        self._lazy_backend = _LazyBackend(
+            folder / "tokenizer.json", self.vocabulary.added, config if self.vocabulary.declared else None
+        )
         self.digest = self.vocabulary.digest
-        self.declared = frozenset(read_special_tokens(config))
+        self.declared = frozenset(read_declared_texts(config))
         self.added = self.vocabulary.added
         self.special_ids = frozenset(self.vocabulary.special)
         self.special_tokens = {
@@ -197,9 +199,10 @@ class _LazyBackend:
     Loading takes half a second and 100 MB. With a cached vocabulary and a fast encoder, it may never be needed.
     """
 
-    def __init__(self, path: Path, config: Json | None) -> None:
+    def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
         """`config` is the content of tokenizer_config.json if it declares tokens that the file lacks."""
         self._path = path
+        self._added = added
         self._config = config
         self._lock = threading.Lock()
         self._backend: Backend | None = None
@@ -208,6 +211,7 @@ class _LazyBackend:
         with self._lock:
             if self._backend is None:
                 backend = _load_backend(self._path, self._config)
+                _require_same_ids(self._path, backend, self._added)
                 # A prompt may exceed the length limit saved with the tokenizer; the gateway checks the context length itself.
                 backend.no_truncation()
                 backend.no_padding()
@@ -397,6 +401,17 @@ def _load_backend(path: Path, config: Json | None) -> Backend:
         return Backend.from_str(json.dumps(spec))
     except Exception as error:  # the package raises no narrower type
         raise ConfigError(f"tokenizer: {path} is not a valid tokenizer file ({error})", param="tokenizer") from None
+
+
+def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> None:
+    """Raise `ConfigError` if the encoder uses other ids for added tokens than the file declares. It assigns ids itself."""
+    for token, declared in added.items():
+        if (used := backend.token_to_id(token)) != declared:
+            raise ConfigError(
+                f"tokenizer: {path} declares the id {declared} for {token!r}, but its vocabulary leads to {used}; "
+                "correct the ids in added_tokens (or added_tokens_decoder in tokenizer_config.json)",
+                param="tokenizer",
+            )
 
 
 def _token_text(value: Json) -> str | None:

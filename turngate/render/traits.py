@@ -42,6 +42,7 @@ class Traits(msgspec.Struct, frozen=True):
     parallel_calls: bool = True  # renders several calls in one turn
     adjacent_users: bool = True  # renders several user messages in a row
     user_after_results: bool = True  # renders a user message after tool results
+    system_with_results: bool = True  # still renders the system prompt once there are tool results
 
 
 # Renders messages and tools with the given traits. Returns None if the template rejects the conversation.
@@ -93,8 +94,11 @@ def _probe_calls(render: ProbeRender, native: Traits) -> Traits:
     user = Message("user", "x")
     parallel = [user, _call(2), _result(1, "firstSENTINEL"), _result(2, "lastSENTINEL")]
     followed = [user, _call(1), _result(1, "firstSENTINEL"), Message("user", "lastSENTINEL")]
+    instructed = [Message("system", "systemSENTINEL"), *followed[:-1]]
     return msgspec.structs.replace(
         native,
+        system_with_results=not native.system
+        or _shows(render, native, instructed, "systemSENTINEL", tools=[PROBE_TOOL]),
         parallel_calls=_shows(render, native, parallel, "firstSENTINEL", "lastSENTINEL", tools=[PROBE_TOOL])
         and _shows(render, native, parallel, f"{SENTINEL}1", f"{SENTINEL}2", tools=[PROBE_TOOL]),
         user_after_results=_shows(render, native, followed, "firstSENTINEL", "lastSENTINEL", tools=[PROBE_TOOL]),

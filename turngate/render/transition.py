@@ -92,14 +92,17 @@ def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequenc
     whole = _split(text(marked, True), marks, stops)
     if whole is None:
         return _UNCLEAR_TURNS
+    latest = _split(text(marked[: turns[-1]], True), marks[:-1], stops)
     for k, n in enumerate(turns):
         prompt = _split(text(marked[:n], True), marks[:k], stops)
         closed = _split(text(marked[:n], False), marks[:k], stops)
-        if prompt is None or closed is None:
+        if prompt is None or closed is None or latest is None:
             return _UNCLEAR_TURNS
         # The generation prompt may differ from what the template writes before a past turn: it belongs to the turn.
         context = prompt[-1][: _common_size(prompt[-1], closed[-1])]
-        if not whole[k].startswith(context):
+        # An earlier transition may have changed this text already. Then that one is not certified, and this one must leave the text alone.
+        was_changed = not latest[k].startswith(context)
+        if not whole[k].startswith(context) and not (was_changed and whole[k] == latest[k]):
             return BridgeDifference(f"before turn {k + 1}", context, whole[k])
     return whole[-1]
 

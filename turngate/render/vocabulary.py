@@ -47,7 +47,7 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
 
 
 def add_declared_tokens(spec: Json, config: Json) -> list[str]:
-    """Add the special tokens that only `tokenizer_config.json` declares to the contents of `tokenizer.json`, and return them.
+    """Add the tokens that only `tokenizer_config.json` declares to the contents of `tokenizer.json`, and return them.
 
     A token takes the id that is declared for it. There it replaces a placeholder of the vocabulary, if any. A token whose id is used
     by an ordinary token is left out: `markers.py` refuses a template that needs it.
@@ -73,27 +73,29 @@ def add_declared_tokens(spec: Json, config: Json) -> list[str]:
         spec.setdefault("added_tokens", []).append({**flags, "id": token_id, "content": content})
         known.add(content)
         out.append(content)
+    # An encoder numbers added tokens by the size of the vocabulary, unless they are part of it.
+    for token in spec["added_tokens"] if out else ():
+        vocab.setdefault(token["content"], token["id"])
     return out
 
 
 def _read_declared_tokens(config: Json, vocab: dict[str, int]) -> list[tuple[str, int, dict[str, bool]]]:
-    """Return the special tokens in `tokenizer_config.json`, with their ids and flags. Those without an id must be in the vocabulary."""
+    """Return the tokens in `tokenizer_config.json`, with their ids and flags. Those without an id must be in the vocabulary."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     out = []
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
-        if token.get("special"):
-            own = {name: bool(token.get(name, default)) for name, default in flags.items()}
-            out.append((str(token["content"]), int(token_id), own))
-    return out + [(name, vocab[name], flags) for name in read_special_tokens(config) if name in vocab]
+        own = {name: bool(token.get(name, default)) for name, default in flags.items()}
+        out.append((str(token["content"]), int(token_id), own))
+    return out + [(name, vocab[name], flags) for name in read_declared_texts(config) if name in vocab]
 
 
-def read_special_tokens(config: Json) -> list[str]:
-    """Return the texts of all special tokens that `tokenizer_config.json` names."""
+def read_declared_texts(config: Json) -> list[str]:
+    """Return the texts of all tokens that `tokenizer_config.json` declares."""
     entries = [value for key, value in config.items() if key.endswith("_token") and isinstance(value, str | dict)]
     extra = config.get("additional_special_tokens") or []
     entries += list(extra.values()) if isinstance(extra, dict) else extra
     decoder = config.get("added_tokens_decoder") or {}
-    entries += [token for token in decoder.values() if token.get("special")]
+    entries += list(decoder.values())
     texts = (entry.get("content") if isinstance(entry, dict) else entry for entry in entries)
     return [text for text in texts if text]
 
