@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -199,6 +199,18 @@ async def test_alternatives_are_the_likeliest_tokens(stream: bool) -> None:
     assert server.last_body["logprobs"] == 2 and list(chunk.ids) == [7, 2]
     assert chunk.alternatives == [{5: -0.5, 6: -1.5}, {}]
     assert list(chunk.alternatives[0]) == [5, 6]  # likeliest first
+
+
+async def test_alternatives_with_an_echoed_prompt_are_named_by_id() -> None:
+    """Without the second option, vLLM names alternatives by their text, which does not identify a token."""
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
+    async with serving(server), engine_of(server) as engine:
+        for top in (0, 2):
+            with suppress(EngineError):  # this answer names no ids
+                await whole_of(engine, top_logprobs=top, echo_prompt=True, stream=False)
+    plain, both = map(json.loads, server.bodies)
+    assert plain["return_token_ids"] and "return_tokens_as_token_ids" not in plain
+    assert both["return_token_ids"] and both["return_tokens_as_token_ids"]
 
 
 async def test_alternatives_of_the_generate_api() -> None:

@@ -429,12 +429,12 @@ def _prompt(event: _Event) -> list[int] | None:
 
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
     """Return the name of the prompt field, and all other fields."""
-    return "prompt", {
-        # `return_token_ids` would also return the whole prompt, which is 300 KB in a long rollout.
-        # `return_tokens_as_token_ids` returns only the sampled ids.
-        **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
-        **_sampling(request),
-    }
+    fields = _sampling(request)
+    if request.echo_prompt:
+        fields["return_token_ids"] = True  # also returns the whole prompt, which is 300 KB in a long rollout
+    if not request.echo_prompt or request.top_logprobs:
+        fields["return_tokens_as_token_ids"] = True  # returns sampled ids and alternatives
+    return "prompt", fields
 
 
 def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
