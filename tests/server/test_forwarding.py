@@ -6,6 +6,7 @@ They share a data folder and talk over private sockets, as real workers do. Test
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import socket
@@ -271,6 +272,17 @@ async def test_every_verb_works_from_every_worker() -> None:
             assert (await c[owner].admin.get(f"/admin/sessions/{session.id}")).status_code == 404
         listed = [(await worker.admin.get("/admin/sessions")).json() for worker in c.workers]
         assert listed[0] == listed[1]
+
+
+async def test_compressed_bodies_are_forwarded() -> None:
+    body = gzip.compress(json.dumps({"model": "m", "messages": HI}).encode())
+    async with crew() as c:
+        session = await c.open_at(1)
+        for worker in c.workers:
+            reply = await worker.http(session.key).post(
+                "/v1/chat/completions", content=body, headers={"content-encoding": "gzip"}
+            )
+            assert reply.status_code == 200, reply.text
 
 
 async def test_forwarded_errors_use_caller_dialect() -> None:
