@@ -6,7 +6,8 @@
 
 1. The conversation. `*`: with tools. In parentheses: signals, such as `(side)`, `(thread=b parent=a)`.
 2. The messages. A first message without a prefix is the system prompt, the others are from the user, unless they have one of the
-   prefixes `user:`, `assistant:` and `tool:`. `+` stands for the last request of this conversation and its answer.
+   prefixes `user:`, `assistant:` and `tool:`. `again: NAME` repeats the last answer of a conversation, with its tool calls. `+` stands
+   for the last request of this conversation and its answer.
 3. The answer. `{bash} TEXT` is a call of that tool with the text as its argument.
 4. The expected role.
 5. The expected cause of the fork, if the case states it.
@@ -78,6 +79,8 @@ class _Reader:
                     messages.append(user(rest))
                 case "assistant":
                     messages.append(assistant(rest))
+                case "again":
+                    messages.append(self._history[rest][-1])
                 case "tool":
                     messages.append(result(messages[-1]["tool_calls"][0]["id"], rest))
                 case _:

@@ -239,6 +239,16 @@ SUMMARIES = {
         after | + Next. | The fifth is fixed. … | main
         after | + Summarize the conversation. | Up to now five files were fixed. … | summary
         last  | You code. / Summary: {{after}} | The sixth is fixed. … | main | compaction""",
+    "a summary as the assistant's first message": f"""{_LONG_WORK}
+        sum    | You summarize. / Fix all. a - b b - c | So far a.py and b.py were read. … | summary | side
+        after* | You code. / What did we do so far? / assistant: {{sum}} / Go on. | {{bash}} cat d.py | main | compaction""",
+    "a summary as the assistant's first message, by a rule": f"""{_LONG_WORK}
+        sum(summary) | You summarize. / Fix all. | So far a.py and b.py were read. … | summary | side
+        after*       | You code. / So far? / assistant: {{sum}} / Go on. | {{bash}} cat d.py | main | compaction""",
+    "the fixed context inserted again after a summary": f"""{_LONG_WORK}
+        main*(summary) | + tool: c - d / Summarize. | So far. … | summary | side
+        after*         | You code. / Summary: {{main}} | {{bash}} cat the last file | main | compaction
+        fixed*         | You code. / It is Monday. / {{main}} / again: after / tool: Command: {{after}} | Done. | main | compaction""",
     "shortened without a summary by the model": f"""{_LONG_WORK}
         after* | You code. / So far: a.py and b.py were read. | {{bash}} cat d.py | main | compaction""",
     "the question kept, the rest summarized": f"""{_LONG_TALK}

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from math import inf
 
 from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages
+from turngate.trace.quotes import has_same_start
 from turngate.trace.tree import Cause, Context, Location, Sampled, Trace
 from turngate.types import CallSignals
 
@@ -113,8 +114,8 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
     repeated = _find_repeated_answers(trace, request)
     if (cause := _revision_cause(trace, request, has_tools, bool(repeated))) is not None:
         return cause
-    same = [root for root in trace.roots if _has_same_start(root, request)]
-    if any(turn.root not in same for turn in repeated):
+    same = [root for root in trace.roots if has_same_start(root, request)]
+    if repeated and not same:
         return "handoff"
     if not has_tools and any(root.info.has_tools for root in trace.roots):
         return "side"
@@ -170,14 +171,13 @@ def find_summary(quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | Non
 
 
 def _find_repeated_answers(trace: Trace, request: RequestMessages) -> list[Sampled]:
-    """Return the recorded turns that a request repeats as messages."""
+    """Return the recorded turns of conversations, not of titles and summaries, that a request repeats as messages."""
     answers = {request.meaning(index) for index in range(len(request)) if request.assistant(index) is not None}
-    return [turn for turn in trace.turns() if turn.info.meaning in answers] if answers else []
-
-
-def _has_same_start(root: Context, request: RequestMessages) -> bool:
-    """Return whether a conversation has the request's tools and its first message, which is usually the system prompt."""
-    return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
+    return [
+        turn
+        for turn in (trace.turns() if answers else ())
+        if turn.info.meaning in answers and not turn.parent.info.signals.is_aside
+    ]
 
 
 def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:

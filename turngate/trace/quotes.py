@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from turngate.trace.message_equality import RequestMessages
-from turngate.trace.tree import Sampled, SampledInfo, Trace
+from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages
+from turngate.trace.tree import Context, Sampled, SampledInfo, Trace
 from turngate.types import Message
 
 _MIN_SIZE = 12  # characters of an excerpt; shorter ones may be repeated by chance
@@ -39,16 +39,27 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
     """Return the ids of the turns that the messages from `start` quote, oldest first.
 
-    A new conversation may quote any turn. A continued one is searched for turns of other conversations since its last turn, `parent`.
+    A new conversation may quote any turn, in what the user or the system says: a tool's result may repeat the call before it. A continued
+    conversation is searched for turns of other conversations since its last turn, `parent`. An answer of another conversation may also be
+    an assistant message.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:
         return ()
-    text = "\n".join(message.content for message in request.messages_from(start) if message.role != "assistant")
-    # In a continued conversation, the answer of another one may also be a message of its own.
-    own = range(start, len(request)) if parent is not None else ()
-    answers = {request.meaning(index) for index in own if request.assistant(index) is not None}
-    return tuple(turn.id for turn in reversed(candidates) if turn.info.meaning in answers or is_quoted(turn.info, text))
+    speakers = ("system", "user") if parent is None else ("system", "user", "tool")
+    text = "\n".join(message.content for message in request.messages_from(start) if message.role in speakers)
+    answers = {request.meaning(index) for index in range(start, len(request)) if request.assistant(index) is not None}
+    return tuple(
+        turn.id
+        for turn in reversed(candidates)
+        if is_quoted(turn.info, text)
+        or (turn.info.meaning in answers and (parent is not None or not has_same_start(turn.root, request)))
+    )
+
+
+def has_same_start(root: Context, request: RequestMessages) -> bool:
+    """Return whether a conversation has the request's tools and its first message, which is usually the system prompt."""
+    return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
 
 
 def is_quoted(info: SampledInfo, text: str) -> bool:
