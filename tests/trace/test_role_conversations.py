@@ -249,6 +249,14 @@ SUMMARIES = {
         main*(summary) | + tool: c - d / Summarize. | So far. … | summary | side
         after*         | You code. / Summary: {{main}} | {{bash}} cat the last file | main | compaction
         fixed*         | You code. / It is Monday. / {{main}} / again: after / tool: Command: {{after}} | Done. | main | compaction""",
+    "a summary in markup that the agent removes": f"""{_LONG_WORK}
+        main*  | + tool: c - d / Summarize. | <sum><state>So far the files a.py and b.py were read, c.py is next.</state></sum> | summary
+        after* | You code. / <state>So far the files a.py and b.py were read, c.py is next.</state> | {{bash}} ls | main | compaction""",
+    "a summary and the arguments of the last call": """
+        main*  | You code. / Fix all. | {bash} cat the file with the first sum | main
+        main*  | + tool: a - b | {bash} cat the file with the second sum | main
+        main*  | + tool: b - c / Summarize. | So far a.py and b.py were read. … | summary
+        after* | You code. / Last: cat the file with the second sum / {main} | {bash} ls | main | compaction""",
     "shortened without a summary by the model": f"""{_LONG_WORK}
         after* | You code. / So far: a.py and b.py were read. | {{bash}} cat d.py | main | compaction""",
     "the question kept, the rest summarized": f"""{_LONG_TALK}

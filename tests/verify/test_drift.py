@@ -10,12 +10,13 @@ import pytest
 
 from tests.exact.agent import TOOLS, Agent, World
 from tests.exact.test_property import follow
-from tests.exact.test_rows import SYSTEM, say, talk, user
+from tests.exact.test_rows import SYSTEM, role_list, say, talk, user
 from tests.kit import calls
 from tests.render.test_template import CHATML, folder_with
 from tests.verify.kit import verify_all
 from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer, load_renderer
+from turngate.trace.sample import build_samples
 from turngate.verify import ForkReport
 
 
@@ -170,6 +171,32 @@ async def test_subagent_fork(renderers: Any, tmp_path: Path) -> None:
 
     [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert (fork.recorded, fork.cause) == ("subagent", "sub-agent")
+
+
+async def test_agents_without_tools_are_trained_and_exact(renderers: Any, tmp_path: Path) -> None:
+    """A planner, an executor and commit messages, through the whole gateway: roles from the live trace and from the store agree."""
+    plan = "First open the file add.py, then change the minus sign to a plus sign. " * 3
+    commit = {"role": "system", "content": "You write commit messages."}
+
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        agent = world.agent()
+        agent.tools = None
+        agent.messages = [{"role": "system", "content": "You plan."}, user("Fix the bug.")]
+        await talk(agent, f"<think>\nHow do I begin?\n</think>\n\n{plan}")
+        agent.messages = [{"role": "system", "content": "You execute."}, user(f"Do this: {plan}")]
+        await talk(agent, "The sign is changed now.")
+        for n in range(2):
+            main = list(agent.messages)
+            agent.messages = [commit, user(f"diff {n}")]
+            await talk(agent, f"fix: part {n}")
+            agent.messages = main
+            await talk(agent, f"Part {n} is done.")
+        assert role_list(agent) == ["subagent", "main", "side", "main", "side", "main"]
+        rows = build_samples(agent.session.trace)
+        assert [{span.role for span in row.spans} for row in rows] == [{"main"}, {"subagent"}]
+    [found] = verify_all(tmp_path, renderer=renderers("builtin"))
+    assert found.ok, found.wrong
+    assert [fork.cause for fork in found.forks] == ["new conversation"] * 3
 
 
 @pytest.mark.needs("tokenizers")

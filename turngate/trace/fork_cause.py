@@ -131,7 +131,8 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
     if not has_tools:
         # Many agents ask independent questions with one system prompt, so a shorter conversation alone proves nothing.
         return "compaction" if repeated or find_summary(quoted, has_tools=False) is not None else "new"
-    if any(turn.info.arguments and not turn.children for turn in quoted):
+    newest = max(quoted, key=lambda turn: turn.id, default=None)
+    if newest is not None and newest.info.arguments and not newest.children:
         return "subagent"  # its task is in the arguments of a tool call that has no result yet
     return "compaction" if longest > len(request) or _has_answers(request) else "subagent"
 
@@ -167,7 +168,7 @@ def find_summary(quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | Non
     if before is None:
         is_quiet = has_tools and not turn.parent.info.has_tools
         return turn if is_quiet or turn.root.info.quotes or turn.parent.info.signals.is_aside else None
-    return None if before in quoted else turn
+    return None if before in quoted and not before.info.arguments else turn
 
 
 def _find_repeated_answers(trace: Trace, request: RequestMessages) -> list[Sampled]:

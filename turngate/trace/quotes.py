@@ -15,6 +15,7 @@ from turngate.trace.tree import Context, Sampled, SampledInfo, Trace
 from turngate.types import Message
 
 _MIN_SIZE = 12  # characters of an excerpt; shorter ones may be repeated by chance
+_MIN_ARGUMENT = 24  # characters of an excerpt of arguments: a task for a sub-agent is longer than most of them
 _MAX_SIZE = 48
 _MAX_EXCERPTS = 3
 _MAX_TEXT = 4000  # characters at the end of a turn from which excerpts are taken
@@ -30,10 +31,9 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
     """Return excerpts of a turn: of its tool calls, one each, or else of its longest lines."""
     if message.tool_calls:
         calls = message.tool_calls[:_MAX_EXCERPTS]
-        return tuple(
-            piece for call in calls for piece in _longest(_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]), 1)
-        )
-    return _longest(message.content[-_MAX_TEXT:].splitlines(), _MAX_EXCERPTS)
+        split = (_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]) for call in calls)
+        return tuple(piece for pieces in split for piece in _longest(pieces, 1, _MIN_ARGUMENT))
+    return _longest(message.content[-_MAX_TEXT:].splitlines(), _MAX_EXCERPTS, _MIN_SIZE)
 
 
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
@@ -81,7 +81,8 @@ def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
     return candidates
 
 
-def _longest(pieces: Sequence[str], count: int) -> tuple[str, ...]:
-    trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= _MIN_SIZE)
-    found = sorted((piece for piece in trimmed if len(piece) >= _MIN_SIZE), key=len, reverse=True)
-    return tuple(piece[:_MAX_SIZE] for piece in found[:count])
+def _longest(pieces: Sequence[str], count: int, least: int) -> tuple[str, ...]:
+    """Return the middle of the longest pieces: their ends may be markup that a quotation does not keep."""
+    trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= least)
+    found = sorted((piece for piece in trimmed if len(piece) >= least), key=len, reverse=True)[:count]
+    return tuple(piece[(start := max(0, len(piece) - _MAX_SIZE) // 2) : start + _MAX_SIZE] for piece in found)

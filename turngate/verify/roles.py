@@ -140,7 +140,7 @@ class _Roots:
                     or (offers_tools(root, self._messages) and not offers_tools(newest.parent, self._messages))
                 )
             else:
-                is_summary = before not in quoted
+                is_summary = before not in quoted or bool(self._reply(before).tool_calls)
             if is_summary and ends_branch and not self._reply(newest).tool_calls and newest.root is not root:
                 found.add(newest.id)
         return found
