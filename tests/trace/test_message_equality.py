@@ -26,6 +26,7 @@ def parts(*texts: str) -> list[Wire]:
     return [{"type": "text", "text": text} for text in texts]
 
 
+LITELLM_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
 EQUAL: list[tuple[str, Wire, Wire]] = [
     ("null and empty", assistant(None), assistant("")),
     ("a string and a part", user("Fix it."), user(parts("Fix it."))),
@@ -43,10 +44,14 @@ EQUAL: list[tuple[str, Wire, Wire]] = [
     ("1.0 and 1 in arguments", call('{"a": 1.0, "b": [2e0]}'), call('{"a": 1, "b": [2]}')),
     ("no arguments", call(""), call("{}")),
     ("arguments that are no JSON, trimmed", call("ls -l "), call("ls -l")),
+    ("LiteLLM's text for an empty answer", call("{}"), assistant(LITELLM_TEXT, ("call_1", "run", "{}"))),
+    ("Claude Code's text for an empty answer", assistant(""), assistant("(no content)")),
     ("a renamed call", call("{}"), call("{}", call_id="toolu_99")),
 ]
 DIFFERENT: list[tuple[str, Wire, Wire]] = [
     ("other words", user("Fix it."), user("Fix that.")),
+    ("an empty question and the text for an empty answer", user(""), user(LITELLM_TEXT)),
+    ("more than the text for an empty answer", assistant(""), assistant(f"{LITELLM_TEXT} Done.")),
     ("another role", user("Fix it."), system("Fix it.")),
     ("the indentation of a question", user("  x = 1"), user("x = 1")),
     ("the indentation of a result", result("call_1", "  x"), result("call_1", "x")),

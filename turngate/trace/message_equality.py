@@ -1,8 +1,8 @@
 """Compare messages by meaning, not by bytes.
 
-Agents rewrite their history: they change the whitespace or key order of arguments, replace "" with `null`, trim text, turn strings into
-parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages of one request and
-computes digests of their meaning, only as far as needed.
+Agents rewrite their history: they change the whitespace or key order of arguments, replace "" with `null` or a standard text, trim text,
+turn strings into parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages of
+one request and computes digests of their meaning, only as far as needed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import orjson
 from turngate.types import History, Json, Message
 
 DIGEST_SIZE = 16
+# Texts that stand for an answer without text, because some providers reject empty ones: LiteLLM's and Claude Code's.
+_EMPTY_TEXTS = ("[System: Empty message content sanitised to satisfy protocol]", "(no content)")
 _FRACTION = re.compile(r"[0-9][.eE]")  # matches every JSON text with a number that is not written as an integer
 
 
@@ -120,6 +122,7 @@ def tools_digest(wire: Json) -> bytes:
 def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
     if message.role == "assistant":
         text = _escape_surrogates(message.content.strip())
+        text = "" if text in _EMPTY_TEXTS else text
         return ["assistant", text, [[call.name, normalize_arguments(call.arguments)] for call in message.tool_calls]]
     # Leading whitespace may be indentation, so only the end is trimmed.
     text = _escape_surrogates(message.content.rstrip())

@@ -28,6 +28,10 @@ from turngate.verify.store_reader import (
 )
 
 Change = Literal["", "thinking", "spelling", "whitespace", "ids", "words"]
+_STANDARD_TEXTS = {
+    "[System: Empty message content sanitised to satisfy protocol]",
+    "(no content)",
+}  # LiteLLM, Claude Code
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _message = msgspec.json.Decoder(Message)
 _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
@@ -180,11 +184,17 @@ def same_meaning(was: Message, now: Message) -> bool:
     """Return whether two messages mean the same. Trimmed ends, JSON formatting, missing thinking and call ids are ignored."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
-    trimmed = str.strip if was.role == "assistant" else str.rstrip
+    trimmed = _answer_text if was.role == "assistant" else str.rstrip
     return trimmed(was.content) == trimmed(now.content) and all(
         a.name == b.name and _same_json(a.arguments, b.arguments)
         for a, b in zip(was.tool_calls, now.tool_calls, strict=True)
     )
+
+
+def _answer_text(content: str) -> str:
+    """Return the text of an answer. Some agents send a standard text in place of an empty one."""
+    text = content.strip()
+    return "" if text in _STANDARD_TEXTS else text
 
 
 def classify_change(was: Message, now: Message) -> Change:
