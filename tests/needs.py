@@ -49,7 +49,10 @@ def _missing_agent(name: str) -> str | None:
 # Each check returns why the part is missing and how to install it, or None. Tests of the first parts run first.
 AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
 HEAVY: dict[str, Callable[[], str | None]] = {
-    **{name: partial(parts.missing, name) for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3")},
+    **{
+        name: partial(parts.missing, name)
+        for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3", "clients", "js-clients")
+    },
     "docker": base_image.missing_docker,
     "chromium": base_image.missing_chromium,
     "swe-tasks": swe_tasks.missing,

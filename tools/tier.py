@@ -58,6 +58,7 @@ LIGHT_PARTS = [
 ALL_PARTS = [
     *LIGHT_PARTS,
     [PYTHON, "tools/parts.py", "templates", "vllm", "smollm2", "tiny-qwen3", "trl", "verifiers"],
+    [PYTHON, "tools/parts.py", "clients", "js-clients"],
     [TURNGATE, "agents", "install", *AGENTS],
     [PYTHON, "tools/base_image.py", "docker", "bubblewrap", "chromium"],
     [PYTHON, "tools/swe_tasks.py", "--out", ".venv/swe.jsonl"],
