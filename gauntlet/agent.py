@@ -23,7 +23,7 @@ from gauntlet.clients.base import (
     ReplyError,
     extra_tool,
 )
-from gauntlet.sampler import MODEL, Behaviour
+from gauntlet.sampler import MODEL, UNSERVED_MODEL, Behaviour
 from gauntlet.scenario import (
     Answer,
     Call,
@@ -56,6 +56,7 @@ class AgentRun:
         default_factory=list
     )  # cue and seconds of each answer that the agent used
     errors_right: int = 0  # faults reported in a way the agent can act on, or hidden from it by a retry
+    refused: int = 0  # calls for a model that is not served, which the gateway refused
     error: str = ""  # why the agent could not continue
 
 
@@ -155,12 +156,15 @@ class Agent:
             began = time.perf_counter()
             try:
                 async with asyncio.timeout(call.hang_up_s if call.hang_up_s and attempt == 0 else None):
-                    message = await self._request(line, attempt)
+                    message = await self._request(line, attempt, UNSERVED_MODEL if call.unserved else MODEL)
             except TimeoutError:
                 if call.gives_up:
                     return
                 continue
             except ReplyError as broken:
+                if call.unserved and 400 <= broken.status < 500:
+                    self.played.refused += 1
+                    return
                 if isinstance(planned, Fault):
                     self.played.errors_right += not broken.status or broken.status in planned.expected_statuses
                 elif attempt == _ATTEMPTS - 1 or (400 <= broken.status < 500 and broken.status != 429):
@@ -178,8 +182,10 @@ class Agent:
             return
         raise AgentGaveUp(f"{cue}: no answer after {_ATTEMPTS} attempts")
 
-    async def _request(self, line: Conversation, attempt: int) -> Message:
-        request = self._client.build_request(line, model=MODEL, key=self._key, stream=self._stream)
+    async def _request(self, line: Conversation, attempt: int, model: str) -> Message:
+        request = self._client.build_request(
+            line, model=model, key=self._key, stream=self._stream, temperature=self._scenario.temperature
+        )
         headers = {**request.headers, "x-stainless-retry-count": str(attempt)}
         body = orjson.dumps(request.body)
         headers["content-type"] = "application/json"

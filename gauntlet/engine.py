@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 
 from gauntlet import native_apis
 from gauntlet.replies import ChatReply, CompletionReply, GenerateReply, Reply, SglangReply
-from gauntlet.sampler import MODEL, ConnectionDropped, Engine, RequestRefused
+from gauntlet.sampler import MODEL, UNSERVED_MODEL, ConnectionDropped, Engine, RequestRefused
 from gauntlet.tokens import Json, Model, model_folder
 
 MAX_MODEL_LEN = 262_144
@@ -29,6 +29,7 @@ _OVERFLOW = (
 )
 _FAULTS: dict[int, tuple[str, str]] = {
     400: ("BadRequestError", _OVERFLOW),
+    404: ("NotFoundError", f"The model `{UNSERVED_MODEL}` does not exist."),
     429: ("RateLimitError", "Too many requests"),
     500: ("InternalServerError", "EngineCore encountered an issue"),
     503: ("ServiceUnavailableError", "The server is overloaded"),
@@ -101,8 +102,11 @@ class Api:
     async def _answer(
         self, request: web.Request, body: Json, prompt: list[int], max_tokens: int | None, kind: type[Reply]
     ) -> web.StreamResponse:
+        if body.get("model") == UNSERVED_MODEL:
+            return _error_response(404)
+        temperature = (body.get("sampling_params") or body).get("temperature")
         try:
-            sample = self._engine.start_generation(prompt, max_tokens)
+            sample = self._engine.start_generation(prompt, max_tokens, 1.0 if temperature is None else temperature)
         except RequestRefused as refusal:
             return _error_response(refusal.status)
         except ConnectionDropped:

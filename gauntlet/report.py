@@ -22,7 +22,9 @@ MARKS = (
     "trained twice",
     "side calls trained",
     "lost answers trained",
+    "greedy answers trained",
     "errors told",
+    "refusals told",
     "fork causes right",
 )
 
@@ -54,7 +56,7 @@ def summary(results: Sequence[Result]) -> str:
         score, costs = result.score, result.costs or Costs()
         row = [result.gateway, ", ".join(result.dialects), f"{score.captured}/{score.turns}"]
         row += (
-            [_share(score.exact, score.trained), str(score.twice + score.side + score.lost)]
+            [_share(score.exact, score.trained), str(score.twice + score.side + score.lost + score.greedy)]
             if result.trains
             else [DASH] * 2
         )
@@ -153,7 +155,9 @@ def _marks(result: Result, score: Score) -> list[str]:
         str(score.twice) if trains else DASH,
         str(score.side) if trains else DASH,
         str(score.lost) if trains else DASH,
+        str(score.greedy) if trains else DASH,
         f"{score.faults_told}/{score.faults}" if score.faults else DASH,
+        f"{score.refused_told}/{score.refused}" if result.reports_refusals and score.refused else DASH,
         f"{score.forks_right}/{score.forks}" if result.names_causes and score.forks else DASH,
     ]
 
@@ -172,10 +176,13 @@ def _cell(result: Result, rollouts: Sequence[Rollout]) -> str:
         text += f", {score.forks_right}/{score.forks} causes"
     if score.faults_told < score.faults:
         text += f", {score.faults_told}/{score.faults} errors"
+    if result.reports_refusals and score.refused_told < score.refused:
+        text += f", {score.refused_told}/{score.refused} refusals"
     for count, what in (
         (score.twice, "twice"),
         (score.side, "side"),
         (score.lost, "lost"),
+        (score.greedy, "greedy"),
         (score.unseen, "unseen"),
         (failed, "failed"),
     ):

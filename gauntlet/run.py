@@ -28,6 +28,7 @@ class Result:
     dialects: tuple[str, ...]
     trains: bool
     names_causes: bool = False
+    reports_refusals: bool = False
     rollouts: list[Rollout] = field(default_factory=list)
     costs: Costs | None = None
     ready_s: float = 0.0
@@ -57,7 +58,7 @@ async def run_scenarios(
     dialects: Sequence[str],
 ) -> Result:
     """Run one gateway through every scenario, in the dialects that it supports."""
-    result = Result(gateway.name, gateway.about, gateway.dialects, gateway.trains, gateway.names_causes)
+    result = Result(gateway.name, gateway.about, gateway.dialects, gateway.trains)
     try:
         async with start_gateway(gateway, http, mock) as trial:
             result.ready_s = trial.ready_s
@@ -101,7 +102,7 @@ async def _run_rollouts(result: Result, trial: Trial, scenarios: Sequence[Scenar
     if done and all(rollout.failed for rollout in done.values()):
         raise CommandFailed(done[0].error)
     result.rollouts = [done[index] for index in sorted(done)]
-    result.names_causes = trial.gateway.names_causes
+    result.names_causes, result.reports_refusals = trial.gateway.names_causes, trial.gateway.reports_refusals
 
 
 async def measure_all_costs(

@@ -17,6 +17,7 @@ from gauntlet import proof
 from gauntlet.tokens import Json, Model
 
 MODEL = "gauntlet"
+UNSERVED_MODEL = "gauntlet-small"  # for agents that ask for a model that the engine does not have
 _CUE = re.compile(r"\[cue ([0-9a-z]+\.[0-9]+)\]")
 _TAIL = 256  # tokens at the end of the prompt that are searched for a cue first
 
@@ -47,6 +48,7 @@ class Generation:
     ids: list[int]
     state: str = "open"  # later: whole, cut, aborted or refused
     unseen: list[str] = field(default_factory=list)
+    temperature: float = 1.0
     seconds: float = 0.0  # the engine's own time, including rendering and parsing
 
 
@@ -99,7 +101,7 @@ class Engine:
 
     # -- generating ---------------------------------------------------------------
 
-    def start_generation(self, prompt: list[int], max_tokens: int | None) -> Sample:
+    def start_generation(self, prompt: list[int], max_tokens: int | None, temperature: float = 1.0) -> Sample:
         """Find the step, log the call, and return what will be sampled. Raise faults that occur before the first token."""
         cue, text = self._find_cue(prompt)
         behaviours = self._steps.get(cue)
@@ -109,7 +111,7 @@ class Engine:
         self._attempts[cue] = attempt + 1
         attempt = min(attempt, len(behaviours) - 1)
         behaviour = behaviours[attempt]
-        generation = Generation(cue, attempt, len(prompt), proof.digest(prompt), [])
+        generation = Generation(cue, attempt, len(prompt), proof.digest(prompt), [], temperature=temperature)
         if behaviour.sees:
             text = self.model.decode(prompt)
             generation.unseen = [expected for expected in behaviour.sees if expected not in text]

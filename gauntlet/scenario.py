@@ -18,6 +18,8 @@ Role = Literal["main", "subagent", "side"]
 Cause = Literal[
     "compaction",  # the history was replaced by a summary
     "sub-agent",  # a helper with its own conversation
+    "hand-off",  # another agent takes over
+    "new conversation",  # one that continues no other
     "side call",  # a title, a summary, a probe
     "retry",  # a call is repeated because its answer was lost
     "branch",  # an answer was discarded, and the conversation continued from before it
@@ -124,12 +126,16 @@ class Call:
     role: Role = "main"
     hang_up_s: float = 0.0  # the agent closes the connection of the first attempt after this time
     gives_up: bool = False  # the agent does not retry
+    unserved: bool = (
+        False  # asks for a model that is not served; a gateway may refuse it, or answer with the model it has
+    )
     causes: tuple[Cause, ...] = ()  # acceptable causes of the fork; several if the wire format cannot distinguish them
     forks: bool = True  # whether the call must fork; if not, it forks only if the gateway kept the lost answer
 
     @property
     def delivered(self) -> bool:
-        return not self.gives_up
+        """Whether the agent must receive an answer."""
+        return not self.gives_up and not self.unserved
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Scenario:
     habits: tuple[Habit, ...] = ()
     drift: tuple[Cause, ...] = ()  # acceptable causes of forks that a better gateway would avoid
     streamed: bool | None = None  # None: both streamed and not streamed
+    temperature: float = 1.0  # that the agent asks for
     dialects: tuple[str, ...] = ()  # empty: all
 
     def calls(self) -> list[Call]:
@@ -158,7 +165,7 @@ class Scenario:
 
     @property
     def turns(self) -> int:
-        """The number of answers that the agent uses."""
+        """The number of answers that the agent must receive."""
         return sum(call.delivered for call in self.calls())
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import tarfile
+from dataclasses import replace
 
 from gauntlet.reply_format import ToolCall
 from gauntlet.scenario import (
     Answer,
     Call,
+    Cause,
     Edit,
     Fault,
     Results,
@@ -62,6 +64,9 @@ _WIDE = Answer(
     text="Let me look at two files.",
     calls=(bash("cat a.py"), ToolCall("read_file", {"path": "b.py", "lines": [1, 20]})),
 )
+_OTHER_AGENT: tuple[Cause, ...] = ("hand-off", "sub-agent", "new conversation")  # without tools, they look the same
+_PLAN = "1. Read part 1. 2. Correct the sign of its result."
+_CHANGE = "-    return total - 1\n+    return total"
 _HUGE = "".join(f"{n:06d} {n * 7919 % 100_003} the quick brown fox jumps over the lazy dog\n" for n in range(5_000))
 
 
@@ -173,6 +178,69 @@ SCENARIOS: tuple[Scenario, ...] = (
         ),
     ),
     Scenario(
+        "reminders",
+        "The agent adds a user message with a reminder after tool results; stock templates then drop earlier thinking.",
+        (
+            _START,
+            ask(_read_file(1)),
+            Results((_listing(1),)),
+            Say("<system-reminder>The task list is empty.</system-reminder>"),
+            ask(replace(_WIDE, sees=("The task list is empty.",))),
+            Results((_listing(2), _listing(3))),
+            Say("<system-reminder>part_1.py was changed by the user.</system-reminder>"),
+            ask(replace(_read_file(4), sees=("part_1.py was changed by the user.",))),
+            Results((_listing(4),)),
+            ask(_DONE),
+        ),
+        drift=("thinking dropped", "template"),
+    ),
+    Scenario(
+        "planner-executor",
+        "A planner, an executor and a reviewer without tools. Each has its own conversation, which starts from the previous answer.",
+        (
+            Start(TASK, line="planner", system="You plan the work of others.", tools=False),
+            ask(Answer(think="Two steps will do.", text=_PLAN), line="planner"),
+            Start(f"Carry out this plan:\n\n{_PLAN}", line="executor", system="You carry out plans.", tools=False),
+            ask(Answer(think="The sign.", text=_CHANGE), line="executor", role="subagent", causes=_OTHER_AGENT),
+            Say("Does it handle an empty list?", line="executor"),
+            ask(Answer(text="Yes: the sum of an empty list is 0."), line="executor", role="subagent"),
+            Start(f"Review this change:\n\n{_CHANGE}", line="reviewer", system="You review changes.", tools=False),
+            ask(Answer(text="The change is right."), line="reviewer", role="subagent", causes=_OTHER_AGENT),
+        ),
+        rows=3,
+    ),
+    Scenario(
+        "hand-off",
+        "An agent with tools hands its conversation over to one without tools, which has its own system prompt.",
+        (
+            *_loop(_read_file(1), Answer(think="I am done.", calls=(ToolCall("delegate", {"to": "writer"}),))),
+            System("You explain changes to users."),
+            Tools(()),
+            ask(
+                Answer(text="The loop was right, but the result was off by one.", sees=("You explain changes",)),
+                role="subagent",
+                causes=("hand-off", "sub-agent", "system prompt changed", "tools changed"),
+            ),
+        ),
+        rows=2,
+    ),
+    Scenario(
+        "greedy",
+        "The agent asks for temperature 0. What the engine chooses at temperature 0 is not a sample of the policy.",
+        _PLAIN,
+        temperature=0.0,
+    ),
+    Scenario(
+        "refused-call",
+        "The agent asks a small model, which is not served, for a commit message, and continues without it.",
+        (
+            *_loop(_read_file(1), _read_file(2)),
+            Start("Write a commit message.", line="commit", system="You write commit messages.", tools=False),
+            Call((Answer(text="Mend the sum"),), "commit", "side", causes=("side call",), forks=False, unserved=True),
+            ask(_DONE),
+        ),
+    ),
+    Scenario(
         "cut-stream",
         "The engine's connection ends in the middle of an answer; the agent retries.",
         (
@@ -240,7 +308,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             System(f"{SYSTEM}\nYou are in plan mode now."),
             ask(
                 Answer(think="A plan, then.", text="First part 1, then part 2.", sees=("You are in plan mode now.",)),
-                causes=("system prompt changed",),
+                causes=("system prompt changed", "hand-off"),  # on the wire, another agent looks the same
             ),
         ),
         rows=2,

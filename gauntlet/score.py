@@ -31,8 +31,11 @@ class Score:
     twice: int = 0  # tokens that are trained more than once
     side: int = 0  # side calls that are trained
     lost: int = 0  # trained answers that the agent never used
+    greedy: int = 0  # trained answers that the engine chose at temperature 0: they are not samples of the policy
     faults: int = 0
     faults_told: int = 0  # faults reported to the agent in a way that it can act on
+    refused: int = 0  # calls that the gateway refused
+    refused_told: int = 0  # refused calls that the record reports
     unseen: int = 0  # calls whose prompt did not contain what the agent sent
     forks: int = 0  # for a gateway that reports causes: calls that fork, or should
     forks_right: int = 0  # forks with the right cause
@@ -52,6 +55,7 @@ class LoggedGeneration:
     digest: int
     ids: tuple[int, ...]
     unseen: bool
+    greedy: bool
 
 
 def sum_scores(scores: Iterable[Score]) -> Score:
@@ -68,21 +72,27 @@ def score_rollout(
     *,
     taken: Mapping[int, int],
     faults_reported: int,
+    refused: int = 0,
     names_causes: bool = False,
 ) -> Score:
-    """Score one rollout. `taken` and `faults_reported` are what the agent experienced."""
+    """Score one rollout. `taken`, `faults_reported` and `refused` are what the agent experienced."""
     truth = _build_truth(scenario, log, taken)
+    turns = scenario.turns + sum(call.unserved and number in taken for number, call in enumerate(scenario.calls()))
     score = Score(
         rollouts=1,
-        finished=int(len(taken) == scenario.turns),
-        turns=scenario.turns,
+        finished=int(len(taken) == turns),
+        turns=turns,
         captured=_count_captured(truth, record),
         best_rows=scenario.rows,
         faults=scenario.faults,
         faults_told=faults_reported,
+        refused=refused,
+        refused_told=min(refused, record.refused),
         unseen=sum(each.unseen for each in truth if each.role != "lost"),
         wanted=sum(len(each.ids) for each in truth if each.role in _TRAINED),
     )
+    if score.refused_told and not record.rows:  # excluding the rollout is a policy, if the record says why
+        score.wanted = score.best_rows = 0
     if record.rows is not None:
         _score_rows(score, truth, record.rows)
     if names_causes:
@@ -119,9 +129,9 @@ def _build_truth(scenario: Scenario, log: Sequence[dict[str, Any]], taken: Mappi
     for place, (number, entry) in enumerate(zip(numbers, log, strict=True)):
         role = calls[number].role if kept.get(number) == place else "lost"
         ids = tuple(entry["ids"])
-        truth.append(
-            LoggedGeneration(number, role, entry["prompt_tokens"], entry["prompt_digest"], ids, bool(entry["unseen"]))
-        )
+        start, digest = entry["prompt_tokens"], entry["prompt_digest"]
+        unseen, greedy = bool(entry["unseen"]), entry["temperature"] == 0
+        truth.append(LoggedGeneration(number, role, start, digest, ids, unseen, greedy))
     return truth
 
 
@@ -138,7 +148,7 @@ def _score_rows(score: Score, truth: Sequence[LoggedGeneration], rows: Sequence[
     for each in truth:
         starts.setdefault((each.start, each.digest), []).append(each)
     seen: set[tuple[int, int]] = set()
-    unwanted: dict[str, set[LoggedGeneration]] = {"side": set(), "lost": set()}
+    unwanted: dict[str, set[LoggedGeneration]] = {"side": set(), "lost": set(), "greedy": set()}
     for row in rows:
         if not any(row.mask):
             continue
@@ -153,9 +163,11 @@ def _score_rows(score: Score, truth: Sequence[LoggedGeneration], rows: Sequence[
                 continue
             if turn.role in unwanted:
                 unwanted[turn.role].add(turn)
+            elif turn.greedy:
+                unwanted["greedy"].add(turn)
             elif exact and not again:
                 score.learned += 1
-    score.side, score.lost = len(unwanted["side"]), len(unwanted["lost"])
+    score.side, score.lost, score.greedy = (len(unwanted[kind]) for kind in ("side", "lost", "greedy"))
 
 
 def _iterate_trained(

@@ -142,6 +142,7 @@ class Trial:
             record,
             taken=played.taken,
             faults_reported=played.errors_right,
+            refused=played.refused,
             names_causes=self.gateway.names_causes,
         )
         return rollout

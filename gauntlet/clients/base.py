@@ -64,7 +64,9 @@ class Client(ABC):
     name: str
 
     @abstractmethod
-    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request: ...
+    def build_request(
+        self, conversation: Conversation, *, model: str, key: str, stream: bool, temperature: float = 1.0
+    ) -> Request: ...
 
     @abstractmethod
     def read_reply(self, reply: Json) -> Message:

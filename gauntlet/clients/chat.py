@@ -22,10 +22,12 @@ _REASONING = ("reasoning_content", "reasoning")
 class ChatClient(Client):
     name = "chat"
 
-    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request:
+    def build_request(
+        self, conversation: Conversation, *, model: str, key: str, stream: bool, temperature: float = 1.0
+    ) -> Request:
         messages: list[Json] = [{"role": "system", "content": conversation.system}]
         messages += [_encode_message(message) for message in conversation.messages]
-        body: Json = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 1.0}
+        body: Json = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": temperature}
         if conversation.tools:
             body["tools"] = [{"type": "function", "function": tool} for tool in conversation.tools]
         if stream:

@@ -21,13 +21,15 @@ from gauntlet.clients.base import (
 class GeminiClient(Client):
     name = "gemini"
 
-    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request:
+    def build_request(
+        self, conversation: Conversation, *, model: str, key: str, stream: bool, temperature: float = 1.0
+    ) -> Request:
         body: Json = {
             "systemInstruction": {"parts": [{"text": conversation.system}]},
             "contents": _encode_messages(conversation.messages),
             "generationConfig": {
                 "maxOutputTokens": MAX_TOKENS,
-                "temperature": 1.0,
+                "temperature": temperature,
                 "thinkingConfig": {"includeThoughts": True},
             },
         }

@@ -21,14 +21,16 @@ from gauntlet.clients.base import (
 class MessagesClient(Client):
     name = "messages"
 
-    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request:
+    def build_request(
+        self, conversation: Conversation, *, model: str, key: str, stream: bool, temperature: float = 1.0
+    ) -> Request:
         body: Json = {
             "model": model,
             "system": [{"type": "text", "text": conversation.system}],
             "messages": _encode_messages(conversation.messages),
             "max_tokens": MAX_TOKENS,
             "thinking": {"type": "enabled", "budget_tokens": 2048},
-            "temperature": 1.0,
+            "temperature": temperature,
             "stream": stream,
         }
         if conversation.tools:

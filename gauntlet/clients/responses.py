@@ -20,14 +20,16 @@ from gauntlet.clients.base import (
 class ResponsesClient(Client):
     name = "responses"
 
-    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request:
+    def build_request(
+        self, conversation: Conversation, *, model: str, key: str, stream: bool, temperature: float = 1.0
+    ) -> Request:
         items = [item for message in conversation.messages for item in _items(message)]
         body: Json = {
             "model": model,
             "instructions": conversation.system,
             "input": items,
             "max_output_tokens": MAX_TOKENS,
-            "temperature": 1.0,
+            "temperature": temperature,
             "store": False,
             "include": ["reasoning.encrypted_content"],
             "stream": stream,

@@ -60,6 +60,7 @@ class Record:
     rows: list[Row] | None = None  # None: the gateway builds no rows
     # By the sampled ids of the turn at which the record forks: a `scenario.Cause`, or "" if unknown.
     forks: dict[tuple[int, ...], str] = field(default_factory=dict)
+    refused: int = 0  # calls that the gateway refused, for a gateway that reports them
 
 
 class Gateway(ABC):
@@ -68,6 +69,7 @@ class Gateway(ABC):
     dialects: tuple[str, ...]
     trains: bool = True  # returns tokens that can be trained
     names_causes: bool = False  # reports why its record forks
+    reports_refusals: bool = False  # its record says that the agent was refused a call
     by_default: bool = True  # run if no gateway is named
     requirements: tuple[str, ...] = ()  # PyPI packages, installed into a separate environment
 

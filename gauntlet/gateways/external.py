@@ -65,6 +65,7 @@ class RecordOutput(msgspec.Struct, frozen=True):
     turns: list[list[Id]] | None = None  # the sampled ids of each turn
     rows: list[RowOutput] | None = None
     forks: list[ForkOutput] | None = None  # None: the gateway does not report why its record forks
+    refused: Annotated[int, msgspec.Meta(ge=0)] | None = None  # None: the gateway does not report refused calls
 
 
 class External(Gateway):
@@ -99,10 +100,12 @@ class External(Gateway):
             return Record()
         data = await _run_command("--record", self._address.record, session.id, RecordOutput)
         self.names_causes = self.names_causes or data.forks is not None
+        self.reports_refusals = self.reports_refusals or data.refused is not None
         return Record(
             [Turn(tuple(ids)) for ids in data.turns or []],
             [Row(row.ids, row.mask, row.logprobs) for row in data.rows or []],
             {tuple(fork.ids): fork.cause or "" for fork in data.forks or []},
+            data.refused or 0,
         )
 
 

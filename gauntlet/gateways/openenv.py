@@ -24,7 +24,7 @@ class OpenEnv(Gateway):
         return [*command, "--model", MODEL, "--port", str(self.port), "--engine", "vllm"], {}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
-        body = {"session_id": rollout, "purpose": "train"}
+        body = {"session_id": rollout, "purpose": "train", "sampling": {"temperature": 1.0}}
         async with http.post(f"{self.url}/sessions", json=body) as response:
             response.raise_for_status()
             opened = await response.json()

@@ -21,9 +21,9 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _CAUSES = {  # Turngate's names of causes → the Gauntlet's; `turngate verify` uses nearly the same ones
     "compaction": "compaction",
     "subagent": "sub-agent",
+    "handoff": "hand-off",
+    "new": "new conversation",
     "side": "side call",
-    "handoff": "system prompt changed",
-    "new": "sub-agent",
     "retry": "retry",
     "resample": "retry",  # on the wire, resampling looks like a retry
     "asked again": "retry",
@@ -43,7 +43,8 @@ class Turngate(Gateway):
     about = "exact mode, vLLM's /v1/completions"
     dialects = ("chat", "responses", "messages", "gemini")
     names_causes = True
-    settings: dict[str, Any] = {}
+    reports_refusals = True
+    settings: dict[str, Any] = {"sampling": {"temperature": 1.0}}  # as in training, whatever the agent asks for
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         self._data = folder / "data"
@@ -64,12 +65,14 @@ class Turngate(Gateway):
         async with http.post(f"{path}/seal", json={}, headers=_ADMIN) as response:
             response.raise_for_status()
         async with http.get(f"{path}/trace", headers=_ADMIN) as response:
-            nodes = (await response.json())["nodes"]
+            trace = await response.json()
         async with http.get(f"{path}/samples", headers=_ADMIN) as response:
             samples = (await response.json())["samples"]
+        nodes = trace["nodes"]
         turns = [Turn(tuple(node["ids"])) for node in nodes if node["kind"] == "sampled"]
         rows = [Row(sample["ids"], sample["mask"], sample["logprobs"]) for sample in samples]
-        return Record(turns, rows, await self.causes(session, nodes))
+        refused = trace["refused"]["count"] if "refused" in trace else 0
+        return Record(turns, rows, await self.causes(session, nodes), refused)
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
         """Return the recorded cause of every turn at which the tree forks."""
@@ -92,7 +95,7 @@ class TurngateDrop(Turngate):
     name = "turngate-drop"
     about = "the same, with thinking dropped as in the template; causes from `turngate verify`"
     by_default = False
-    settings = {"thinking": "drop"}
+    settings = {**Turngate.settings, "thinking": "drop"}
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
         command = [sys.executable, "-m", "turngate", "verify", session.id, "--data", str(self._data), "--json"]

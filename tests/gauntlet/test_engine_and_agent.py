@@ -19,7 +19,7 @@ from gauntlet.engine import Api
 from gauntlet.gateways.base import Record, Turn, merge_calls
 from gauntlet.reply_format import ToolCall, format_reply, parse_reply
 from gauntlet.sampler import Engine
-from gauntlet.scenario import Scenario
+from gauntlet.scenario import Answer, Scenario
 from gauntlet.scenarios import BY_NAME, SCENARIOS
 from gauntlet.score import score_rollout
 from gauntlet.tokens import Model
@@ -95,6 +95,28 @@ async def test_agent_sees_faults_and_retries(http: aiohttp.ClientSession, engine
     await learn(http, engine, build_script(scenario, "ab"))
     played = await Agent(http, CLIENTS["chat"], scenario, "ab", engine, "none", stream=stream).play()
     assert (played.error, played.errors_right, len(played.taken)) == ("", 1, scenario.turns)
+
+
+async def test_engine_logs_the_temperature(http: aiohttp.ClientSession, engine: str) -> None:
+    for n, (path, body) in enumerate(BODIES.items()):
+        await learn(http, engine, {f"ag{n}.{step}": [{"text": "Yes."}] for step in range(2)})
+        for step, settings in enumerate(({"temperature": 0}, {})):
+            prompt = Letters().encode(f"What? [cue ag{n}.{step}]")
+            asked = {name: (prompt if value == [] else value) for name, value in body.items()}
+            asked = {**asked, "sampling_params": settings} if "sampling_params" in body else {**asked, **settings}
+            async with http.post(engine + path, json=asked) as response:
+                assert response.status == 200
+        assert [entry["temperature"] for entry in await log_of(http, engine, f"ag{n}")] == [0, 1.0]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+async def test_agent_continues_without_an_unserved_model(
+    http: aiohttp.ClientSession, engine: str, dialect: str
+) -> None:
+    scenario = BY_NAME["refused-call"]
+    await learn(http, engine, build_script(scenario, "ah"))
+    played = await Agent(http, CLIENTS[dialect], scenario, "ah", engine, "none", stream=False).play()
+    assert (played.error, played.refused, len(played.taken)) == ("", 1, scenario.turns)
 
 
 async def test_disconnected_agent_has_not_taken_answer(http: aiohttp.ClientSession, engine: str) -> None:
@@ -194,5 +216,6 @@ def test_voices_send_full_history(dialect: str) -> None:
 def test_scenario_answers_are_unique() -> None:
     """Otherwise one answer could be mistaken for another in a record."""
     for scenario in SCENARIOS:
-        spelled = [each.spelled() for call in scenario.calls() for each in call.attempts if hasattr(each, "spelled")]
-        assert len(spelled) == len(set(spelled)), scenario.name
+        texts = [each.to_text() for call in scenario.calls() for each in call.attempts if isinstance(each, Answer)]
+        assert texts
+        assert len(texts) == len(set(texts)), scenario.name

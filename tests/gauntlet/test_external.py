@@ -72,18 +72,26 @@ async def test_top_level_fields_are_optional(http: aiohttp.ClientSession) -> Non
     assert session == Session("aa", "http://here", "ours")
     record = await gateway.record(http, session)
     assert (record.turns, record.rows, record.forks, gateway.names_causes) == ([], [], {}, False)
+    assert (record.refused, gateway.reports_refusals) == (0, False)
 
 
 async def test_unknown_record_fields_are_ignored(http: aiohttp.ClientSession) -> None:
     fork = {"ids": [2], "cause": None}
-    output = {"turns": [[2]], "rows": [{**ROW, "mask": [False, True], "reward": 1}], "forks": [fork], "more": 1}
+    output = {
+        "turns": [[2]],
+        "rows": [{**ROW, "mask": [False, True], "reward": 1}],
+        "forks": [fork],
+        "refused": 3,
+        "more": 1,
+    }
     gateway = External(Address("", record=print_command(output)), ("chat",))
     record = await gateway.record(http, Session("aa", "", ""))
     assert [turn.ids for turn in record.turns] == [(2,)]
     assert record.rows is not None
     assert list(record.rows[0].mask) == [0, 1]
     assert record.forks == {(2,): ""}
-    assert gateway.names_causes
+    assert record.refused == 3
+    assert gateway.names_causes and gateway.reports_refusals
 
 
 @pytest.mark.parametrize(
@@ -96,6 +104,7 @@ async def test_unknown_record_fields_are_ignored(http: aiohttp.ClientSession) ->
         ({"rows": [{**ROW, "mask": [1]}]}, "differ in length: 2, 1, 2 - at `$.rows[0]`"),
         ({"rows": [{**ROW, "ids": [1, 2**40]}]}, "at `$.rows[0].ids[1]`"),
         ({"turns": [1]}, "at `$.turns[0]`"),
+        ({"refused": -1}, "at `$.refused`"),
         ({"forks": [{"ids": [1]}]}, "missing required field `cause` - at `$.forks[0]`"),
     ],
 )

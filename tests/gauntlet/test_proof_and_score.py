@@ -9,8 +9,8 @@ import pytest
 
 from gauntlet import proof
 from gauntlet.gateways.base import Record, Row, Turn, merge_calls, trained_spans
-from gauntlet.scenario import Answer, Results, Scenario, Start, ask, bash
-from gauntlet.score import score_rollout
+from gauntlet.scenario import Answer, Call, Results, Scenario, Start, ask, bash
+from gauntlet.score import Score, score_rollout
 
 PROMPT, FIRST, BRIDGE, SECOND = [1, 2, 3], [10, 11], [20, 21], [30, 31, 32]
 TWO_TURNS = Scenario(
@@ -22,7 +22,7 @@ TITLE = Scenario("title", "", (Start("go", tools=False), ask(Answer(text="A titl
 
 
 def generation(
-    number: int, prompt: list[int], ids: list[int], *, attempt: int = 0, state: str = "whole"
+    number: int, prompt: list[int], ids: list[int], *, attempt: int = 0, state: str = "whole", temperature: float = 1.0
 ) -> dict[str, Any]:
     return {
         "cue": f"a.{number}",
@@ -32,6 +32,7 @@ def generation(
         "ids": ids,
         "state": state,
         "unseen": [],
+        "temperature": temperature,
         "seconds": 0.0,
     }
 
@@ -108,6 +109,53 @@ def test_trained_answer_the_agent_never_took_is_lost() -> None:
     assert (kept.lost, kept.learned) == (0, 5)
     trained = score_rows(whole_row(), *merge_calls([call(PROMPT, [10, 99])]), log=log, _0=1, _1=0)
     assert (trained.lost, trained.learned) == (1, 5)
+
+
+def test_trained_greedy_answer_is_not_a_sample_of_the_policy() -> None:
+    log = [LOG[0], generation(1, PROMPT + FIRST + BRIDGE, SECOND, temperature=0.0)]
+    trained = score_rows(whole_row(), log=log)
+    assert (trained.greedy, trained.learned, trained.wanted) == (1, len(FIRST), 5)
+    row = whole_row()
+    masked = dataclasses.replace(row, mask=[*row.mask[: -len(SECOND)], *[0] * len(SECOND)])
+    score = score_rows(masked, log=log)
+    assert (score.greedy, score.learned, score.wanted) == (0, len(FIRST), 5)
+
+
+SMALL_MODEL = Scenario(
+    "small-model",
+    "",
+    (
+        Start("go"),
+        ask(Answer(text="one")),
+        Start("title", line="title", tools=False),
+        Call((Answer(text="A title"),), "title", "side", unserved=True),
+    ),
+)
+
+
+def score_refusal(*, rows: bool, told: int, refused: int = 1) -> Score:
+    record = Record([Turn(tuple(FIRST))], merge_calls([call(PROMPT, FIRST)]) if rows else [], refused=told)
+    answers = {0: 0} if refused else {0: 0, 1: 0}
+    log = LOG[:1] if refused else [LOG[0], generation(1, [7], SECOND)]
+    return score_rollout(SMALL_MODEL, log, record, taken=answers, faults_reported=0, refused=refused)
+
+
+def test_refused_call_must_be_in_the_record() -> None:
+    silent, told = score_refusal(rows=True, told=0), score_refusal(rows=True, told=1)
+    assert (silent.refused_told, silent.refused) == (0, 1)
+    assert (told.refused_told, told.refused) == (1, 1)
+    assert (told.finished, told.captured, told.turns) == (1, 1, 1)
+
+
+def test_rollout_may_be_excluded_only_if_its_refusal_is_told() -> None:
+    excluded, silent = score_refusal(rows=False, told=1), score_refusal(rows=False, told=0)
+    assert (excluded.wanted, excluded.best_rows) == (0, 0)
+    assert (silent.wanted, silent.learned, silent.best_rows) == (len(FIRST), 0, 1)
+
+
+def test_gateway_may_answer_a_call_for_another_model() -> None:
+    score = score_refusal(rows=True, told=0, refused=0)
+    assert (score.finished, score.turns, score.captured, score.refused) == (1, 2, 1, 0)
 
 
 def test_merging_ignores_order_but_not_prompt_differences() -> None:

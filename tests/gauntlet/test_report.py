@@ -39,6 +39,16 @@ def test_record_level_of_each_gateway() -> None:
     ]
 
 
+def test_refusals_are_shown_only_of_a_gateway_that_reports_them() -> None:
+    score = Score(rollouts=1, turns=1, captured=1, trained=5, exact=5, wanted=5, learned=5, greedy=2, refused=2)
+    cells = []
+    for reports in (True, False):
+        one = Result("one", "", ("chat",), True, reports_refusals=reports, rollouts=[Rollout("x", "chat", True, score)])
+        cells.append(report.describe_result(one))
+    assert "greedy answers trained 2; errors told –; refusals told 0/2" in cells[0]
+    assert f"refusals told {report.DASH}" in cells[1]
+
+
 def test_compare_uses_best_repeat_and_worst_cell() -> None:
     output = report.compare(ALL, "turngate")
     assert "exact tokens, worst cell: chat streamed 16x20: turngate 2.00 ms, rllm 8.00 ms, 4.0 times" in output[0]

@@ -63,8 +63,9 @@ def test_turngate_has_full_score(result: Result, dialect: str) -> None:
     assert score.rollouts == score.finished >= len(SCENARIOS)
     assert score.captured == score.turns
     assert score.exact == score.trained == score.learned == score.wanted > 0
-    assert (score.twice, score.side, score.lost, score.unseen) == (0, 0, 0, 0)
+    assert (score.twice, score.side, score.lost, score.greedy, score.unseen) == (0, 0, 0, 0, 0)
     assert score.faults_told == score.faults
+    assert score.refused_told == score.refused > 0
     assert result.exact(dialect, True)
     assert result.exact(dialect, False)
 
