@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turngate import errors
+from turngate.dialects.messages_reply import ThreadsUnsupported
 from turngate.dialects.responses import PreviousResponseNotFound
 from turngate.gateway.refusals import is_refusal
 
@@ -19,6 +20,7 @@ REFUSALS = (
 OTHERS = (
     errors.ContextOverflow,
     PreviousResponseNotFound,
+    ThreadsUnsupported,
     errors.Unauthorized,
     errors.Forbidden,
     errors.TooManyRequests,

@@ -9,6 +9,7 @@ body that is too large, or whatever the engine rejects as invalid. These do not 
     429         too many calls at the same time; the same call may succeed later
     context     the prompt is too long, to which agents react by compacting their history
     previous    the response that a call continues is not known; agents send the whole conversation instead
+    thread      the Anthropic SDK asks the server to keep the conversation; it then sends the whole conversation instead
     5xx         the engine, the store or the gateway failed
 
 Requests for token counts and lists of models sample nothing, so they do not count either.
@@ -16,11 +17,12 @@ Requests for token counts and lists of models sample nothing, so they do not cou
 
 from __future__ import annotations
 
+from turngate.dialects.messages_reply import ThreadsUnsupported
 from turngate.dialects.responses import PreviousResponseNotFound
 from turngate.errors import ContextOverflow, TurngateError
 
 MAX_CHARS = 500  # of a stored message; it may quote the agent's request
-_EXPECTED = (ContextOverflow, PreviousResponseNotFound)
+_EXPECTED = (ContextOverflow, PreviousResponseNotFound, ThreadsUnsupported)
 _OTHER_STATUSES = (401, 403, 409, 426, 429)
 
 
