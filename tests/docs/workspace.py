@@ -25,6 +25,21 @@ else
 fi
 """
 
+# A program of the reader's own, which calls the model once.
+PROGRAM = """
+import argparse, os, sys, openai
+
+parser = argparse.ArgumentParser()
+parser.add_argument("prompt", nargs="?")
+parser.add_argument("--model", default=os.environ.get("OPENAI_MODEL", "policy"))
+parser.add_argument("--print", action="store_true")
+parser.add_argument("--yes", action="store_true")
+options = parser.parse_args()
+client = openai.OpenAI(base_url=os.environ.get("MINE_URL"), api_key=os.environ.get("MINE_KEY"))
+messages = [{"role": "user", "content": options.prompt or sys.stdin.read()}]
+print(client.chat.completions.create(model=options.model, messages=messages).choices[0].message.content)
+"""
+
 # Checks what `pip install` is asked for, and installs nothing.
 PIP = """
 import sys, tomllib
@@ -56,12 +71,14 @@ def prepare(folder: Path) -> None:
     (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n", encoding="utf-8")
     (folder / "pip.py").write_text(PIP, encoding="utf-8")
     (folder / "agent.sh").write_text(AGENT, encoding="utf-8")
+    (folder / "mine.py").write_text(PROGRAM, encoding="utf-8")
     programs = folder / "bin"
     programs.mkdir()
     for name in ("python", "python3"):
         write_program(programs / name, sys.executable)
     write_program(programs / "turngate", f"{sys.executable} -m turngate")
     write_program(programs / "vllm", f"{sys.executable} -m tests.docs.engine")
+    write_program(programs / "mine", f"{sys.executable} {folder / 'mine.py'}")
     write_program(programs / "pip", f"{sys.executable} {folder / 'pip.py'}")
     for path in cache_folder().glob("agents/claude-code-*/node_modules/.bin/claude"):
         (programs / "claude").symlink_to(path)
