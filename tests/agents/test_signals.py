@@ -23,18 +23,21 @@ class Request(NamedTuple):
     model: str = "m"
     tools: tuple[str, ...] = ()
     last: str = ""
+    system: str = ""
 
     def call(self) -> Call:
         tools = json.dumps([{"type": "function", "function": {"name": name}} for name in self.tools]).encode()
-        message = json.dumps({"role": "user", "content": self.last}).encode()
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.last})
         return Call(
             model=self.model,
-            history=ChatHistory([message]),
+            history=ChatHistory([json.dumps(message).encode() for message in messages]),
             tools=ChatTools(tools) if self.tools else None,
             body=json.dumps(self.body).encode(),
         )
 
 
+GEMINI_SUMMARY = "You are a specialized system component responsible for distilling chat history"
 COMPACTION = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use Read"
 
 
@@ -86,6 +89,26 @@ def codex(kind: str, **headers: str) -> Request:
             "gemini-cli",
             Request(headers={}, model="m", tools=("complete_task",)),
             CallSignals("", "", "subagent", "invoke_agent", "tool:complete_task"),
+        ),
+        (
+            "gemini-cli",
+            Request(headers={}, model="m-small", system=f"{GEMINI_SUMMARY} into a structured XML <state_snapshot>."),
+            CallSignals("", "", "summary", "compaction", "system"),
+        ),
+        (
+            "opencode",
+            Request(headers={"x-session-id": "s"}, system="You are a context summarization agent. …"),
+            CallSignals("s", "", "summary", "compaction", "system"),
+        ),
+        (
+            "pi",
+            Request(headers={}, system="You are a context summarization assistant. …"),
+            CallSignals("", "", "summary", "compaction", "system"),
+        ),
+        (
+            "qwen-code",
+            Request(headers={}, system="You code.", last="You are the component that summarizes a conversation …"),
+            CallSignals("", "", "summary", "compaction", "last"),
         ),
         ("shell", Request(headers={}, body="not an object", model="m"), CallSignals()),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 
 from turngate.engines.scripted import derive_logprobs
 from turngate.trace.roles import OWN_ROLES, assign_roles
-from turngate.trace.sample import build_samples
+from turngate.trace.sample import TrainingPolicy, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Sampled, path_ids
 
@@ -23,7 +23,9 @@ def check_invariants(session: Session, received: list[np.ndarray]) -> None:
         assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.ids)
         assert turn.logprobs.tolist() == derive_logprobs(path_ids(turn.parent), turn.ids.tolist())
-    rows = build_samples(trace, keep_empty=True)
+    rows = build_samples(
+        trace, TrainingPolicy(refused=True), keep_empty=True
+    )  # a refused call excludes the others by default
     trained: Counter[int] = Counter()
     for row in rows:
         # 3. Every row is a prefix chain: each of its turns was sampled after exactly the ids before it.

@@ -51,7 +51,10 @@ class TurnRecorder:
         session, prompt = draft.session, draft.prompt
         trace, request = session.trace, prompt.location.request
         context = prompt.context or trace.find_same_context(prompt.parent, prompt.added, request, prompt.start)
-        quotes = find_quotes(trace, prompt.parent, request, prompt.start) if context is None else ()
+        location = (
+            prompt.location
+        )  # a prompt that is rendered again has no parent, but continues the located turn in meaning
+        quotes = find_quotes(trace, location.node, request, location.start) if context is None else ()
         cause = _find_cause(draft, context, quotes)
         if context is None:
             context_info = build_context_info(prompt, cause, draft.call, quotes)

@@ -21,6 +21,7 @@ Within one description, rules apply in their order, whether they read a header o
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -38,7 +39,14 @@ OWN_ROLES: tuple[TurnRole, ...] = ("main", "subagent", "unknown")  # the agent's
 
 _MAX_LABEL = 120  # characters of a title, a commit message or a verdict
 _LABEL_RATIO = 4  # a conversation with this many times the text of a label is more than one
-_REVISIONS = ("system", "tools", "template", "edited")  # causes of a conversation that continues an earlier one
+_REVISIONS = (
+    "compaction",
+    "system",
+    "tools",
+    "template",
+    "edited",
+)  # causes of a conversation that continues an earlier one
+_SAME = 7  # the highest likeness of two conversations: the same start, question and thread
 
 
 class RoleDecision(msgspec.Struct, frozen=True):
@@ -56,6 +64,7 @@ _ABORTED = RoleDecision("aborted", "delivery", "it was cut short")
 _SUPERSEDED = RoleDecision("superseded", "delivery", "another answer to the same request was used")
 _UNDELIVERED = RoleDecision("superseded", "delivery", "it did not reach the agent")
 _MAIN = RoleDecision("main", "structure", "the main conversation")
+_MAIN_ALIKE = RoleDecision("main", "structure", "it has the system prompt of the main conversation")
 _UNKNOWN = RoleDecision("unknown", "none", "no signal, rule or structure states its purpose")
 
 
@@ -134,7 +143,7 @@ class _Structure:
     """The conversations of a trace: one per root. A line is a conversation with the later roots that continue it."""
 
     def __init__(self, trace: Trace, nodes: _Nodes) -> None:
-        self._roots = trace.roots
+        self._roots = sorted(trace.roots, key=lambda root: root.id)
         self.by_root: dict[int, RoleDecision] = {}
         self.summaries: dict[int, RoleDecision] = {}  # by turn
         self._turns: dict[int, list[Sampled]] = {root.id: [] for root in trace.roots}
@@ -146,48 +155,62 @@ class _Structure:
                 self._quoted_by.setdefault(quoted, []).append(context)
         self._by_id = {turn.id: turn for turn in nodes.turns if turn.id in self._quoted_by} if nodes.quoting else {}
         self._line: dict[int, Context] = {}  # the first root of each root's line
+        self._sizes: dict[int, int] = {}  # turns of each line
+        self._own: list[Context] = []  # roots that no signal marks as a side or sub-agent conversation
         for root in self._roots:
-            continued = self._find_continued(root)
-            self._line[root.id] = root if continued is None else self._line[continued.id]
+            self._add_root(root)
         self._main = self._find_main()
         for root in self._roots:
-            self._find_summary_before(root)
+            if root.info.cause == "compaction" and root.info.quotes:
+                self._find_summary_before(root, root.info.quotes)
         for root in sorted(self._roots, key=lambda root: self._line[root.id] is not root):
             self.by_root[root.id] = self._decide_root(root)
 
     # ── which conversation continues which ──────────────────────────────────────────────────────────────────────────
 
+    def _add_root(self, root: Context) -> None:
+        """Add a root to the line that it continues, or start one."""
+        continued = self._find_continued(root)
+        line = root if continued is None else self._line[continued.id]
+        self._line[root.id] = line
+        self._sizes[line.id] = self._sizes.get(line.id, 0) + len(self._turns[root.id])
+        if not (root.info.signals.is_aside or root.info.signals.is_subagent):
+            self._own.append(root)
+
     def _find_continued(self, root: Context) -> Context | None:
         """Return the earlier root whose conversation this one continues."""
         cause = root.info.cause
-        if cause not in (*_REVISIONS, "compaction", "handoff"):
-            return None
-        earlier = [other for other in self._roots if other.id < root.id and not _is_helper(other)]
         if cause == "handoff":
-            found = self._find_repeated(root, earlier)
+            found = self._find_repeated(root)
             return found if found is not None and not self._is_resumed(found, root) else None
-        if cause == "compaction" and not self._is_real_compaction(root, earlier):
+        if cause not in _REVISIONS or (cause == "compaction" and not self._is_real_compaction(root)):
             return None
-        if cause == "tools" and root.info.has_tools:
-            earlier = [
-                other for other in earlier if other.info.has_tools
-            ]  # a title may begin like the conversation after it
-        return max(earlier, key=lambda other: (_compare(other, root, cause), other.id), default=None)
+        best: tuple[int, Context | None] = (-1, None)
+        for other in reversed(self._own):  # usually, the newest is the one
+            if cause == "tools" and root.info.has_tools and not other.info.has_tools:
+                continue  # a title may begin like the conversation after it
+            likeness = _compare(other, root, cause)
+            if likeness > best[0]:
+                best = (likeness, other)
+            if likeness == _SAME:
+                break
+        return best[1]
 
-    def _is_real_compaction(self, root: Context, earlier: list[Context]) -> bool:
+    def _is_real_compaction(self, root: Context) -> bool:
         """Return whether more than a shorter request shows that it was shortened. Old traces of agents without tools may lack it."""
         if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
             return True
         thread, question = root.info.signals.thread, _first_question(root)
         return any(
-            _first_question(other) == question or (thread and other.info.signals.thread == thread) for other in earlier
+            _first_question(other) == question or (thread and other.info.signals.thread == thread)
+            for other in self._own
         )
 
-    def _find_repeated(self, root: Context, earlier: list[Context]) -> Context | None:
+    def _find_repeated(self, root: Context) -> Context | None:
         """Return the root of the newest turn that a context repeats as a message."""
         meanings = root.info.meanings
         digests = {meanings[at : at + DIGEST_SIZE] for at in range(0, len(meanings), DIGEST_SIZE)}
-        turns = [turn for other in earlier for turn in self._turns[other.id] if turn.info.meaning in digests]
+        turns = [turn for other in self._own for turn in self._turns[other.id] if turn.info.meaning in digests]
         return max(turns, key=lambda turn: turn.id).root if turns else None
 
     def _is_resumed(self, root: Context, after: Context) -> bool:
@@ -208,14 +231,13 @@ class _Structure:
 
         If several have as many turns, it is the first with more than a short answer, such as a title, whose answer no other one uses.
         """
-        own = [root for root in self._roots if not _is_helper(root)]
-        with_tools = next((root for root in own if root.info.has_tools), None)
+        with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
             return self._line[with_tools.id]
-        lines = {self._line[root.id].id: self._line[root.id] for root in own}
+        lines = {self._line[root.id].id: self._line[root.id] for root in self._own}
         return max(
             lines.values(),
-            key=lambda line: (self._count(line), not self._is_label(line), self._find_user(line) is None),
+            key=lambda line: (self._sizes[line.id], not self._is_label(line), self._find_user(line) is None),
             default=None,
         )
 
@@ -225,19 +247,14 @@ class _Structure:
         contexts = (context for turn in self._turns[root.id] for context in self._quoted_by.get(turn.id, ()))
         return next((context for context in contexts if self._line[context.root.id] is not line), None)
 
-    def _count(self, line: Context) -> int:
-        return sum(len(self._turns[root.id]) for root in self._roots if self._line[root.id] is line)
-
     def _is_label(self, root: Context) -> bool:
         """Return whether a conversation is one short answer."""
         turns = self._turns[root.id]
         return len(turns) == 1 and 0 <= turns[0].info.text_size <= _MAX_LABEL and not turns[0].info.arguments
 
-    def _find_summary_before(self, root: Context) -> None:
+    def _find_summary_before(self, root: Context, quotes: tuple[int, ...]) -> None:
         """Mark the turn that summarized the conversation which this one continues."""
-        if root.info.cause != "compaction" or not root.info.quotes:
-            return
-        quoted = [self._by_id[node] for node in root.info.quotes if node in self._by_id]
+        quoted = [self._by_id[node] for node in quotes if node in self._by_id]
         summary = find_summary(quoted, has_tools=root.info.has_tools)
         if summary is not None and summary.root is not root:
             turn = self._turns[root.id][0].id if self._turns[root.id] else root.id
@@ -247,10 +264,10 @@ class _Structure:
 
     def _decide_root(self, root: Context) -> RoleDecision:
         line, signals = self._line[root.id], root.info.signals
-        if (decision := _read_role(signals)) is not None:
-            return decision
         if line is self._main:
             return _MAIN
+        if (decision := _read_role(signals)) is not None:
+            return decision
         if line is not root:
             role = self.by_root[line.id].role
             return RoleDecision(
@@ -266,7 +283,7 @@ class _Structure:
     def _decide_without_tools(self, root: Context) -> RoleDecision:
         alike = self._find_alike(root)
         if alike is not None and self._line[alike.id] is self._main:
-            return RoleDecision("main", "structure", "it has the system prompt of the main conversation")
+            return _MAIN_ALIKE
         if (decision := self._decide_by_use(root)) is not None:
             return decision
         if alike is not None:
@@ -302,27 +319,31 @@ class _Structure:
             )
         return None if any(self._is_resumed(source, root) for source in sources) else _UNKNOWN
 
+    @cached_property
+    def _alike(self) -> dict[bytes, list[Context]]:
+        """The roots with a system prompt, by their tools and system prompt."""
+        alike: dict[bytes, list[Context]] = {}
+        for root in self._own:
+            if root.info.roles.startswith("s"):
+                alike.setdefault(_start_of(root), []).append(root)
+        return alike
+
     def _find_alike(self, root: Context) -> Context | None:
         """Return a conversation with the same tools and system prompt: the main one, or else the first."""
-        if not root.info.roles.startswith("s"):
-            return None
-        alike = [
-            other
-            for other in self._roots
-            if other is not root
-            and not _is_helper(other)
-            and other.info.preamble == root.info.preamble
-            and other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
-        ]
-        main = next((other for other in alike if self._line[other.id] is self._main), None)
-        return main or next((other for other in alike if other.id in self.by_root), None)
+        found: Context | None = None
+        for other in self._alike.get(_start_of(root), ()) if root.info.roles.startswith("s") else ():
+            if self._line[other.id] is self._main:
+                return other
+            if found is None and other is not root and other.id in self.by_root:
+                found = other
+        return found
 
     def _is_beside_main(self, root: Context) -> bool:
         """Return whether the main conversation is clearly another one: with tools, longer, or about the same question."""
         main = self._main
         if main is None:
             return False
-        if main.info.has_tools or self._count(main) > 1:
+        if main.info.has_tools or self._sizes[main.id] > 1:
             return True
         size = max((turn.info.text_size for turn in self._turns[main.id]), default=0)
         question = _first_question(root)
@@ -330,18 +351,20 @@ class _Structure:
         return same_question or size >= _LABEL_RATIO * max(turn.info.text_size for turn in self._turns[root.id])
 
 
-def _is_helper(root: Context) -> bool:
-    """Return whether the agent's signals mark this as a side or sub-agent conversation."""
-    return root.info.signals.is_aside or root.info.signals.is_subagent
+def _start_of(root: Context) -> bytes:
+    """Return a key of the tools and the first message."""
+    return root.info.preamble + root.info.meanings[:DIGEST_SIZE]
 
 
 def _compare(other: Context, root: Context, cause: str) -> int:
-    """Return how well an earlier conversation fits as the one that `root` continues; 0 if it does not."""
-    same_preamble = other.info.preamble == root.info.preamble
-    same_head = other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
+    """Return how well an earlier conversation fits as the one that `root` continues, from 0 to `_SAME`."""
     same_question = _first_question(other) == _first_question(root)
-    same_thread = bool(root.info.signals.thread) and other.info.signals.thread == root.info.signals.thread
-    fits = {"tools": same_head, "system": same_question}.get(cause, same_preamble and same_head)
+    same_thread = other.info.signals.thread == root.info.signals.thread
+    if cause == "system":
+        fits = same_question
+    else:
+        same_head = other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
+        fits = same_head and (cause == "tools" or other.info.preamble == root.info.preamble)
     return (4 if fits else 0) + (2 if same_thread else 0) + (1 if fits and same_question else 0)
 
 

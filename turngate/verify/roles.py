@@ -246,5 +246,5 @@ def _resemblance(earlier: StoredContext, root: StoredContext) -> int:
             fits = same_question
         case _:
             fits = _same_start(earlier, root)
-    same_thread = root.info.signals.thread != "" and root.info.signals.thread == earlier.info.signals.thread
+    same_thread = root.info.signals.thread == earlier.info.signals.thread
     return 4 * fits + 2 * same_thread + (fits and same_question)
