@@ -48,6 +48,7 @@ def _missing_agent(name: str) -> str | None:
 
 # Each check returns why the part is missing and how to install it, or None. Tests of the first parts run first.
 AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
+MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")  # only in `make test-all`
 HEAVY: dict[str, Callable[[], str | None]] = {
     **{
         name: partial(parts.missing, name)
@@ -56,7 +57,7 @@ HEAVY: dict[str, Callable[[], str | None]] = {
     "docker": base_image.missing_docker,
     "chromium": base_image.missing_chromium,
     "swe-tasks": swe_tasks.missing,
-    **{f"agent:{name}": partial(_missing_agent, name) for name in AGENTS[:-1]},
+    **{f"agent:{name}": partial(_missing_agent, name) for name in (*AGENTS[:-1], *MORE_AGENTS)},
     "bubblewrap": base_image.missing_bubblewrap,
 }
 LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`

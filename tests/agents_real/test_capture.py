@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tests.agents_real.kit import Check, findings
-from tests.needs import AGENTS
+from tests.needs import AGENTS, MORE_AGENTS
+from turngate.client.protocol import TraceContext
+from turngate.rollout.agent_check import CheckOptions
 
 ISOLATED = ("pi", "opencode", "codex", "claude-code", "mini-swe-agent")  # also run in sandboxes without a network
 # `make test-real` runs each agent once and uses every sandbox.
@@ -21,11 +23,12 @@ REAL = {
     ("mini-swe-agent", "docker"),
 }
 SIDE_CALLS = {"opencode": 1}  # to write a title
+TURNS = {"aider": 1}  # its reply contains all edits
 
 
 def agents_in_sandboxes() -> list[Any]:
     """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them."""
-    pairs = [(agent, "local") for agent in AGENTS]
+    pairs = [(agent, "local") for agent in (*AGENTS, *MORE_AGENTS)]
     pairs += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in ISOLATED]
     found = []
     for agent, sandbox in pairs:
@@ -43,5 +46,20 @@ async def test_real_agent_is_fully_captured(run: Check, agent: str, sandbox: str
     report = await run(agent, sandbox)
     assert report.passed, findings(report)
     sides = SIDE_CALLS.get(agent, 0)
-    assert report.outcome.roles == {"main": 5, **({"side": sides} if sides else {})}
+    assert report.outcome.roles == {"main": TURNS.get(agent, 5), **({"side": sides} if sides else {})}
     assert not report.outcome.notes
+
+
+@pytest.mark.full
+@pytest.mark.needs("agent:copilot-cli")
+@pytest.mark.parametrize(
+    ("dialect", "settings"),
+    [("responses", {"wire": "responses"}), ("messages", {"provider": "anthropic", "path": "/"})],
+    ids=["responses", "messages"],
+)
+async def test_copilot_is_captured_in_other_dialects(run: Check, dialect: str, settings: dict[str, str]) -> None:
+    report = await run("copilot-cli", options=CheckOptions(options=settings))
+    assert report.passed, findings(report)
+    assert report.trace is not None
+    assert {node.dialect for node in report.trace.nodes if isinstance(node, TraceContext)} == {dialect}
+    assert report.outcome.roles == {"main": 5}

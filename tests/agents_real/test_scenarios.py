@@ -17,7 +17,7 @@ from tests.agents_real import kit
 from tests.agents_real.kit import Branch, Check, Prepare, branches, call, findings, model_step, shell, turns
 from tests.speed import scaled
 from turngate.agents.launch import ModelLimits
-from turngate.agents.spec import CheckCall
+from turngate.agents.spec import CheckCall, find_agent
 from turngate.rollout.agent_check import CheckOptions
 from turngate.rollout.playbook import Scene
 
@@ -37,6 +37,8 @@ def start_subagent(agent: str, task: str) -> CheckCall:
             return call("Agent", description="Count", prompt=task, subagent_type="general-purpose")
         case "qwen-code":
             return call("agent", description="Count", prompt=task, subagent_type="general-purpose")
+        case "kimi-code":
+            return call("Agent", description="Count", prompt=task, subagent_type="coder")
         case _:
             return call("invoke_agent", agent_name="generalist", prompt=task)
 
@@ -48,7 +50,7 @@ def finish_subagent(agent: str, text: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code"))
+@pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code", "kimi-code"))
 async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
         counts = (
@@ -117,6 +119,22 @@ async def test_codex_subagent_with_inherited_history_forks(run: Check) -> None:
     assert [span.role for span in shared.spans] == ["main", "subagent", "subagent"]
     assert [span.trained for span in shared.spans] == [False, True, True]
     assert kit.rows(report, "main") == 1 and kit.trained_once(report)
+
+
+@pytest.mark.needs("agent:aider")
+async def test_aider_architect_and_commit_message_have_their_roles(run: Check) -> None:
+    """The architect plans, its editor makes the changes, and the side model writes the commit message."""
+    edit = find_agent("aider").spec.check[0]
+    scenes = (
+        Scene("generates concise, one-line Git commit messages", (model_step("fix: spelling"),), tools=False),
+        Scene("expert software developer who edits source code", (edit,), tools=False),
+        Scene("MAIN-TASK", (model_step("PLAN: change colour to color in notes.txt."),), tools=False),
+    )
+    settings = {"format": "architect", "git": "--git", "commits": "--auto-commits"}
+    report = await run("aider", options=CheckOptions(scenes=lambda workdir: scenes, instruction=TASK, options=settings))
+    assert report.passed, findings(report)
+    assert branches(report) == [Branch(None, ("main",)), Branch("subagent", ("subagent",)), Branch("side", ("side",))]
+    assert kit.rows(report, "main") == kit.rows(report, "subagent") == 1 and kit.trained_once(report)
 
 
 # ── compaction ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from turngate.agents.install import ensure_installed, explain_missing
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog, parse_spec
+from turngate.cli.prepare import parse_agent_options
 from turngate.cli.run import RolloutDisplay
 from turngate.cli.signals import cancel_on_signal
 from turngate.common.terminal import console as new_console
@@ -55,7 +56,7 @@ def install_agents(names: list[str]) -> None:
         print(f"{spec.name} {spec.install.version}: {installed.folder or 'nothing to install'}".replace(" :", ":"))
 
 
-def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
+def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings: list[str]) -> bool:
     """Run an agent against the scripted engine, print the findings, and return whether everything was recorded."""
     spec = find_agent(name).spec
     if not spec.check:
@@ -64,6 +65,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
             "(see turngate/agents/catalog for examples), and check that file",
             param="check",
         )
+    options = CheckOptions(image=image, options=parse_agent_options(settings))
     console = new_console()
     sandboxes = get_backend(sandbox)
     installed = ensure_installed(spec, lambda line: say(console, line, "dim"))
@@ -72,7 +74,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
         await sandboxes.check()
         await sandboxes.sweep()
         with RolloutDisplay(console) as display:
-            return await check_recording(spec, installed, sandboxes, folder, CheckOptions(image=image), display.update)
+            return await check_recording(spec, installed, sandboxes, folder, options, display.update)
 
     with tempfile.TemporaryDirectory(prefix="turngate-check-") as scratch:
         try:

@@ -267,6 +267,9 @@ def agents_check(
     keep: Annotated[
         Optional[Path], typer.Option(help="Folder in which to keep the recording and the agent's files.")
     ] = None,
+    settings: Annotated[
+        Optional[list[str]], typer.Option("--set", help="Set an option of the agent, as NAME=VALUE; repeatable.")
+    ] = None,
 ) -> None:
     """Run an agent against the scripted engine and check that everything was recorded.
 
@@ -277,7 +280,7 @@ def agents_check(
     """
     from turngate.cli.agents import check_agent
 
-    if not _or_exit(lambda: check_agent(name, sandbox, image, keep)):
+    if not _or_exit(lambda: check_agent(name, sandbox, image, keep, settings or [])):
         raise typer.Exit(1)
 
 

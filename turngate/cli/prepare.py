@@ -59,7 +59,7 @@ def prepare_agent(
     if context_tokens is not None:
         limits = ModelLimits(context_tokens=require_positive("context_tokens", context_tokens))
     installed = ensure_installed(found.spec, lambda line: print(line, file=sys.stderr))
-    parsed = _parse_agent_options(options or ())
+    parsed = parse_agent_options(options or ())
     dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
     plan_launch(found.spec, installed, prompt=instruction, limits=limits, options=parsed, **dry)
     return PreparedAgent(found.spec, installed, limits, parsed)
@@ -92,7 +92,7 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
     return [*pairs, f"command={shlex.join(command)}"]
 
 
-def _parse_agent_options(pairs: Iterable[str]) -> dict[str, str]:
+def parse_agent_options(pairs: Iterable[str]) -> dict[str, str]:
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -78,6 +78,7 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_limits: ModelLimits = ModelLimits()
     max_context: int | None = None  # the model's context length; None: as in `model_limits`
     session: Mapping[str, Json] = {}  # more session settings
+    options: Mapping[str, str] = {}  # values of the agent's own options
     timeout_s: float = 240.0
     around: Callable[[App], App] = lambda app: app  # middleware between agent and gateway
 
@@ -189,6 +190,7 @@ async def prepare_check(
             image=options.image,
             network=options.network,
             session=options.session,
+            options=options.options,
             model_limits=options.model_limits,
             folder=folder / "rollouts",
         )
