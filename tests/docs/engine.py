@@ -33,7 +33,7 @@ class SolvingEngine(Engine):
         super().__init__(model)
         self._answers = itertools.cycle(("Done.", "Done!"))
 
-    def start_generation(self, prompt: list[int], max_tokens: int | None) -> Sample:
+    def start_generation(self, prompt: list[int], max_tokens: int | None, temperature: float = 1.0) -> Sample:
         asked = self.model.decode(prompt)
         is_unsolved = '"name": "bash"' in asked and "s/a - b/a + b/" not in asked
         behaviour = Behaviour(text=_SOLVING if is_unsolved else next(self._answers))

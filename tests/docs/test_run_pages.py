@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
+from gauntlet.tokens import Model, model_folder
 from tests.docs.blocks import PAGES, ROOT
+from tests.docs.engine import SOLUTION, SolvingEngine, StandInApi
 from tests.docs.pages import SETTINGS, UNRUN
 from tests.docs.script import PORTS, Script, Setting, write_command
 from tests.docs.workspace import environment, prepare
@@ -82,6 +85,23 @@ def test_page_works(page: str, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.needs("tokenizers")
+async def test_stand_in_solves_the_task_and_scores_it() -> None:
+    api = StandInApi(SolvingEngine(Model(model_folder())), "policy")
+    async with TestClient(TestServer(api.app())) as client:
+
+        async def complete(prompt: object, **fields: object) -> Any:
+            body = {"prompt": prompt, "max_tokens": 100, "logprobs": 1, "return_token_ids": True, **fields}
+            return (await (await client.post("/v1/completions", json=body)).json())["choices"][0]
+
+        asked = await complete('{"name": "bash"}: fix add')
+        assert SOLUTION in asked["text"]
+        assert (await complete(f'{{"name": "bash"}} {SOLUTION}'))["text"].startswith("Done")
+        ids = [*asked["prompt_token_ids"], *asked["token_ids"]]
+        scores = (await complete(ids, prompt_logprobs=0))["prompt_logprobs"]
+        assert scores[-1][str(ids[-1])]["logprob"] == asked["logprobs"]["token_logprobs"][-1]
 
 
 @pytest.mark.parametrize("entry", UNRUN, ids=lambda entry: f"{entry.page}: {entry.start}")
