@@ -7,7 +7,7 @@ call is the same for all dialects. The server iterates over the dialects; the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -90,9 +90,8 @@ class Stream(Protocol):
     def error(self, error: TurngateError) -> bytes: ...
 
 
-@runtime_checkable
 class StorableStream(Stream, Protocol):
-    """Encoder for a reply that can be stored under its id (`Call.store`)."""
+    """Encoder for a reply that can be stored under its id. Dialects that set `Call.store` or have a WebSocket open only such streams."""
 
     def whole(self, done: Done) -> bytes:
         """Encode the whole reply."""

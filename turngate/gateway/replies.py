@@ -27,10 +27,20 @@ from turngate.store.replies import PathNode, StoredReply
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
-from turngate.types import Call, Done, Message
+from turngate.types import Call, Done, History, Message
 
 _MAX_RECENT = 4  # replies per session that are kept in memory
 _message = msgspec.json.Decoder(Message)
+
+
+class _RecentReplies:
+    """The latest replies of one session, and the latest stored part that repeats a request, with its digest."""
+
+    __slots__ = ("by_id", "digest", "echo")
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, EarlierReply] = {}  # oldest first
+        self.echo = self.digest = b""
 
 
 class ReplyArchive:
@@ -38,24 +48,27 @@ class ReplyArchive:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._recent: WeakKeyDictionary[Trace, dict[str, EarlierReply]] = WeakKeyDictionary()  # oldest first
+        self._recent: WeakKeyDictionary[Trace, _RecentReplies] = WeakKeyDictionary()
 
-    async def add(self, session: Session, node: int, record: ReplyRecord) -> None:
-        """Store a reply durably."""
-        if self._store.durability == "process":
-            self._store.replies.add(session.key, node, record)
-        else:  # a sync would block other calls
-            await asyncio.to_thread(self._store.replies.add, session.key, node, record)
-
-    def remember(self, session: Session, reply_id: str, reply: EarlierReply) -> None:
-        """Keep a reply in memory, because the next request will probably continue it."""
-        recent = self._recent.setdefault(session.trace, {})
-        recent[reply_id] = reply
-        if len(recent) > _MAX_RECENT:
-            del recent[next(iter(recent))]
+    async def add(self, session: Session, node: int | None, record: ReplyRecord, history: History) -> None:
+        """Store a reply durably, and keep it in memory. A reply that was not sampled has no node and is not stored."""
+        recent = self._recent.get(session.trace)
+        if recent is None:
+            recent = self._recent[session.trace] = _RecentReplies()
+        if node is not None:
+            known = recent.digest if record.echo == recent.echo else b""
+            if self._store.durability == "process":
+                recent.digest = self._store.replies.add(session.key, node, record, known)
+            else:  # a sync would block other calls
+                recent.digest = await asyncio.to_thread(self._store.replies.add, session.key, node, record, known)
+            recent.echo = record.echo
+        recent.by_id[record.id] = EarlierReply(history, record.output)
+        if len(recent.by_id) > _MAX_RECENT:
+            del recent.by_id[next(iter(recent.by_id))]
 
     def find(self, session: Session, reply_id: str) -> EarlierReply | None:
-        if not session.is_evicted and (known := self._recent.get(session.trace, {}).get(reply_id)) is not None:
+        recent = None if session.is_evicted else self._recent.get(session.trace)
+        if recent is not None and (known := recent.by_id.get(reply_id)) is not None:
             return known
         stored = self._store.replies.find(session.key, reply_id)
         return None if stored is None else self._rebuild(session, stored)
@@ -79,8 +92,9 @@ class ReplyArchive:
         """Delete a stored reply. Its turn stays in the trace."""
         self._require(session, reply_id)
         self._store.replies.delete(session.key, reply_id)
-        if not session.is_evicted:
-            self._recent.get(session.trace, {}).pop(reply_id, None)
+        recent = None if session.is_evicted else self._recent.get(session.trace)
+        if recent is not None:
+            recent.by_id.pop(reply_id, None)
 
     def _require(self, session: Session, reply_id: str) -> StoredReply:
         stored = self._store.replies.find(session.key, reply_id)
@@ -121,11 +135,9 @@ class SessionReplies:
         return call.store
 
     async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
-        """Add a complete reply before its end is delivered. A reply that was not sampled has no turn and is not stored."""
-        if call.store and done.node is not None:
-            await self._archive.add(self._session, done.node, record)
+        """Add a complete reply before its end is delivered."""
         if call.store:
-            self._archive.remember(self._session, record.id, EarlierReply(call.history, record.output))
+            await self._archive.add(self._session, done.node, record, call.history)
 
 
 def _read_items(node: PathNode) -> list[bytes]:

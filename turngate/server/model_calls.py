@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -193,8 +194,7 @@ class ModelCalls:
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._mark_undelivered(session, done):
                 if exchange.replies.keeps(call):
-                    encoder = dialect.open_stream(call)
-                    assert isinstance(encoder, StorableStream), "only dialects that can store replies set `Call.store`"
+                    encoder = cast(StorableStream, dialect.open_stream(call))
                     body = encoder.whole(done)
                     await exchange.replies.add(call, done, encoder.record())
                 else:
@@ -216,8 +216,8 @@ class ModelCalls:
             data = b"".join([encoder.event(event) for event in events])
             if isinstance(events[-1], Done):
                 with self._mark_undelivered(session, events[-1]):
-                    if exchange.replies.keeps(call) and isinstance(encoder, StorableStream):
-                        await exchange.replies.add(call, events[-1], encoder.record())
+                    if exchange.replies.keeps(call):
+                        await exchange.replies.add(call, events[-1], cast(StorableStream, encoder).record())
                     await stream.write(data, last=True)
             elif data:  # an empty write would restart the keep-alive timer
                 await stream.write(data)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 from starlette.requests import HTTPConnection
@@ -262,8 +263,7 @@ class CallSocket:
     async def _prepare(self, session: Session, call: Call, replies: ConnectionReplies, lane: str) -> None:
         """Answer without sampling anything. The next request can continue the empty reply."""
         session.require_open()
-        encoder = self._dialect.open_stream(call)
-        assert isinstance(encoder, StorableStream), "only dialects that can store replies have a WebSocket"
+        encoder = cast(StorableStream, self._dialect.open_stream(call))
         frames = split_frames(encoder.empty(), lane)
         replies.set_latest(call, encoder.record())
         for frame in frames:

@@ -71,12 +71,15 @@ class ReplyTable:
         self._writing = writing
         self._reading = reading
 
-    def add(self, session: int, node: int, record: ReplyRecord) -> None:
-        digest = blake2b(record.echo, digest_size=16).digest()
+    def add(self, session: int, node: int, record: ReplyRecord, known: bytes = b"") -> bytes:
+        """Add a reply and return the digest of its echo. `known` is that digest if the echo is stored already."""
+        digest = known or blake2b(record.echo, digest_size=16).digest()
         row = (session, record.id, node, record.head, digest, record.tail, record.tools)
         with self._writing() as db:
-            db.execute("INSERT OR IGNORE INTO reply_echoes VALUES (?,?,?)", (session, digest, record.echo))
+            if not known:
+                db.execute("INSERT OR IGNORE INTO reply_echoes VALUES (?,?,?)", (session, digest, record.echo))
             db.execute("INSERT INTO replies VALUES (?,?,?,?,?,?,?)", row)
+        return digest
 
     def find(self, session: int, reply_id: str) -> StoredReply | None:
         query = (
