@@ -37,6 +37,7 @@ from turngate.verify.outcome import check_outcome
 from turngate.verify.quotes import check_quotes
 from turngate.verify.render import Renderers, check_rendering
 from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
+from turngate.verify.replies import check_replies
 from turngate.verify.roles import derive_roles
 from turngate.verify.rows import RowSource, TrainerRow, check_rows
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
@@ -105,6 +106,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     check_structure(session, messages, results)
     check_quotes(session, messages, results)
     sound = all(finding.ok for finding in results.findings())
+    check_replies(session, messages, results)
     check_outcome(session, results)  # after `sound`: rows can be built even if the outcome or the events are wrong
     check_events(session, results)
     renderer = check_rendering(session, messages, options.renderers or Renderers(), results)

@@ -23,7 +23,7 @@ from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4, 5)  # version 4 adds tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
-_BEFORE_REFUSALS = 4  # the last schema without refused calls
+_BEFORE_REFUSALS = 4  # the last schema without refused calls and stored replies
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
 _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
 
@@ -178,6 +178,15 @@ class StoredOutcome(msgspec.Struct, frozen=True):
     recorded: object
 
 
+class StoredReplyRow(msgspec.Struct, frozen=True):
+    """A row of the `replies` table. Its cells may have any type."""
+
+    id: object
+    node: object
+    head: object
+    tail: object
+
+
 class StoredRefusals(msgspec.Struct, frozen=True):
     """A row of the `refusals` table. Its cells may have any type."""
 
@@ -199,6 +208,7 @@ class RelatedRecords(msgspec.Struct, frozen=True):
 
     outcome: StoredOutcome | None = None
     refused: StoredRefusals | None = None
+    replies: tuple[StoredReplyRow, ...] = ()
     events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
     version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
@@ -358,6 +368,7 @@ _NODES = (
 )
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
 _REFUSALS = "SELECT count, status, message FROM refusals WHERE session=?"
+_REPLIES = "SELECT id, node, head, tail FROM replies WHERE session=? ORDER BY node"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
 _SETTING = "SELECT value FROM settings WHERE name=?"
@@ -442,10 +453,12 @@ class SessionReader:
             return RelatedRecords(version=version)
         outcome = self._db.execute(_OUTCOME, (key,)).fetchone()
         refused = self._db.execute(_REFUSALS, (key,)).fetchone() if self._has_refusals else None
+        replies = self._db.execute(_REPLIES, (key,)).fetchall() if self._has_refusals else ()
         events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
             outcome=None if outcome is None else StoredOutcome(*outcome),
             refused=None if refused is None else StoredRefusals(*refused),
+            replies=tuple(StoredReplyRow(*cells) for cells in replies),
             events=tuple(StoredEvent(*cells) for cells in events),
             pruned=self._read_number("events_pruned") or 0,
             version=version,
