@@ -140,8 +140,9 @@ def _write_turn(renderer: TemplateRenderer, agent: Agent, step: Step, n: int) ->
         whole = renderer.text([*history, message], [TOOL], {}, generate=False)
     except BadRequest:
         whole = prompt + step.text
-    size = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
-    text = whole[size:]
+    before, after = renderer.tokenizer.encode(prompt), renderer.tokenizer.encode(whole)
+    size = next((k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+    text = renderer.tokenizer.decode(after[size:])
     closing = renderer.syntax.reasoning_close
     if prompt.rstrip().endswith(renderer.syntax.reasoning_open) and closing not in text:
         text = f"{step.thinking}\n{closing}\n\n{text}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from turngate.render.parse import DEEPSEEK, HERMES, LLAMA, MISTRAL, Parsed, Parser, StopStrings, Syntax
+from turngate.render.parse import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Parsed, Parser, StopStrings, Syntax
 from turngate.types import CallDelta, Constraint, Delta, Tool
 
 TOOLS = (
@@ -174,3 +175,60 @@ def test_stop_strings_across_chunks() -> None:
             shown, text = shown + stops.feed(text[:size]), text[size:]
         assert shown + stops.flush() == "one EN two\n"
         assert stops.hit
+
+
+ARGUMENTS = {"path": 'a "q" é\n.py', "n": 3, "f": 1.5, "b": True, "z": None, "l": [1, "x"], "o": {"k": "v"}}
+GLM_ARGUMENTS = "".join(
+    f"<arg_key>{key}</arg_key>\n<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+    for key, value in ARGUMENTS.items()
+)
+PYTHON_ARGUMENTS = 'path=\'a "q" é\\n.py\', n=3, f=1.5, b=True, z=None, l=[1, "x"], o={"k": \'v\'}'
+GEMMA_ARGUMENTS = 'b:true,f:1.5,l:[1,<|"|>x<|"|>],n:3,o:{k:<|"|>v<|"|>},path:<|"|>a "q" é\n.py<|"|>,z:null'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "count"),
+    [
+        (GLM, f"<tool_call>read_file\n{GLM_ARGUMENTS}</tool_call>\n<tool_call>read_file{GLM_ARGUMENTS}</tool_call>", 2),
+        (LFM, f"<|tool_call_start|>[read_file({PYTHON_ARGUMENTS})]<|tool_call_end|>", 1),
+        (LFM, f"<|tool_call_start|>[read_file({PYTHON_ARGUMENTS}), read_file({PYTHON_ARGUMENTS})]<|tool_call_end|>", 2),
+        (LFM, "<|tool_call_start|>[read_file(" + PYTHON_ARGUMENTS.replace("\\n", "\n") + ")]<|tool_call_end|>", 1),
+        (LFM, "<|tool_call_start|>read_file(" + PYTHON_ARGUMENTS.replace("True", "true") + ")<|tool_call_end|>", 1),
+        (GEMMA, "<|tool_call>call:read_file{" + GEMMA_ARGUMENTS + "}<tool_call|>", 1),
+        (GEMMA, ("<|tool_call>call:read_file{" + GEMMA_ARGUMENTS.replace("null", "None") + "}<tool_call|>") * 2, 2),
+    ],
+)
+def test_call_forms_that_are_not_json(syntax: Syntax, text: str, count: int) -> None:
+    parser = Parser(syntax, tools=[Tool("read_file", {"function": {"name": "read_file"}})])
+    for letter in text:
+        parser.feed(letter)
+    message = parser.finish()[1].message
+    assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [("read_file", ARGUMENTS)] * count
+    assert message.content == ""
+
+
+@pytest.mark.parametrize(
+    ("syntax", "body"),
+    [
+        (GLM, "two words"),
+        (GLM, "f<arg_key>k</arg_key><arg_value>v"),
+        (LFM, "[f(1)]"),
+        (LFM, "[f(x=open('/etc/passwd'))]"),
+        (LFM, "f(" * 5_000),
+        (LFM, "f(**x)"),
+        (LFM, "f(x={1, 2})"),
+        (LFM, "\x00"),
+        (GEMMA, "f"),
+        (GEMMA, "f{k:1"),
+        (GEMMA, 'f{k:<|"|>open}'),
+        (GEMMA, "f{k:" + "[" * 5_000),
+        (GEMMA, "f{k:word}"),
+        (GEMMA, "f{} more"),
+    ],
+)
+def test_malformed_calls_are_delivered_as_text(syntax: Syntax, body: str) -> None:
+    parser = Parser(syntax, tools=[Tool("f", {"function": {"name": "f"}})])
+    text = syntax.call_open + body + syntax.call_close
+    parser.feed(text)
+    message = parser.finish()[1].message
+    assert (message.content, message.tool_calls) == (text, ())

@@ -62,6 +62,21 @@ OPENERS = (
     + CALLS
     + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# Like Gemma 4's: results are part of the turn of their call, and the text of that turn follows them.
+RESULTS_IN_TURN = (
+    DECLARE
+    + "{% for m in messages %}{% set at = loop.index %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    + CALLS.replace("\n<tool_call>", "<tool_call>")
+    + "{% if m.tool_calls %}<|results|>{% for r in messages[at:] %}{% if r.role == 'tool' %}{{ r.content }};{% endif %}{% endfor %}"
+    + "{% endif %}{{ m.content }}"
+    + END
+    + "{% elif m.role != 'tool' %}"
+    + START
+    + "{{ m.content }}"
+    + END
+    + "{% endif %}{% endfor %}"
+    + GENERATE
+)
 MARKERS = "{# <|system|><|user|><|assistant|><|observation|> #}"
 
 ASK, MORE = Message("user", "What does main.py do?"), Message("user", "And util.py?")
@@ -185,6 +200,15 @@ def test_token_that_starts_the_next_message_is_written_once(
     last = LastTurn(np.array([], ID_DTYPE), np.array(encode(sampled), ID_DTYPE), message)
     bridge = renderer.bridge(last, new, [TOOL], {})
     assert bridge is not None and renderer.tokenizer.decode(bridge) == expected
+
+
+async def test_results_that_a_template_writes_inside_the_turn_are_never_lost(tmp_path: Path) -> None:
+    renderer, certificate = load(RESULTS_IN_TURN, tmp_path)
+    for calls in (1, 2):
+        why = certificate.uncertified[Transition(calls, ("tool",))]
+        assert "after the turn" in why
+    outcome = await play(renderer, certificate, tmp_path / "data")
+    assert outcome.rows > 1 and all("results" in reason for reason in outcome.reasons)
 
 
 def test_certificate_explains_a_difference_token_by_token(tmp_path: Path) -> None:

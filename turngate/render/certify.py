@@ -100,20 +100,22 @@ class Certificate(msgspec.Struct, frozen=True):
 
 def certify(renderer: Renderer) -> Certificate:
     """Run every case twice: with complete assistant turns, and with turns that lack their closing token."""
-    findings = [finding for case in CASES for cut in (False, True) for finding in _run_case(renderer, case, cut=cut)]
+    findings = [finding for case in CASES for finding in _run_case(renderer, case)]
     return Certificate(renderer.name, tuple(findings), tuple(_find_unread(renderer)))
 
 
-def _run_case(renderer: Renderer, case: ProbeCase, *, cut: bool) -> list[ProbeResult]:
+def _run_case(renderer: Renderer, case: ProbeCase) -> list[ProbeResult]:
     """Return the worst result for each kind of transition in a conversation."""
     results: dict[Transition, ProbeResult] = {}
     for at in _assistant_turns(case.messages):
-        found = _compare(renderer, case, at, cut)
-        assert found.transition is not None
-        known = results.get(found.transition)
-        if known is None or _WORST_FIRST.index(found.verdict) < _WORST_FIRST.index(known.verdict):
-            results[found.transition] = found
-    return list(results.values())
+        rendered = _render_turn(renderer, case, at)
+        for cut in (False, True):
+            found = _compare(renderer, case, rendered, cut)
+            assert found.transition is not None
+            known = results.get(found.transition)
+            if known is None or _WORST_FIRST.index(found.verdict) < _WORST_FIRST.index(known.verdict):
+                results[found.transition] = found
+    return sorted(results.values(), key=lambda result: result.transition is not None and result.transition.cut)
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
@@ -121,41 +123,65 @@ def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
-def _compare(renderer: Renderer, case: ProbeCase, at: int, cut: bool) -> ProbeResult:
-    """Compare the bridge after one turn with a render of the conversation up to the next turn."""
-    end = next(
-        (i for i in range(at + 1, len(case.messages)) if case.messages[i].role == "assistant"), len(case.messages)
-    )
-    new = case.messages[at + 1 : end]
-    transition = Transition.of(case.messages[at], new, cut=cut)
-    name = f"{case.name}, cut short" if cut else case.name
+class _RenderedTurn(msgspec.Struct, frozen=True):
+    """One turn of a probe conversation, as the template writes it."""
+
+    message: Message
+    new: tuple[Message, ...]
+    system: str
+    prompt: list[int] = []
+    sampled: list[int] = []
+    whole: list[int] = []  # the conversation up to the next turn
+    after: str | BridgeDifference = ""  # from the close of the turn on
+    refusal: str = ""  # why the template rejects it
+
+
+def _render_turn(renderer: Renderer, case: ProbeCase, at: int) -> _RenderedTurn:
+    messages = case.messages
+    end = next((i for i in range(at + 1, len(messages)) if messages[i].role == "assistant"), len(messages))
+    system = messages[0].content if messages[0].role == "system" else ""
+    turn = _RenderedTurn(messages[at], messages[at + 1 : end], system)
     one_call = isinstance(renderer, TemplateRenderer) and not renderer.template.traits.parallel_calls
-    if one_call and any(len(message.tool_calls) > 1 for message in case.messages):
-        return ProbeResult(name, "refused", "the template writes one call per turn; replies end after one", transition)
+    if one_call and any(len(message.tool_calls) > 1 for message in messages):
+        refusal = "the template writes one call per turn, so a reply ends after one"
+        return msgspec.structs.replace(turn, refusal=refusal)
     try:
-        prompt = renderer.render(case.messages[:at], case.tools, case.kwargs)
-        sampled = _write_turn(renderer, case, at, prompt)[: -1 if cut else None]
-        system = next((m.content for m in case.messages[:1] if m.role == "system"), "")
-        last = LastTurn(np.array(prompt, ID_DTYPE), np.array(sampled, ID_DTYPE), case.messages[at], system=system)
-        bridge = renderer.bridge(last, new, case.tools, case.kwargs)
-        after = _write_after(renderer, case, end)
-        whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
+        prompt = renderer.render(messages[:at], case.tools, case.kwargs)
+        return msgspec.structs.replace(
+            turn,
+            prompt=prompt,
+            sampled=_write_turn(renderer, case, at, prompt),
+            whole=renderer.render(messages[:end], case.tools, case.kwargs),
+            after=_write_after(renderer, case, end),
+        )
     except BadRequest as error:
-        return ProbeResult(name, "refused", error.message, transition)
-    if isinstance(after, BridgeDifference):
-        encode = renderer.tokenizer.encode
-        tokens = _find_token(renderer, after.where, encode(after.bridge), encode(after.template))
-        return ProbeResult(name, "differs", after.describe(), transition, tokens if after.template else None)
+        return msgspec.structs.replace(turn, refusal=error.message)
+
+
+def _compare(renderer: Renderer, case: ProbeCase, turn: _RenderedTurn, cut: bool) -> ProbeResult:
+    """Compare the bridge after one turn with a render of the conversation up to the next turn."""
+    transition = Transition.of(turn.message, turn.new, cut=cut)
+    name = f"{case.name}, cut short" if cut else case.name
+    if turn.refusal:
+        return ProbeResult(name, "refused", turn.refusal, transition)
+    encode, decode = renderer.tokenizer.encode, renderer.tokenizer.decode
+    if isinstance(turn.after, BridgeDifference):
+        difference = turn.after
+        tokens = _find_token(renderer, difference.where, encode(difference.bridge), encode(difference.template))
+        return ProbeResult(name, "differs", difference.describe(), transition, tokens if difference.template else None)
+    sampled = turn.sampled[:-1] if cut else turn.sampled
+    context = np.array(turn.prompt, ID_DTYPE)
+    last = LastTurn(context, np.array(sampled, ID_DTYPE), turn.message, system=turn.system)
+    bridge = renderer.bridge(last, turn.new, case.tools, case.kwargs)
     if bridge is None:
-        why = renderer.explain_refusal(last, new, case.tools, case.kwargs)
+        why = renderer.explain_refusal(last, turn.new, case.tools, case.kwargs)
         return ProbeResult(name, "differs", why.partition(": ")[2] or why, transition)
-    expected = renderer.tokenizer.encode(after)[0 if cut else 1 :]
-    if bridge != expected or whole[len(whole) - len(bridge) :] != bridge:
-        written = expected if bridge != expected else whole[len(whole) - len(bridge) :]
-        tokens = _find_token(renderer, "after the turn", bridge, written)
+    expected, written = encode(turn.after)[0 if cut else 1 :], turn.whole[len(turn.whole) - len(bridge) :]
+    if bridge != expected or bridge != written:
+        tokens = _find_token(renderer, "after the turn", bridge, expected if bridge != expected else written)
         return ProbeResult(name, "differs", tokens.describe(), transition, tokens)
     # Before the bridge, only the text can match: a whole render may merge tokens across the end of the prompt, which a model cannot do.
-    ours, theirs = (renderer.tokenizer.decode(ids) for ids in ([*prompt, *sampled, *bridge], whole))
+    ours, theirs = decode([*turn.prompt, *sampled, *bridge]), decode(turn.whole)
     if ours == theirs:
         return ProbeResult(name, "same", "", transition)
     if _without_thinking(ours) == _without_thinking(theirs):

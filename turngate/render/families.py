@@ -16,7 +16,7 @@ from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, cre
 from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect_syntax
+from turngate.render.parse import GEMMA, HERMES, LFM, Parsed, Parser, Syntax, detect_syntax
 from turngate.render.renderer import LastTurn, ReplyReader, find_reasoning_tokens, read_prompt_end
 from turngate.render.template_fallbacks import add_to_system_prompt, declare_tools
 from turngate.render.tokenizer import Tokenizer
@@ -62,7 +62,8 @@ class FamilyRenderer:
         self._knows = template_field_names(plain.config)
         user = {"role": "user", "content": "x"}
         text = tokenizer.decode(plain.render_ids([user, _message_to_wire(Message("assistant", tool_calls=(_PROBE,)))]))
-        self.syntax = detect_syntax(text)  # None: only the package can parse its calls
+        found = detect_syntax(text)
+        self.syntax = None if found in (LFM, GEMMA) else found  # None: the package parses its calls
         self._declares = "probe_tool" in tokenizer.decode(plain.render_ids([user], tools=[_PROBE_TOOL.wire]))
 
     def render(

@@ -15,12 +15,13 @@ from typing import Literal
 import msgspec
 import orjson
 
+from turngate.render.call_forms import GEMMA_QUOTE, parse_gemma_call, parse_python_calls
 from turngate.types import CallDelta, Constraint, Delta, Json, Message, Tool, ToolCall
 
 BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
 
 
-class MalformedCall(Exception):
+class MalformedCall(ValueError):
     """Raised if the text between the call markers is not a valid call."""
 
 
@@ -34,11 +35,11 @@ class Syntax(msgspec.Struct, frozen=True):
     call_close: str = "</tool_call>"  # empty: calls extend to the end of the reply
     noise: tuple[str, ...] = ()  # wrapper markers that are ignored
     bare: bool = False  # whether a reply that starts like JSON is a call
+    inner: tuple[str, ...] = ()  # tokens within calls and reasoning markers
 
     def markers(self) -> tuple[str, ...]:
-        return tuple(
-            m for m in (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close, *self.noise) if m
-        )
+        outer = self.reasoning_open, self.reasoning_close, self.call_open, self.call_close
+        return tuple(m for m in (*outer, *self.noise, *self.inner) if m)
 
 
 class _HermesCall(msgspec.Struct):
@@ -114,6 +115,23 @@ def _parse_hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]
     return [_parse_tagged_call(text, tools) if text.startswith("<function=") else _parse_json_call(text, tools)]
 
 
+def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+    """Parse `name`, followed by `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each argument."""
+    name, *pairs = text.split("<arg_key>")
+    name = name.strip()
+    if not name or any(c.isspace() for c in name):
+        raise MalformedCall("the call has no name")
+    types, values = _parameter_types(name, tools), {}
+    for pair in pairs:
+        key, closed, rest = pair.partition("</arg_key>")
+        before, opened, rest = rest.partition("<arg_value>")
+        value, ended, after = rest.partition("</arg_value>")
+        if not (closed and opened and ended) or before.strip() or after.strip():
+            raise MalformedCall("an argument is incomplete")
+        values[key.strip()] = _convert_value(value, types.get(key.strip()))
+    return [(name, orjson.dumps(values).decode())]
+
+
 def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     _, separator, rest = text.partition("<｜tool▁sep｜>")
     name, newline, rest = rest.partition("\n")
@@ -162,12 +180,25 @@ DEEPSEEK = Syntax(
     call_close="<｜tool▁call▁end｜>",
     noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
+GLM = Syntax("glm", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+LFM = Syntax("lfm", call_open="<|tool_call_start|>", call_close="<|tool_call_end|>")
+GEMMA = Syntax(
+    "gemma",
+    reasoning_open="<|channel>thought",
+    reasoning_close="<channel|>",
+    call_open="<|tool_call>call:",
+    call_close="<tool_call|>",
+    inner=("<|channel>", "<|tool_call>", GEMMA_QUOTE),
+)
 MISTRAL = Syntax("mistral", call_open="[TOOL_CALLS]", call_close="")
 LLAMA = Syntax("llama", call_open="<|python_tag|>", call_close="", bare=True)
-SYNTAXES = (HERMES, DEEPSEEK, MISTRAL, LLAMA)
+SYNTAXES = (HERMES, GLM, DEEPSEEK, LFM, GEMMA, MISTRAL, LLAMA)
 _BODY_PARSERS: dict[str, BodyParser] = {
     "hermes": _parse_hermes_body,
+    "glm": _parse_glm_body,
     "deepseek": _parse_deepseek_body,
+    "lfm": lambda text, tools: parse_python_calls(text),
+    "gemma": lambda text, tools: parse_gemma_call(text),
     "mistral": _parse_list_body,
     "llama": _parse_list_body,
 }
@@ -175,7 +206,9 @@ _BODY_PARSERS: dict[str, BodyParser] = {
 
 def detect_syntax(rendered_call: str) -> Syntax | None:
     """Detect a template's syntax from the text that it renders for an assistant message with one call."""
-    for syntax in (HERMES, DEEPSEEK, MISTRAL):
+    if "<arg_key>" in rendered_call:
+        return GLM
+    for syntax in (HERMES, DEEPSEEK, LFM, GEMMA, MISTRAL):
         if syntax.call_open in rendered_call:
             return syntax
     return LLAMA if '"name":' in rendered_call and '"parameters":' in rendered_call else None
@@ -343,7 +376,7 @@ class Parser:
     def _take_call(self, events: list[Delta | CallDelta], body: str, *, closed: bool) -> None:
         try:
             calls = _BODY_PARSERS[self._syntax.name](body, self._tools)
-        except MalformedCall:
+        except ValueError:
             self._fresh = False
             self._show(events, "content", self._syntax.call_open + body + (self._syntax.call_close if closed else ""))
             return
@@ -364,7 +397,7 @@ class Parser:
                 calls = [(self._constraint.tool, text.strip())]
             else:
                 calls = _parse_list_body(text, self._tools)
-        except MalformedCall:
+        except ValueError:
             self._fresh = False
             self._show(events, "content", text)
             return
@@ -381,7 +414,7 @@ class Parser:
                 return
             try:
                 self._emit_calls(events, _BODY_PARSERS[self._syntax.name](body, self._tools))
-            except MalformedCall:
+            except ValueError:
                 return
             if self.satisfied:
                 return

@@ -340,6 +340,8 @@ class TemplateRenderer:
         bridge = self._render_after(last.message, system, plain, tools, kwargs)
         if bridge is None:
             return ""  # rendering these messages may fail only with these texts
+        if any(message.content not in bridge[1] for message in plain):
+            return "the template does not write all new messages after the turn"
         close = self._closing_texts[bridge[0]]
 
         def render(messages: Sequence[Message], generate: bool) -> str:

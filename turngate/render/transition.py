@@ -21,6 +21,9 @@ TextFunction = Callable[[Sequence[Message], bool], str]
 _SPEAKERS = {"user": "a user message", "system": "a system message", "tool": "results", "assistant": "an answer"}
 
 
+TURN_TEXT = "turngateTURNTEXT"
+
+
 class Transition(msgspec.Struct, frozen=True):
     """One kind of transition. Certificates have a verdict for each."""
 
@@ -65,7 +68,7 @@ def build_stand_in(turn: Message, mark: str = SENTINEL) -> Message:
     *others, final = turn.tool_calls
     calls = [ToolCall(c.id, c.name, "{}") for c in others]
     calls.append(ToolCall(final.id, final.name, orjson.dumps({"k": mark}).decode()))
-    return Message("assistant", tool_calls=tuple(calls))
+    return Message("assistant", TURN_TEXT if turn.content else "", tool_calls=tuple(calls))
 
 
 def find_difference(
@@ -79,6 +82,8 @@ def find_difference(
     after = write_after_turn(text, stops, messages)
     if isinstance(after, BridgeDifference):
         return after
+    if TURN_TEXT in after:
+        return BridgeDifference("the template writes the text of the turn after the messages that follow it")
     return None if after == bridge else BridgeDifference("after the turn", bridge, after)
 
 
