@@ -174,7 +174,8 @@ class _Structure:
         line = root if continued is None else self._line[continued.id]
         self._line[root.id] = line
         self._sizes[line.id] = self._sizes.get(line.id, 0) + len(self._turns[root.id])
-        if not (root.info.signals.is_aside or root.info.signals.is_subagent):
+        signals = root.info.signals
+        if not (signals.role or signals.parent) or not (signals.is_aside or signals.is_subagent):
             self._own.append(root)
 
     def _find_continued(self, root: Context) -> Context | None:
