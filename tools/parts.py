@@ -509,6 +509,9 @@ def _build_clients(place: Path) -> None:
 
 
 def _build_js_clients(new: Path) -> None:
+    from turngate.agents.install import ensure_node  # they need a newer Node than many systems have
+
+    ensure_node()
     install = ["install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", new]
     _run("js-clients: npm install", [*_npm(), *install, *JS_CLIENT_PINS], cwd=new)
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from tests import kit
 from tests.speed import scaled
 from tests.verify.everywhere import verdicts
 from tools import parts
+from turngate.agents.install import find_node
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.verify import ScriptedScorer
@@ -112,9 +112,7 @@ def command(client: Client) -> tuple[list[str], dict[str, str]]:
     environment = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
     program = str(PROGRAMS / client.program)
     if client.part == "js-clients":
-        node = parts.cache() / "node" / "bin" / "node"
-        program_node = str(node) if node.exists() else shutil.which("node") or "node"
-        return [program_node, program], environment | {"CLIENTS": str(parts.cache() / client.part)}
+        return [str(find_node()), program], environment | {"CLIENTS": str(parts.cache() / client.part)}
     python = str(parts.cache() / client.part / "bin" / "python") if client.part else sys.executable
     return [python, program], environment
 
