@@ -88,6 +88,18 @@ async def test_only_model_replies_clear_last_error() -> None:
         assert await client.show("s") == shown
 
 
+async def test_websocket_is_refused_with_words() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        raise AssertionError("the upgrade must not reach the endpoint")
+
+    async with run_endpoint(handler) as base, run_forwarder(base) as (_, _, agent):
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await agent.ws_connect("/v1/responses")
+        assert caught.value.status == 426
+        reply = await agent.get("/v1/responses", headers={"connection": "upgrade", "upgrade": "websocket"})
+        assert "over HTTP" in (await reply.json())["error"]["message"]
+
+
 async def test_refused_connection_and_cut_reply() -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -77,7 +77,7 @@ class _Marks:
 
     def wrap(self, app: App) -> App:
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await app(self._unmark(scope) if scope["type"] == "http" else scope, receive, send)
+            await app(self._unmark(scope), receive, send)
 
         return serve
 

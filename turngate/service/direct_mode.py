@@ -74,6 +74,8 @@ class Forwarder:
             return web.json_response({}, headers=_GATEWAY_HEADERS)
         if request.path.startswith("/v1/tools"):
             return _error_response(404, "direct mode does not support host tools")
+        if request.headers.get("upgrade", "").lower() == "websocket":  # agents fall back to HTTP after this status
+            return _error_response(426, "direct mode does not support WebSockets; send the request over HTTP")
         if request.method != "POST" or not request.path.endswith(_GENERATIONS):
             return await self._forward(request, is_generation=False)
         self.engine_silence.begin()
