@@ -11,6 +11,8 @@ ADMIN = {"authorization": "Bearer outside-the-gauntlet", "content-type": "applic
 CAUSES = {  # Turngate's fork causes, mapped to the Gauntlet's
     "compaction": "compaction",
     "subagent": "sub-agent",
+    "handoff": "hand-off",
+    "new": "new conversation",
     "side": "side call",
     "retry": "retry",
     "resample": "retry",

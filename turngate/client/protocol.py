@@ -224,13 +224,13 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
         return self._to_dict().get(field, default)
 
     def __contains__(self, field: object) -> bool:
-        return field in self.__struct_fields__
+        return field in self._to_dict()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._to_dict())
 
     def keys(self) -> list[str]:
-        return list(self.__struct_fields__)
+        return list(self._to_dict())
 
     def _to_dict(self) -> dict[str, Json]:
         warnings.warn("use the attributes of the trace; it stops being a mapping in 0.2.0", DeprecationWarning, 3)
