@@ -37,7 +37,7 @@ _FAULTS = (
 SYSTEM = "You are a coding agent. Work in /workspace. Use the tools to read and change files, run the tests, and say when you are done."
 PROMPT = (
     '`slugify` turns "Crème brûlée" into "crme-brle". It should keep the letters and drop only their accents. '
-    "Mend it; the tests are in tests/."
+    "Fix it; the tests are in tests/."
 )
 
 
@@ -84,7 +84,7 @@ def _add_group(
         trace = TraceBuilder(builder, key, name, opened)
         turns = rng.randint(2, 5)
         versions = sorted(max(0, version - rng.choice((0, 0, 0, 0, 1))) for _ in range(turns))
-        context = trace.ask([{"role": "user", "content": f"Mend {task}."}])
+        context = trace.ask([{"role": "user", "content": f"Fix {task}."}])
         for turn in range(turns):
             text = rng.choice(
                 ("The test fails on an empty name.", "I look at the caller first.", "Done: the suite passes.")
@@ -260,7 +260,7 @@ def _add_first_rollout(work: _Rollout) -> None:
     context = work.add_result(turn_node, _FAILED)
     turn_node = work.say(
         context,
-        "A helper looks for other callers of `slugify`, while I mend it.",
+        "A helper looks for other callers of `slugify`, while I fix it.",
         "task",
         prompt="Find every caller of slugify.",
     )
