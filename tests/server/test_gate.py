@@ -415,8 +415,8 @@ async def test_remote_trainer_survives_gateway_restart(tmp_path: Path, monkeypat
     """
     settings = run.uvicorn_config
 
-    def without_shutdown_timeout(app: Any) -> Any:
-        config = settings(app)
+    def without_shutdown_timeout(*arguments: Any) -> Any:
+        config = settings(*arguments)
         config.timeout_graceful_shutdown = 3600
         return config
 

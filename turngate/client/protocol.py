@@ -224,13 +224,17 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
         return self._to_dict().get(field, default)
 
     def __contains__(self, field: object) -> bool:
-        return field in self._to_dict()
+        return field in self._list_fields()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._to_dict())
 
     def keys(self) -> list[str]:
-        return list(self._to_dict())
+        return self._list_fields()
+
+    def _list_fields(self) -> list[str]:
+        """Return the fields of its JSON, which omits `refused` if there is none."""
+        return [name for name in self.__struct_fields__ if name != "refused" or self.refused is not None]
 
     def _to_dict(self) -> dict[str, Json]:
         warnings.warn("use the attributes of the trace; it stops being a mapping in 0.2.0", DeprecationWarning, 3)
