@@ -95,7 +95,7 @@ SETTINGS = {
         files={"my-agent.toml": ("toml", 0)},
         replaced={'"""…"""': '"""print(\'done\')"""'},
     ),
-    "docs/batch.md": Setting(names=_THROTTLE_NAMES, is_python_last=True),
+    "docs/batch.md": Setting(names=_THROTTLE_NAMES, is_python_last=True, replaced={"--rounds 50": "--rounds 1"}),
     "docs/configuration.md": Setting(
         files={"gateway.toml": ("toml", 0)},
         replaced={
@@ -145,7 +145,7 @@ SETTINGS = {
         files={"rows.jsonl": ("json", 0)}, replaced={"--image turngate-base:bookworm": "", "'django__*'": "'h*'"}
     ),
     "docs/verify.md": Setting(
-        before=f"{_record('data', 'runs/other')}\n{_record('runs/first/data', 'runs/first', '--agent mini-swe-agent')}",
+        before=f"{_record('data', 'runs/other')}\n{_record('runs/first/data', 'runs/first', '--agent pi')}",
         is_slow=True,
     ),
     "docs/weights.md": Setting(gateway=_MODEL),

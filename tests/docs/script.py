@@ -20,7 +20,7 @@ ENGINE = "vllm serve Qwen/Qwen3-8B --logprobs-mode processed_logprobs"
 GATEWAY = "turngate serve --data gateway"
 # Programs that run until they are stopped, and the ports they listen on by default.
 _SERVERS = {r"vllm serve": 8000, r"turngate serve": 8700, r"turngate mcp .*--http": 8710}
-_ENDLESS = re.compile(r"turngate batch .*--rounds", re.S)
+_ENDLESS = re.compile(r"turngate batch .*--rounds \d\d", re.S)
 _PORT = re.compile(rf"(?<=[:= ])({'|'.join(map(str, PORTS))})\b")
 _REPLACED = {  # on every page, to save time: bubblewrap instead of Docker, and smaller groups
     "--sandbox docker": "--sandbox bubblewrap",

@@ -125,7 +125,7 @@ def test_setting_is_not_stale() -> None:
             "turngate serve # Ctrl-C stops it",
             "stop_server 8700; turngate serve --port 8700 & await_server $! 8700; stop_server 8700",
         ),
-        ("turngate batch --rounds 9", "turngate batch --rounds 9 --concurrency 2 &"),
+        ("turngate batch --rounds 90", "turngate batch --rounds 90 --concurrency 2 &"),
         ("turngate doctor  # all", "turngate doctor --port 8701  # all"),
         ("turngate doctor --gateway U", "turngate doctor --gateway U"),
     ],
