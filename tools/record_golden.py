@@ -94,7 +94,10 @@ VARIANTS: dict[str, tuple[str, Scenes]] = {
         ),
     ),
 }
-AGENTS = ("claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "pi", "qwen-code")
+AGENTS = (
+    *("aider", "claude-code", "cline", "codex", "continue", "copilot-cli", "gemini-cli", "kimi-code"),
+    *("mini-swe-agent", "opencode", "openhands", "pi", "qwen-code"),
+)
 
 
 # ── what is heard ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -298,7 +301,10 @@ def facts(installed: Installation, root: Path, days: Iterable[datetime]) -> Iter
         yield exactly(str(Path(installed.node).parent), str(Path(moved.node).parent))
         yield exactly(_printed(installed.node, "--version"), "v<node>")
     if installed.python:
-        yield exactly(_printed(installed.python, "-c", "import platform; print(platform.python_version())"), "<python>")
+        yield exactly(
+            _printed(installed.use_host_python().python, "-c", "import platform; print(platform.python_version())"),
+            "<python>",
+        )
     system = os.uname()
     yield exactly(f"{system.release} {system.version} {system.machine}", "<kernel> <arch>")
     yield exactly(system.release, "<kernel>")

@@ -89,10 +89,25 @@ turngate run --task task --agent shell -- sh -c 'echo "print(\\"hello\\")" > hel
 grep "reward 1" graded.txt
 """
 
+# A program that asks the model once.
+_OWN_PROGRAM = """
+mkdir programs
+cat > programs/mine <<'END'
+#!/usr/bin/env python3
+import json, os, sys, urllib.request
+url, key = os.environ.get("MINE_URL") or os.environ["OPENAI_BASE_URL"], os.environ.get("MINE_KEY") or os.environ["OPENAI_API_KEY"]
+body = {"model": os.environ.get("OPENAI_MODEL", sys.argv[2]), "messages": [{"role": "user", "content": sys.argv[-1] + sys.stdin.read()}]}
+headers = {"authorization": "Bearer " + key, "content-type": "application/json"}
+request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode(), headers)
+urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).read()
+END
+chmod +x programs/mine
+export PATH="$PWD/programs:$PATH"
+"""
+
 SETTINGS = {
     "docs/agents.md": Setting(
-        before="echo 'print(1)' > agent.py",
-        files={"my-agent.toml": ("toml", 0)},
+        before="echo 'print(1)' > agent.py" + _OWN_PROGRAM,
         replaced={'"""…"""': '"""print(\'done\')"""'},
     ),
     "docs/batch.md": Setting(names=_THROTTLE_NAMES, is_python_last=True, replaced={"--rounds 50": "--rounds 1"}),

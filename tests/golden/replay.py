@@ -37,8 +37,9 @@ async def play(record: Json, *, with_signals: bool = True) -> Replay:
     exchanges = record["exchanges"]
     script = [kit.say(format_step(decode_reply(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
-        signals = resolve_signals(find_agent(record["agent"]).spec.signals, MODEL)
-        session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals if with_signals else Signals()))
+        spec = find_agent(record["agent"]).spec
+        signals = resolve_signals(spec.signals, MODEL) if with_signals else Signals()
+        session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals), sampling=spec.sampling)
         client, new_ids = g.http(), dict[str, str]()
         replies = []
         for exchange in exchanges:
