@@ -96,10 +96,10 @@ async def test_side_model_calls_are_not_trained(world: World) -> None:
     assert role_list(agent) == ["side", "main"]
     [row] = build_samples(agent.session.trace)
     assert [span.role for span in row.spans] == ["main"]
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
     rejected = await agent.call(say(world, "x"), model="m-large")
     assert rejected.status == 404
     world.queue.clear()
-    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
 async def test_thread_with_parent_is_subagent(world: World) -> None:

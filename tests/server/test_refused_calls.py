@@ -178,16 +178,51 @@ async def test_prime_trajectory_masks_it() -> None:
         assert not any(step["tokens"]["completion_mask"]) and step["extras"]["untrained"] == REFUSED
 
 
-async def test_verify_checks_refusals(tmp_path: Path) -> None:
+async def test_call_that_is_repeated_with_success_is_not_refused(tmp_path: Path) -> None:
+    """Some clients try a feature, and ask the same without it if it is refused."""
+    async with gateway([say("Hi"), say("Ho")], data=tmp_path) as g:
+        session = await g.open(model="m")
+        await refuse(g, session)
+        await refuse(g, session, 400, model="m", n=2)
+        await refuse(g, session, messages=[user("Other")])
+    async with gateway([say("Hi"), say("Ho")], data=tmp_path) as g:  # also after a restart
+        assert (await g.show(session.id))["refused"]["count"] == 3
+        await g.ask(session.key, "Hi")
+        refused = (await g.show(session.id))["refused"]
+        assert refused == {"count": 1, "status": 404, "message": UNKNOWN} and await g.samples(session.id) == []
+        await g.ask(session.key, "Other", mode="async stream")
+        assert "refused" not in await g.show(session.id) and len(await g.samples(session.id)) == 2
+        events = [(event.kind, event.data["call"]) for event in g.app.events.page(session.id) if "call" in event.data]
+        assert events == [
+            ("refused", 1),
+            ("refused", 2),
+            ("refused", 3),
+            ("repeated", 1),
+            ("repeated", 2),
+            ("repeated", 3),
+        ]
+        await g.seal(session.id)
+    assert verdict(tmp_path, session.id, renderer=renderer()).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "checks"),
+    [
+        ("UPDATE refusals SET status=400", {"events"}),
+        ("DELETE FROM refusals", {"events"}),
+        ("UPDATE refusals SET repeated=1", {"events"}),
+    ],
+)
+async def test_verify_checks_refusals(change: str, checks: set[str], tmp_path: Path) -> None:
     async with gateway([say("Hi")], data=tmp_path) as g:
-        session = await open_refused(g)
+        session = await g.open(model="m")
+        await g.ask(session.key, "Hi")
+        await refuse(g, session, messages=[user("Other")])
         await g.seal(session.id)
     assert verdict(tmp_path, session.id, renderer=renderer()).ok
     with closing(sqlite3.connect(tmp_path / "turngate.db", isolation_level=None)) as db:
-        db.execute("UPDATE refusals SET count=2")
-        assert wrong(verdict(tmp_path, session.id, renderer=renderer())) == {"events"}
-        db.execute("DELETE FROM refusals")
-        assert wrong(verdict(tmp_path, session.id, renderer=renderer())) == {"events"}
+        db.execute(change)
+    assert wrong(verdict(tmp_path, session.id, renderer=renderer())) == checks
 
 
 async def test_page_shows_warnings() -> None:

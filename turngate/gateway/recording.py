@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from turngate.common.safe_text import make_encodable, sanitize_line
-from turngate.errors import TurngateError
+from turngate.errors import StoreError, TurngateError
 from turngate.gateway.draft import TurnDraft
 from turngate.gateway.events import Events
 from turngate.gateway.prompt import Preamble, build_context_info
-from turngate.gateway.refusals import MAX_CHARS
+from turngate.gateway.refusals import MAX_CHARS, digest_request
 from turngate.gateway.sampling import find_constraint_bias
 from turngate.store.events import new_event
 from turngate.store.journal import Journal
@@ -95,6 +95,7 @@ class TurnRecorder:
         trace.remember_request(context, request)
         session.count_turn(sampled)
         draft.settle()
+        self._record_answer(draft, sampled)
         if session.tokens_left == 0:
             self.note_stop(session, "sampled_tokens")  # the agent may never call again
         if cancelled is not None:
@@ -129,15 +130,27 @@ class TurnRecorder:
                 break
         self._journal.mark_undelivered(session.key, node_id)
 
-    def record_refusal(self, session: Session, status: int, message: str) -> None:
+    def record_refusal(self, session: Session, status: int, message: str, body: bytes) -> None:
         """Record that the gateway refused a model call of the session, before the agent receives the answer."""
-        refused = self._journal.add_refusal(session.key, session.id, status, make_encodable(message)[:MAX_CHARS])
-        session.trace.refused = refused or session.trace.refused
-        if refused is not None and refused.count == 1:
-            log.warning(
-                "session %s: a model call was refused (%d: %s)", session.id, status, sanitize_line(refused.message)
-            )
+        short = make_encodable(message)[:MAX_CHARS]
+        is_first = session.trace.refused is None
+        session.trace.refused = self._journal.add_refusal(session.key, session.id, status, short, digest_request(body))
+        if is_first:
+            log.warning("session %s: a model call was refused (%d: %s)", session.id, status, sanitize_line(short))
         self._events.wake(session.id)
+
+    def _record_answer(self, draft: TurnDraft, sampled: Sampled) -> None:
+        """Mark the refused calls that asked the same as a call that was answered. If that fails, they still count as refused."""
+        session = draft.session
+        if session.trace.refused is None or sampled.info.finish == "abort":
+            return
+        request = digest_request(draft.call.body)
+        if request is None:
+            return
+        try:
+            session.trace.refused = self._journal.mark_repeated(session.key, session.id, request)
+        except StoreError as error:
+            log.warning("session %s: a repeated call could not be recorded: %s", session.id, error.message)
 
     def note_stop(self, session: Session, limit: str) -> None:
         """Record the limit that stopped a session."""

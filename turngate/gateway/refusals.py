@@ -13,17 +13,35 @@ body that is too large, or whatever the engine rejects as invalid. These do not 
     5xx         the engine, the store or the gateway failed
 
 Requests for token counts and lists of models sample nothing, so they do not count either.
+
+Some clients try a feature and, if it is refused, ask the same without it. So a refused call no longer counts once a call with the same
+messages is answered.
 """
 
 from __future__ import annotations
+
+import hashlib
+
+import msgspec
 
 from turngate.dialects.messages_reply import ThreadsUnsupported
 from turngate.dialects.responses import PreviousResponseNotFound
 from turngate.errors import ContextOverflow, TurngateError
 
+_MESSAGE_FIELDS = ("messages", "input", "contents")
 MAX_CHARS = 500  # of a stored message; it may quote the agent's request
 _EXPECTED = (ContextOverflow, PreviousResponseNotFound, ThreadsUnsupported)
 _OTHER_STATUSES = (401, 403, 409, 426, 429)
+
+
+def digest_request(body: bytes) -> bytes | None:
+    """Return a digest of the messages in a request of any dialect, or None if there are none."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    asked = next((fields[name] for name in _MESSAGE_FIELDS if name in fields), None)
+    return None if asked is None else hashlib.sha256(asked).digest()
 
 
 def is_refusal(error: TurngateError) -> bool:

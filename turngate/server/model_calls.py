@@ -102,6 +102,7 @@ class ModelCalls:
         """Serve one call. `session_id` is the session named in the path, if any."""
         dialect = match.dialect
         session: Session | None = None
+        body = b""
         try:
             headers, query = parse_headers(scope), parse_query(scope)
             session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
@@ -116,7 +117,7 @@ class ModelCalls:
                 await (self._count if match.verb == "count" else self.run_turn)(exchange)
         except TurngateError as error:
             counted = session if match.verb != "count" else None
-            error = self.count_error(dialect, error, counted)
+            error = self.count_error(dialect, error, counted, body)
             await respond_error(send, dialect, error)
         except ClientDisconnect:
             return
@@ -143,10 +144,12 @@ class ModelCalls:
             call = msgspec.structs.replace(call, signals=read_signals(session.config.signals, wire.headers, call))
         return call
 
-    def count_error(self, dialect: Dialect, error: TurngateError, session: Session | None) -> TurngateError:
+    def count_error(
+        self, dialect: Dialect, error: TurngateError, session: Session | None, body: bytes = b""
+    ) -> TurngateError:
         """Count a failed call, also as a refused call of `session` if it is one. Return the error to answer with."""
         if session is not None:
-            error = self._record_refusal(session, dialect, error)
+            error = self._record_refusal(session, dialect, error, body)
         self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
         return error
 
@@ -235,7 +238,7 @@ class ModelCalls:
             except TurngateError as error:
                 if not stream.started and not dialect.sends_in_stream(error):
                     raise
-                error = self.count_error(dialect, error, session)
+                error = self.count_error(dialect, error, session, call.body)
                 if timing.span is not None:
                     timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
@@ -248,9 +251,9 @@ class ModelCalls:
             session = self._auth.session(dialect.read_key(request.headers, request.query_params), session_id)
         except TurngateError:
             return error
-        return self._record_refusal(session, dialect, error)
+        return self._record_refusal(session, dialect, error, b"")
 
-    def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError) -> TurngateError:
+    def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError, body: bytes) -> TurngateError:
         """Count the call if it is refused because of what was asked. Return the error to answer with.
 
         If the refusal cannot be recorded, the call fails as one whose turn cannot be recorded, and the agent may retry it.
@@ -258,7 +261,7 @@ class ModelCalls:
         if not is_refusal(error) or session.status != "open" or session.ending:
             return error
         try:
-            self._recorder.record_refusal(session, dialect.error_status(error), error.message)
+            self._recorder.record_refusal(session, dialect.error_status(error), error.message, body)
         except StoreError as failure:
             session.last_error = CallError(failure.boundary, failure.kind, failure.message)
             return failure

@@ -241,7 +241,7 @@ class CallSocket:
             with RenderInternalErrors():
                 await self._run(raw, event)
         except TurngateError as error:
-            await self._refuse(error, event.lane)
+            await self._refuse(error, event.lane, raw)
         except ClientDisconnect:
             return
 
@@ -278,8 +278,8 @@ class CallSocket:
         except TurngateError:
             return None
 
-    async def _refuse(self, error: TurngateError, lane: str) -> None:
-        error = self._calls.count_error(self._dialect, error, self._find_refusing_session(error))
+    async def _refuse(self, error: TurngateError, lane: str, raw: bytes = b"") -> None:
+        error = self._calls.count_error(self._dialect, error, self._find_refusing_session(error), raw)
         frame = encode_error_frame(error, self._dialect.error_status(error), lane)
         try:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})

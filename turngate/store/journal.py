@@ -50,9 +50,15 @@ class Journal:
         """Mark a stored turn whose reply was not fully delivered to the agent."""
         self._store.mark_undelivered(session, node)
 
-    def add_refusal(self, session: int, name: str, status: int, message: str) -> RefusedCalls | None:
-        """Count a refused call, which is durable when this returns. `name` is the session's id."""
-        return self._store.refusals.add(session, name, status, message)
+    def add_refusal(
+        self, session: int, name: str, status: int, message: str, request: bytes | None
+    ) -> RefusedCalls | None:
+        """Add a refused call, which is durable when this returns. `name` is the session's id."""
+        return self._store.refusals.add(session, name, status, message, request)
+
+    def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
+        """Mark the refused calls that asked the same as a call that was answered."""
+        return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:
         self._store.note_stop(session, stop)

@@ -1,6 +1,8 @@
-"""The refusals table: how many model calls of a session were refused, and the answer to the first of them."""
+"""The refusals table: the model calls of a session that were refused, and whether the agent then repeated them with success."""
 
 from __future__ import annotations
+
+import sqlite3
 
 from turngate.store.connection import Connect
 from turngate.store.events import insert_event, new_event
@@ -8,17 +10,16 @@ from turngate.trace.tree import RefusedCalls
 
 REFUSAL_TABLES = """
 CREATE TABLE IF NOT EXISTS refusals (
-    session INTEGER PRIMARY KEY,  -- key of the session
-    count INTEGER NOT NULL,
-    status INTEGER NOT NULL,      -- HTTP status of the first
-    message TEXT NOT NULL         -- of the first
-);
+    session INTEGER NOT NULL,     -- key of the session
+    call INTEGER NOT NULL,        -- 1, 2, … in the order of arrival
+    status INTEGER NOT NULL,      -- HTTP status of the answer
+    message TEXT NOT NULL,
+    request BLOB,                 -- digest of what was asked; NULL: unknown
+    repeated INTEGER NOT NULL DEFAULT 0,  -- 1: the agent asked the same again, and was answered
+    PRIMARY KEY (session, call)
+) WITHOUT ROWID;
 """
-MAX_EVENTS = 100  # an agent may repeat a refused call forever, so later ones are only counted
-_ADD = (
-    "INSERT INTO refusals SELECT ?1, 1, ?2, ?3 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
-    " ON CONFLICT (session) DO UPDATE SET count=count+1"
-)
+MAX_CALLS = 100  # per session; an agent may repeat a refused call forever
 
 
 class Refusals:
@@ -27,21 +28,35 @@ class Refusals:
         self._reading = reading
         self._there = there  # False: a read-only file of an older version, without this table
 
-    def add(self, session: int, name: str, status: int, message: str) -> RefusedCalls | None:
-        """Count a refused call and add its event. Return the new total, or None if the session was deleted. `name` is its id."""
+    def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
+        """Add a refused call and its event, unless there are too many. `name` is the session's id. Return the calls so far."""
         with self._writing() as db:
-            db.execute(_ADD, (session, status, message))
-            row = db.execute("SELECT count, status, message FROM refusals WHERE session=?", (session,)).fetchone()
-            if row is None:
-                return None
-            if row[0] <= MAX_EVENTS:
-                insert_event(db, new_event(name, "refused", {"call": row[0], "status": status, "message": message}))
-        return RefusedCalls(*row)
+            (count,) = db.execute("SELECT count(*) FROM refusals WHERE session=?", (session,)).fetchone()
+            exists = db.execute("SELECT 1 FROM sessions WHERE key=?", (session,)).fetchone() is not None
+            if count < MAX_CALLS and exists:
+                db.execute("INSERT INTO refusals VALUES (?,?,?,?,?,0)", (session, count + 1, status, message, request))
+                insert_event(db, new_event(name, "refused", {"call": count + 1, "status": status, "message": message}))
+            return _read(db, session)
+
+    def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
+        """Mark the refused calls that asked the same as a call that was answered. Return the other refused calls."""
+        where = "session=? AND request=? AND NOT repeated"
+        with self._writing() as db:
+            calls = db.execute(f"SELECT call FROM refusals WHERE {where} ORDER BY call", (session, request)).fetchall()
+            db.execute(f"UPDATE refusals SET repeated=1 WHERE {where}", (session, request))
+            for (call,) in calls:
+                insert_event(db, new_event(name, "repeated", {"call": call}))
+            return _read(db, session)
 
     def find(self, session: int) -> RefusedCalls | None:
-        """Return the refused calls of a session, or None if there are none. `session` is its key."""
+        """Return the refused calls that were not repeated with success, or None if there are none. `session` is its key."""
         if not self._there:
             return None
         with self._reading() as db:
-            row = db.execute("SELECT count, status, message FROM refusals WHERE session=?", (session,)).fetchone()
-        return None if row is None else RefusedCalls(*row)
+            return _read(db, session)
+
+
+def _read(db: sqlite3.Connection, session: int) -> RefusedCalls | None:
+    query = "SELECT status, message FROM refusals WHERE session=? AND NOT repeated ORDER BY call"
+    rows = db.execute(query, (session,)).fetchall()
+    return RefusedCalls(len(rows), *rows[0]) if rows else None

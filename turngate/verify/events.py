@@ -15,8 +15,7 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import DECODE_ERRORS, StoredEvent, StoredSession, StoredTurn
 
 _ENDS = ("sealed", "cancelled")
-_COMPARED = ("opened", "turn", "outcome", "refused", *_ENDS)
-_MAX_REFUSALS = 100  # later refused calls are counted without an event
+_COMPARED = ("opened", "turn", "outcome", "refused", "repeated", *_ENDS)
 # The fields of an outcome that its event repeats, and their defaults.
 _OUTCOME_DEFAULTS: dict[str, Json] = {
     "kind": None,
@@ -44,7 +43,7 @@ def check_events(session: StoredSession, results: CheckResults) -> None:
         _check_turns(session, by_kind["turn"], check)
         _check_end(session, [pair for pair in decoded if pair[0].kind in _ENDS], check)
         _check_outcome(session, by_kind["outcome"], check)
-        _check_refusals(session, by_kind["refused"], check)
+        _check_refusals(session, by_kind["refused"], by_kind["repeated"], check)
 
 
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
@@ -136,26 +135,21 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
         )
 
 
-def _check_refusals(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
-    """Check the number of refused calls, and the first of them, against their events."""
-    refused = session.related.refused
-    if refused is None:
-        check.expect(not events, f"{len(events)} events report a refused call, but none is stored")
-        return
-    count = refused.count
-    if not check.expect(
-        isinstance(count, int) and count > 0, f"its number of refused calls is {brief(count)}, which is not a count"
-    ):
-        return
-    assert isinstance(count, int)
-    due = min(count, _MAX_REFUSALS)
-    check.expect(len(events) == due, f"{count} refused calls are stored, but {len(events)} events report one")
-    for name, stored in (("status", refused.status), ("message", refused.message)):
-        told = events[0][1].get(name) if events else None
-        check.expect(
-            told == stored,
-            f"the {name} of the first refused call is stored as {brief(stored)}, but its event reports {brief(told)}",
-        )
+def _check_refusals(
+    session: StoredSession, refused: list[EventData], repeated: list[EventData], check: VerifyCheck
+) -> None:
+    """Check the refused calls, and which of them were repeated with success, against their events."""
+    stored = [(refusal.call, refusal.status, refusal.message) for refusal in session.related.refused]
+    told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
+    check.expect(
+        stored == told, f"{len(stored)} refused calls are stored, which differ from the {len(told)} that events report"
+    )
+    marked = [refusal.call for refusal in session.related.refused if refusal.repeated]
+    reported = sorted((data.get("call") for _, data in repeated), key=str)
+    check.expect(
+        sorted(marked, key=str) == reported,
+        f"the refused calls {brief(marked)} are stored as repeated, but events report {brief(reported)}",
+    )
 
 
 def _check_outcome(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:

@@ -235,7 +235,7 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
         why.append(f"role {role}")
     if info.biases and not policy.biased:
         why.append("biased sampling: " + ", ".join(info.biases))
-    if session.related.refused is not None and not policy.refused:
+    if not policy.refused and not all(refusal.repeated for refusal in session.related.refused):
         why.append("the agent was refused a model call")
     return why
 

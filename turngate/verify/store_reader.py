@@ -187,12 +187,13 @@ class StoredReplyRow(msgspec.Struct, frozen=True):
     tail: object
 
 
-class StoredRefusals(msgspec.Struct, frozen=True):
+class StoredRefusal(msgspec.Struct, frozen=True):
     """A row of the `refusals` table. Its cells may have any type."""
 
-    count: object
+    call: object
     status: object
     message: object
+    repeated: object
 
 
 class StoredEvent(msgspec.Struct, frozen=True):
@@ -207,7 +208,7 @@ class RelatedRecords(msgspec.Struct, frozen=True):
     """Records about a session outside its own tables, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
-    refused: StoredRefusals | None = None
+    refused: tuple[StoredRefusal, ...] = ()
     replies: tuple[StoredReplyRow, ...] = ()
     events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
@@ -367,7 +368,7 @@ _NODES = (
     "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id"
 )
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
-_REFUSALS = "SELECT count, status, message FROM refusals WHERE session=?"
+_REFUSALS = "SELECT call, status, message, repeated FROM refusals WHERE session=? ORDER BY call"
 _REPLIES = "SELECT id, node, head, tail FROM replies WHERE session=? ORDER BY node"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
@@ -452,12 +453,12 @@ class SessionReader:
         if not self._has_events:
             return RelatedRecords(version=version)
         outcome = self._db.execute(_OUTCOME, (key,)).fetchone()
-        refused = self._db.execute(_REFUSALS, (key,)).fetchone() if self._has_refusals else None
+        refused = self._db.execute(_REFUSALS, (key,)).fetchall() if self._has_refusals else ()
         replies = self._db.execute(_REPLIES, (key,)).fetchall() if self._has_refusals else ()
         events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
             outcome=None if outcome is None else StoredOutcome(*outcome),
-            refused=None if refused is None else StoredRefusals(*refused),
+            refused=tuple(StoredRefusal(*cells) for cells in refused),
             replies=tuple(StoredReplyRow(*cells) for cells in replies),
             events=tuple(StoredEvent(*cells) for cells in events),
             pruned=self._read_number("events_pruned") or 0,
