@@ -107,6 +107,8 @@ OWN_PINS = (
     "uvloop==0.23.0",
 )
 
+WEBSOCKETS = "websockets==17.4"  # Turngate needs it too
+
 # TRL with what it trains on, OpenEnv, and what Turngate itself needs: the tests run both in one process there.
 TRL = "trl==1.16.0"
 TRL_ALONE = ("openenv==0.10.0",)  # it asks for gradio, 300 MB for pages that nobody here looks at
@@ -121,7 +123,7 @@ TRL_PINS = (
     "requests==2.34.2",
     "tomli==2.5.0",
     "tomli_w==1.2.0",
-    "websockets==17.4",
+    WEBSOCKETS,
     "huggingface_hub==2.4.0",
     "numpy==2.3.5",
     "peft==0.21.2",
@@ -136,7 +138,8 @@ TRL_PINS = (
 )
 
 VERIFIERS = "verifiers==0.4.0"
-VERIFIERS_PINS = ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1")  # tests of its own classes run in there
+# Tests of its own classes run in there.
+VERIFIERS_PINS = ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1", WEBSOCKETS)
 
 # Client libraries that people build agents with. Those on OpenAI's, Anthropic's and Google's own SDKs bring them along.
 CLIENT_PINS = (
