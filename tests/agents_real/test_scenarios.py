@@ -144,6 +144,7 @@ SUMMARY_PROMPTS = {
     "opencode": "You are a context summarization agent",
     "codex": "CONTEXT CHECKPOINT COMPACTION",
     "qwen-code": "You are the component that summarizes a conversation",
+    "kimi-code": "You are about to run out of context. Create a handoff summary",
 }
 SUMMARY = "SUMMARY-OF-ALL: much was printed. Next: look once more."
 
@@ -173,7 +174,13 @@ def long_work(agent: str, long: int) -> Any:
 
 
 # The configured context length of each agent, and the number of long outputs that nearly fill it.
-WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3), "qwen-code": (70000, 3)}
+WINDOWS = {
+    "claude-code": (57000, 3),
+    "opencode": (28500, 2),
+    "codex": (45000, 3),
+    "qwen-code": (70000, 3),
+    "kimi-code": (62000, 3),
+}
 
 
 @pytest.mark.parametrize("agent", kit.agents(*WINDOWS))
