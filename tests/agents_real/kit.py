@@ -60,7 +60,7 @@ def shell(name: str, command: str) -> CheckCall:
             return call("run_shell_command", command=command, description="Run it")
         case "qwen-code":
             return call("run_shell_command", command=command, description="Run it", is_background=False)
-        case "opencode":
+        case "opencode" | "copilot-cli":
             return call("bash", command=command, description="Run it")
         case _:
             return call("bash", command=command)

@@ -37,6 +37,9 @@ def start_subagent(agent: str, task: str) -> CheckCall:
             return call("Agent", description="Count", prompt=task, subagent_type="general-purpose")
         case "qwen-code":
             return call("agent", description="Count", prompt=task, subagent_type="general-purpose")
+        case "copilot-cli":
+            settings = {"name": task[:6].lower(), "agent_type": "general-purpose", "mode": "sync"}
+            return call("task", description="Count", prompt=task, **settings)
         case "kimi-code":
             return call("Agent", description="Count", prompt=task, subagent_type="coder")
         case _:
@@ -50,7 +53,9 @@ def finish_subagent(agent: str, text: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code", "kimi-code"))
+@pytest.mark.parametrize(
+    "agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code", "kimi-code", "copilot-cli")
+)
 async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
         counts = (
