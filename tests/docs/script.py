@@ -85,8 +85,6 @@ def write_command(command: str) -> str:
         return re.sub(r"(\s+&)?(\s+#.*)?\s*$", "", command) + " --concurrency 2 &"
     if command.startswith("curl -N"):  # a stream without an end
         return f"timeout 2 {command} || [ $? = 124 ]"
-    if found := re.match(r"turngate agents new (\S+)", command):  # pages show more than one way to describe an agent
-        return f"rm -f {found[1]}.toml; {command}"
     if re.match(r"turngate doctor(?!.*--(gateway|config|only))", command):  # its default port may be in use
         return command.replace("turngate doctor", "turngate doctor --port 8701", 1)
     return command
