@@ -1,4 +1,4 @@
-"""Find a Python of a given version on this machine, wherever the system, pyenv or uv keeps it."""
+"""Find a Python of a given version on this machine, whether it came with the system, pyenv or uv."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _list_candidates(version: str) -> Iterator[Path]:
 
 
 def _probe(path: Path, version: str) -> Interpreter | None:
-    """Run an interpreter, and return it if it works and has the version."""
+    """Run an interpreter, and return it if it works and has the right version."""
     if not os.access(path, os.X_OK):
         return None
     try:

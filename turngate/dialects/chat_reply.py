@@ -104,7 +104,7 @@ def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> 
     text = read_custom_input(call.arguments)
     if text is not None:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
-    # The id tells apart an input of the same text when the agent sends the call back.
+    # The id shows that the input is the whole arguments when the agent sends the call back.
     whole_id = _WHOLE_INPUT_ID + call.id.removeprefix(_CALL_ID)
     return {"id": whole_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
 

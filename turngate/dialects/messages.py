@@ -223,7 +223,7 @@ def _refuse_unsupported(request: _Request) -> None:
 
 
 def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hidden", "shown"]:
-    """Decode how the reply shows thinking. The model may think without being asked, but the client expects no such blocks then."""
+    """Decode how the reply shows thinking. The model may think unasked, but then the client expects no thinking blocks."""
     if thinking is None or thinking.type == "disabled":
         return "none"
     return "hidden" if thinking.display == "omitted" else "shown"

@@ -192,7 +192,7 @@ class ResponsesHistory:
             self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
 
     def _resolve(self, n: int, item_id: str) -> bytes:
-        """Replace a reference by the item that it names, and return the item."""
+        """Replace a reference with the item that it names, and return the item."""
         item = self._earlier.find_item(item_id) if self._earlier is not None else None
         if item is None:
             where = self._place(n)

@@ -155,7 +155,7 @@ def encode_deleted(response_id: str) -> bytes:
 
 
 def _add_id(item: bytes, suffix: str) -> bytes:
-    """Add an id to an item that has none, and write a plain text message with parts, as the API lists it."""
+    """Add an id to an item that has none, and turn plain text content into parts, as the API lists it."""
     fields: dict[str, Json] = msgspec.json.decode(item)
     if not fields.get("type"):
         fields = {"type": "message", **fields}

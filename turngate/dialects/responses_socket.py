@@ -13,7 +13,7 @@ from turngate.dialects.responses_reply import error_message
 from turngate.dialects.wire import DECODE_ERRORS, describe_error, error_field, field_error
 from turngate.errors import BadRequest, TurngateError
 
-MAX_LANES = 32  # on one connection, as at OpenAI
+MAX_LANES = 32  # on one connection, as in OpenAI's API
 _MAX_LANE_NAME = 200
 _DATA = b"\ndata: "
 
@@ -23,7 +23,7 @@ class SocketEvent(msgspec.Struct, frozen=True):
 
     type: str = ""
     stream_id: str | None = (
-        None  # names a lane; calls of one lane are served one after another, those of different lanes at the same time
+        None  # names a lane; calls of one lane are served one after another, those of different lanes in parallel
     )
     generate: bool | None = None  # if false, nothing is sampled: the next request can continue the response
 

@@ -49,7 +49,7 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: Ids | PromptIds  # the whole prompt, as sent to the engine
     preamble: Preamble
     forced_cause: Cause | None = None  # why the trace forks here, if already known
-    refusal: str = ""  # why the template does not allow to extend the located turn
+    refusal: str = ""  # why the template does not allow extending the located turn
 
     @property
     def start(self) -> int:

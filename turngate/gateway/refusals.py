@@ -14,7 +14,7 @@ body that is too large, or whatever the engine rejects as invalid. These do not 
 
 Requests for token counts and lists of models sample nothing, so they do not count either.
 
-Some clients try a feature and, if it is refused, ask the same without it. So a refused call no longer counts once a call with the same
+Some clients try a feature and, if it is refused, repeat the call without it. So a refused call no longer counts once a call with the same
 messages is answered.
 """
 

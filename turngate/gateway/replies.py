@@ -1,7 +1,7 @@
-"""Stored replies: what a session's later requests may refer to by id, also after a restart.
+"""Stored replies: what a session's later requests may refer to by id, even after a restart.
 
 A reply is stored with the turn that it delivered, before its last byte leaves. The latest replies of a session are also kept in memory, so
-that the cost of continuing one follows the new items. Others are rebuilt from the store: the recorded path, then the reply's own items.
+that the cost of continuing one depends only on the new items. Others are rebuilt from the store: the recorded path, then their own items.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _TRAINING_TEMPERATURE = 1.0
 
 
 def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
-    """Return the pinned settings of a session for training: a temperature is always one of them, because many agents ask for 0.
+    """Return the settings to pin in a training session. They include a temperature, because many agents ask for 0.
 
     An observed endpoint keeps its own sampling, and so does a session that records what the agent asks for.
     """

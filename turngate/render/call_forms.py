@@ -1,6 +1,7 @@
 """Parse calls that models do not write as JSON: Python calls (LFM2), and Gemma 4's own notation.
 
-Each function takes the text between the call markers, returns names and arguments as JSON, and raises `ValueError` if the text is no call.
+Each function takes the text between the call markers and returns names and arguments as JSON. It raises `ValueError` if the text is not
+a call.
 """
 
 from __future__ import annotations

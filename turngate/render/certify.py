@@ -216,7 +216,7 @@ def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int])
     """Encode the turn as the model would have sampled it: reasoning, content, calls, closing token."""
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
-    # With the next message, since that is what ends a turn in some templates
+    # Include the next message: in some templates, it is what ends a turn.
     whole = tokenizer.decode(renderer.render(case.messages[: at + 2], case.tools, case.kwargs, generate=False))
     if whole.startswith(before):
         turn = tokenizer.encode(whole[len(before) :])

@@ -1,7 +1,7 @@
 """The markers of a chat template: tokens such as `<|im_start|>` that separate messages and end turns.
 
-The model was trained with each marker as one token. A vocabulary that lacks one would encode it as several tokens of ordinary text, so
-that the prompt looks right and is wrong. `require_single_tokens` refuses such a tokenizer.
+The model was trained with each marker as one token. A vocabulary that lacks one would encode it as several tokens of ordinary text: the
+prompt would look right, but be wrong. `require_single_tokens` refuses such a tokenizer.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class TemplateRenderer:
     ) -> tuple[int, str] | str | None:
         """Return the closing token of an assistant turn, and the text that the template writes after it for `new`.
 
-        Return a text that says why not if the transition has no bridge.
+        If the transition has no bridge, return the reason instead.
         """
         if len(new) > _MAX_FORM_MESSAGES:
             few = _thin_out(new)
@@ -424,7 +424,7 @@ class TemplateRenderer:
 
 
 def _thin_out(messages: Sequence[Message]) -> list[Message]:
-    """Keep at most two messages of each run with the same role, which is enough to see how a template treats them."""
+    """Keep at most two messages of each run with the same role, which is enough to show how a template treats them."""
     return [m for n, m in enumerate(messages) if n < 2 or not m.role == messages[n - 1].role == messages[n - 2].role]
 
 

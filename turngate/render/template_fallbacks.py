@@ -107,7 +107,7 @@ def _append_text(message: Message, text: str) -> Message:
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace call ids by ids of nine letters and digits that are derived from them."""
+    """Replace call ids with ids of nine letters and digits derived from them."""
     return [
         msgspec.structs.replace(
             message,

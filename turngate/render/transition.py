@@ -2,7 +2,7 @@
 
 The bridge of a transition is the text that the template writes between two turns. It may extend the sampled ids only if rendering the whole
 conversation writes the same text there, and leaves all text before the turn as it was. `find_difference` checks that. The turns themselves
-are not compared: the ids that the model sampled are kept, also where the template would spell a past turn differently or drop its thinking.
+are not compared: the ids that the model sampled are kept, even where the template would spell a past turn differently or drop its thinking.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class BridgeDifference(msgspec.Struct, frozen=True):
-    """Where the template writes something else than the bridge."""
+    """Where the template writes something other than the bridge."""
 
     where: str
     bridge: str = ""

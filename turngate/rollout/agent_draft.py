@@ -79,7 +79,7 @@ def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
 
 
 def write_description(name: str, command: Sequence[str], env: Mapping[str, str], run: WatchedRun) -> str:
-    """Return the TOML of an agent that a run was watched of. Raise `AgentError` if the run did not reach the model."""
+    """Return the TOML description of the agent in a watched run. Raise `AgentError` if the run did not reach the model."""
     if problem := explain_failure(run):
         raise AgentError(f"{name}: {problem}", param="command")
     calls = [call for call in run.calls if call.samples]

@@ -78,7 +78,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def exclusion(self) -> str:
-        """Why the rollout must not be trained, or part of its group's baseline, although it has a reward; empty if it may."""
+        """Why the rollout is neither trained nor part of its group's baseline, although it has a reward; empty if it is not excluded."""
         is_excluded = self.refused is not None and self.training is not None and not self.training.trained_tokens
         return "; ".join(self.warnings) if is_excluded else ""
 

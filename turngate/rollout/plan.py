@@ -185,7 +185,7 @@ def _without_source(task: Task) -> Task:
 
 
 def _run_fields(agent: AgentSpec) -> dict[str, Json]:
-    """Return an agent without the fields that do not affect a rollout, and without `sampling`, which is a term of its own."""
+    """Return an agent without the fields that do not affect a rollout, and without `sampling`, which is compared separately."""
     options = {name: msgspec.structs.replace(option, about="") for name, option in agent.options.items()}
     fields = msgspec.structs.asdict(
         msgspec.structs.replace(

@@ -48,7 +48,8 @@ def resolve_settings(
 ) -> dict[str, Json]:
     """Return the settings for opening a session that concern sampling.
 
-    `session` has the caller's session settings, `agent` the [sampling] of the agent's file, and `endpoint` that of a service's endpoint.
+    `session` has the caller's session settings. `agent` and `endpoint` have the sampling settings of the agent's file and of a service's
+    endpoint.
     """
     chosen = session.get("sampling", {})
     if session.get("bias") == "record":

@@ -147,7 +147,7 @@ class ModelCalls:
     def count_error(
         self, dialect: Dialect, error: TurngateError, session: Session | None, body: bytes = b""
     ) -> TurngateError:
-        """Count a failed call, also as a refused call of `session` if it is one. Return the error to answer with."""
+        """Count a failed call and, if it was refused, record that for `session`. Return the error to answer with."""
         if session is not None:
             error = self._record_refusal(session, dialect, error, body)
         self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)

@@ -230,7 +230,7 @@ class CallSocket:
 
     async def _serve_lane(self, queue: asyncio.Queue[tuple[bytes, SocketEvent]]) -> None:
         while True:
-            # Each call has its own task: ending the session cancels it, and the lane goes on.
+            # Each call has its own task: ending the session cancels the call, but not the lane.
             call = self._start(self._serve_call(*await queue.get()))
             await asyncio.wait([call])
             if call.cancelled():

@@ -1,4 +1,4 @@
-"""The refusals table: the model calls of a session that were refused, and whether the agent then repeated them with success."""
+"""The refusals table: the model calls of a session that were refused, and whether the agent then repeated them successfully."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls that asked the same as a call that was answered. Return the other refused calls."""
+        """Mark the refused calls with the same messages as a call that was answered. Return the other refused calls."""
         where = "session=? AND request=? AND NOT repeated"
         with self._writing() as db:
             calls = db.execute(f"SELECT call FROM refusals WHERE {where} ORDER BY call", (session, request)).fetchall()
@@ -49,7 +49,7 @@ class Refusals:
             return _read(db, session)
 
     def find(self, session: int) -> RefusedCalls | None:
-        """Return the refused calls that were not repeated with success, or None if there are none. `session` is its key."""
+        """Return the refused calls that were not repeated successfully, or None if there are none. `session` is its key."""
         if not self._there:
             return None
         with self._reading() as db:

@@ -12,7 +12,7 @@ from turngate.store.tool_calls import TOOL_CALL_TABLES
 SCHEMA_VERSION = 5
 BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
 BEFORE_FEEDS = 3  # lacks the tables for feeds
-BEFORE_REFUSALS = 4  # lacks the table for refused calls
+BEFORE_REFUSALS = 4  # lacks the tables for refused calls and stored replies
 READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (

@@ -158,8 +158,9 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
 def find_summary(quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
     """Return the turn that a shortened conversation begins with, given the turns that it quotes, or None.
 
-    It is the newest, and it ended its branch. It answers a call after several turns, or one of its own: one that quotes the conversation,
-    or one without tools if the conversation has tools. If the turn before it is quoted as well, the text is a transcript and not a summary.
+    It is the newest quoted turn, it makes no tool calls, and its branch ends with it. If it follows other turns, the one before it must not
+    be a quoted answer too: then the text is a transcript and not a summary. If it is the first turn of a conversation, that conversation
+    must quote another one, lack tools that the shortened conversation has, or be marked as a side call or a summary by the agent's signals.
     """
     turn = max(quoted, key=lambda turn: turn.id, default=None)
     if turn is None or turn.info.arguments or any(context.children for context in turn.children):

@@ -1,8 +1,8 @@
-"""Find quotations: which recorded turns a request repeats in its own words.
+"""Find quotations: which recorded turns the messages of a request quote.
 
 An agent that hands the answer of one conversation to another quotes it: a plan in the prompt of the executor, a review in a tool's
 result, a summary at the start of the shortened conversation. Each turn keeps a few excerpts, and the messages of each new context are
-searched for them, so that this also works where the ids are unknown.
+searched for them. This works even if the token ids are unknown.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
     """Return the ids of the turns that the messages from `start` quote, oldest first.
 
-    A new conversation may quote any turn, in what the user or the system says: a tool's result may repeat the call before it. A continued
-    conversation is searched for turns of other conversations since its last turn, `parent`. An answer of another conversation may also be
-    an assistant message.
+    A new conversation (`parent` is None) may quote any turn, but only in user and system messages: a tool's result may repeat the call
+    before it. A continued conversation is searched only for turns that other conversations added since `parent`, its last turn. An answer
+    of another conversation may also be repeated as an assistant message.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:

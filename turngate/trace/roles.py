@@ -38,7 +38,7 @@ Evidence = Literal["delivery", "signal", "rule", "structure", "none"]
 OWN_ROLES: tuple[TurnRole, ...] = ("main", "subagent", "unknown")  # the agent's work, trained by default
 
 _MAX_LABEL = 120  # characters of a title, a commit message or a verdict
-_LABEL_RATIO = 4  # a conversation with this many times the text of a label is more than one
+_LABEL_RATIO = 4  # a main conversation with this many times the text of a short answer is clearly a different one
 _REVISIONS = (
     "compaction",
     "system",
@@ -46,7 +46,7 @@ _REVISIONS = (
     "template",
     "edited",
 )  # causes of a conversation that continues an earlier one
-_SAME = 7  # the highest likeness of two conversations: the same start, question and thread
+_SAME = 7  # the highest similarity of two conversations: the same start, question and thread
 
 
 class RoleDecision(msgspec.Struct, frozen=True):
@@ -215,7 +215,7 @@ class _Structure:
         return max(turns, key=lambda turn: turn.id).root if turns else None
 
     def _is_resumed(self, root: Context, after: Context) -> bool:
-        """Return whether the line of a conversation goes on after another conversation has ended."""
+        """Return whether the line of a conversation continues after another conversation has ended."""
         ended = max((turn.id for turn in self._turns[after.id]), default=after.id)
         line = self._line[root.id]
         return any(
@@ -254,7 +254,7 @@ class _Structure:
         return len(turns) == 1 and 0 <= turns[0].info.text_size <= _MAX_LABEL and not turns[0].info.arguments
 
     def _find_summary_before(self, root: Context, quotes: tuple[int, ...]) -> None:
-        """Mark the turn that summarized the conversation which this one continues."""
+        """Mark the turn that summarized the conversation that this one continues."""
         quoted = [self._by_id[node] for node in quotes if node in self._by_id]
         summary = find_summary(quoted, has_tools=root.info.has_tools)
         if summary is not None and summary.root is not root:

@@ -174,7 +174,7 @@ class RecentRequest(msgspec.Struct, frozen=True):
 
 
 class RefusedCalls(msgspec.Struct, frozen=True):
-    """The refused model calls of a session that the agent did not repeat with success: how many, and the answer to the first."""
+    """The refused model calls of a session that the agent did not repeat successfully: how many, and the answer to the first."""
 
     count: int
     status: int  # HTTP status of the first

@@ -138,7 +138,7 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 def _check_refusals(
     session: StoredSession, refused: list[EventData], repeated: list[EventData], check: VerifyCheck
 ) -> None:
-    """Check the refused calls, and which of them were repeated with success, against their events."""
+    """Check the refused calls, and which of them were repeated successfully, against their events."""
     stored = [(refusal.call, refusal.status, refusal.message) for refusal in session.related.refused]
     told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
     check.expect(

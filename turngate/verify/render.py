@@ -211,7 +211,7 @@ class _RenderCheck:
         end = self._find_end(self._render_text([*marked, *ordered[at + 1 :]], context))
         if end is None:
             return None
-        # Some tokenizers encode the start of a text in another way than its middle, so start with the closing token.
+        # Some tokenizers encode the start of a text differently from its middle, so start with the closing token.
         following = self._encode(end)
         stop, final = int(following[0]), int(turn.ids[-1]) if len(turn.ids) else -1
         if final == stop or (final in self._stops and not {final, stop} & self._openers):

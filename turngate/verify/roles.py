@@ -1,4 +1,4 @@
-"""Derive the role of each turn a second time, from the stored nodes and messages, with code of its own.
+"""Derive the role of each turn a second time, from the stored nodes and messages, with independent code.
 
 The order of evidence is that of `turngate/trace/roles.py`: delivery, the agent's signals and rules, then structure.
 """
@@ -168,7 +168,7 @@ class _Roots:
         """Judge a conversation without tools that continues no other one."""
         short = self._is_short(root)
         alike = [r for r in self.all if r is not root and not _is_helper(r) and _same_start(r, root)]
-        alike = alike if root.info.roles[:1] == "s" else []  # without a system prompt, nothing is known to be alike
+        alike = alike if root.info.roles[:1] == "s" else []  # without a system prompt, conversations cannot be matched
         if any(self.heads[r.id] is self.main for r in alike):
             return "main"
         if self._is_used(root):
