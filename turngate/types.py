@@ -238,7 +238,7 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
     @property
     def is_aside(self) -> bool:
-        """Whether the call is beside its conversation: a title, a probe or a summary."""
+        """Whether the call is not part of the conversation itself: a title, a probe or a summary."""
         return self.role in ("side", "summary")
 
     @property

@@ -58,7 +58,7 @@ def split_items(raw: bytes) -> list[bytes]:
 
 
 def read_output(tail: bytes) -> list[bytes]:
-    """Return the output items of a stored response. `tail` is the part of its JSON that follows a comma."""
+    """Return the output items of a stored response. `tail` is the end of its JSON, which starts with a comma."""
     return [bytes(item) for item in _output.decode(b'{"":0' + tail).output]
 
 

@@ -22,7 +22,7 @@ Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
 async def generate_after_reasoning(
     generate: Callable[[Generate], Generation], request: Generate, tokens: ReasoningTokens
 ) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Return both generations as one. `generate` is the engine's own, which constrains the first token."""
+    """Return both generations as one. `generate` is the engine's own method, which constrains the reply from its first token."""
     async with aclosing(_generate(generate, request, tokens)) as chunks:
         yield chunks
 

@@ -1,4 +1,4 @@
-"""Certify a renderer: for each kind of transition, check that extending the sampled ids gives what rendering the whole conversation gives.
+"""Certify a renderer, one kind of transition at a time: extending the sampled ids must match rendering the whole conversation.
 
 In each probe conversation, for each assistant turn, the bridge must have the ids that the template writes after that turn, and the template
 must leave the text before the turn as it was (`transition.py`). The turn itself may differ: templates drop past thinking or spell calls in
@@ -20,7 +20,7 @@ from turngate.render.traits import LONG_CALL_ID
 from turngate.render.transition import BridgeDifference, Transition, write_after_turn
 from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
 
-# "thinking" and "turn" mean that only sampled turns differ: by their thinking, or by more than that.
+# "thinking" and "turn" mean that only sampled turns differ: in their thinking, or in more than that.
 ProbeVerdict = Literal["same", "thinking", "turn", "differs", "refused"]
 _WORST_FIRST: tuple[ProbeVerdict, ...] = ("differs", "refused", "turn", "thinking", "same")
 

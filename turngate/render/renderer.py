@@ -286,7 +286,7 @@ class TemplateRenderer:
     ) -> tuple[int, str] | str | None:
         """Return the closing token of an assistant turn, and the text that the template writes after it for `new`.
 
-        If the transition has no bridge, return the reason instead.
+        If the transition has no bridge, return the reason instead. Return None if the text cannot be determined.
         """
         if len(new) > _MAX_FORM_MESSAGES:
             few = _thin_out(new)

@@ -27,7 +27,7 @@ TURN_TEXT = "turngateTURNTEXT"
 class Transition(msgspec.Struct, frozen=True):
     """One kind of transition. Certificates have a verdict for each."""
 
-    calls: int  # of the turn: none, one, or 2 for several
+    calls: int  # number of calls in the turn; 2 stands for several
     speakers: tuple[str, ...]  # the roles of the new messages; repeated roles count once
     text: bool = False  # whether the turn has text in addition to its calls
     cut: bool = False  # whether the turn lacks its closing token

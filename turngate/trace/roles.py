@@ -13,7 +13,7 @@ Evidence is considered in this order, and the first that decides wins:
 delivery    how the turn ended: it was cut short, lost or replaced
 signal      what the agent states in headers or fields: a role, a thread, a parent thread
 rule        what the agent's description declares about system prompts, messages, tools or model names
-structure   which conversation continues which, who quotes whose answer, and how long they are
+structure   which conversation continues which, who quotes whose answer, and how long the answers are
 none        nothing decided: the role is `unknown`
 
 Within one description, rules apply in their order, whether they read a header or the content of the request.
@@ -230,7 +230,8 @@ class _Structure:
     def _find_main(self) -> Context | None:
         """Return the first root of the main line: the first with tools, or else the one with the most turns.
 
-        If several have as many turns, it is the first with more than a short answer, such as a title, whose answer no other one uses.
+        Among lines with equally many turns, those with more than a short answer, such as a title, come first, then those whose answer no
+        other line uses.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
