@@ -198,7 +198,7 @@ class _Structure:
         return best[1]
 
     def _is_real_compaction(self, root: Context) -> bool:
-        """Return whether more than a shorter request shows that it was shortened. Old traces of agents without tools may lack it."""
+        """Return whether there is more evidence of a compaction than a shorter request. Old traces without tools may have none."""
         if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
             return True
         thread, question = root.info.signals.thread, _first_question(root)
