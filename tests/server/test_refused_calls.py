@@ -18,6 +18,7 @@ from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
 from turngate.engines.scripted import Scripted
+from turngate.store import refusals
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.sample import REFUSED
 from turngate.trainers.export import ExportChoices, export
@@ -201,6 +202,40 @@ async def test_call_that_is_repeated_with_success_is_not_refused(tmp_path: Path)
             ("repeated", 2),
             ("repeated", 3),
         ]
+        await g.seal(session.id)
+    assert verdict(tmp_path, session.id, renderer=renderer()).ok
+
+
+async def test_call_with_another_system_prompt_is_not_a_repeat() -> None:
+    async with gateway([say("Hi")]) as g:
+        session = await g.open(model="m")
+        for model, system in (("reviewer", "You review."), ("m", "You are an engineer.")):
+            body = {"model": model, "max_tokens": 9, "system": system, "messages": HI}
+            await g.http(session.key).post("/v1/messages", json=body)
+        assert len(await g.turns(session.id)) == 1
+        assert (await g.show(session.id))["refused"]["count"] == 1 and await g.samples(session.id) == []
+
+
+async def test_limit_drops_no_call_that_still_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls beyond the limit are stored if the others were repeated successfully, or may still be."""
+    monkeypatch.setattr(refusals, "MAX_CALLS", 2)
+
+    async def count(*texts: str) -> int:
+        for text in texts:
+            await refuse(g, session, messages=[user(text)])
+        return int((await g.show(session.id)).get("refused", {"count": 0})["count"])
+
+    async with gateway([say("Hi")] * 3, data=tmp_path) as g:
+        session = await g.open(model="m")
+        assert await count("Hi", "Hi", "Hi") == 2
+        await g.ask(session.key, "Hi")
+        assert await count() == 0
+        assert await count("Hi", "Hi", "Hi", "Ho", "Ho", "Hu") == 3
+        await g.ask(session.key, "Hi")
+        await g.ask(session.key, "Ho")  # it cannot be told whether "Hu" was repeated
+        assert await count() == 1 and await g.samples(session.id) == []
+        rows = g.rows("SELECT call, request IS NULL, repeated FROM refusals ORDER BY call")
+        assert [tuple(row) for row in rows] == [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 1, 0)]
         await g.seal(session.id)
     assert verdict(tmp_path, session.id, renderer=renderer()).ok
 

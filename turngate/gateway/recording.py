@@ -140,7 +140,7 @@ class TurnRecorder:
         self._events.wake(session.id)
 
     def _record_answer(self, draft: TurnDraft, sampled: Sampled) -> None:
-        """Mark the refused calls with the same messages as a call that was answered. If that fails, they still count as refused."""
+        """Mark the refused calls with the same conversation as a call that was answered. If that fails, they still count as refused."""
         session = draft.session
         if session.trace.refused is None or sampled.info.finish == "abort":
             return

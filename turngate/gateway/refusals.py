@@ -15,7 +15,7 @@ body that is too large, or whatever the engine rejects as invalid. These do not 
 Requests for token counts and lists of models sample nothing, so they do not count either.
 
 Some clients try a feature and, if it is refused, repeat the call without it. So a refused call no longer counts once a call with the same
-messages is answered.
+conversation (system prompt, messages, and the response that it continues) is answered.
 """
 
 from __future__ import annotations
@@ -29,19 +29,26 @@ from turngate.dialects.responses import PreviousResponseNotFound
 from turngate.errors import ContextOverflow, TurngateError
 
 _MESSAGE_FIELDS = ("messages", "input", "contents")
+_CONTEXT_FIELDS = ("system", "instructions", "systemInstruction", "system_instruction", "previous_response_id")
 MAX_CHARS = 500  # of a stored message; it may quote the agent's request
 _EXPECTED = (ContextOverflow, PreviousResponseNotFound, ThreadsUnsupported)
 _OTHER_STATUSES = (401, 403, 409, 426, 429)
 
 
 def digest_request(body: bytes) -> bytes | None:
-    """Return a digest of the messages in a request of any dialect, or None if there are none."""
+    """Return a digest of the conversation in a request of any dialect, or None if it has no messages."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    asked = next((fields[name] for name in _MESSAGE_FIELDS if name in fields), None)
-    return None if asked is None else hashlib.sha256(asked).digest()
+    if not any(name in fields for name in _MESSAGE_FIELDS):
+        return None
+    digest = hashlib.sha256()
+    for name in (*_MESSAGE_FIELDS, *_CONTEXT_FIELDS):
+        value = bytes(fields.get(name, b"null"))
+        digest.update(b"%d:" % len(value))  # so that the end of one field is not read as the start of the next
+        digest.update(value)
+    return digest.digest()
 
 
 def is_refusal(error: TurngateError) -> bool:

@@ -57,7 +57,7 @@ class Journal:
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls with the same messages as a call that was answered."""
+        """Mark the refused calls with the same conversation as a call that was answered."""
         return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:

@@ -19,7 +19,7 @@ CREATE TABLE IF NOT EXISTS refusals (
     PRIMARY KEY (session, call)
 ) WITHOUT ROWID;
 """
-MAX_CALLS = 100  # per session; an agent may repeat a refused call forever
+MAX_CALLS = 100  # per session, without those that were repeated successfully; an agent may make a refused call forever
 
 
 class Refusals:
@@ -29,17 +29,24 @@ class Refusals:
         self._there = there  # False: a read-only file of an older version, without this table
 
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
-        """Add a refused call and its event, unless there are too many. `name` is the session's id. Return the calls so far."""
+        """Add a refused call and its event. `name` is the session's id. Return the calls so far.
+
+        Beyond the limit, a call is left out if one that is stored counts for at least as long. Otherwise it is stored as one that
+        cannot be repeated.
+        """
         with self._writing() as db:
-            (count,) = db.execute("SELECT count(*) FROM refusals WHERE session=?", (session,)).fetchone()
+            (last,) = db.execute("SELECT coalesce(max(call), 0) FROM refusals WHERE session=?", (session,)).fetchone()
+            rows = db.execute("SELECT request FROM refusals WHERE session=? AND NOT repeated", (session,)).fetchall()
             exists = db.execute("SELECT 1 FROM sessions WHERE key=?", (session,)).fetchone() is not None
-            if count < MAX_CALLS and exists:
-                db.execute("INSERT INTO refusals VALUES (?,?,?,?,?,0)", (session, count + 1, status, message, request))
-                insert_event(db, new_event(name, "refused", {"call": count + 1, "status": status, "message": message}))
+            is_full = len(rows) >= MAX_CALLS
+            if exists and not (is_full and ((request,) in rows or (None,) in rows)):
+                known = None if is_full else request
+                db.execute("INSERT INTO refusals VALUES (?,?,?,?,?,0)", (session, last + 1, status, message, known))
+                insert_event(db, new_event(name, "refused", {"call": last + 1, "status": status, "message": message}))
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls with the same messages as a call that was answered. Return the other refused calls."""
+        """Mark the refused calls with the same conversation as a call that was answered. Return the other refused calls."""
         where = "session=? AND request=? AND NOT repeated"
         with self._writing() as db:
             calls = db.execute(f"SELECT call FROM refusals WHERE {where} ORDER BY call", (session, request)).fetchall()
