@@ -948,6 +948,15 @@ def test_item_references_stand_for_their_items() -> None:
     assert answer.role == "tool"
 
 
+def test_item_is_referenced_only_once() -> None:
+    first = decode()
+    record = complete(first, Delta("content", "Hello."))
+    reference = {"type": "item_reference", "id": json.loads(record.output[0])["id"]}
+    with pytest.raises(BadRequest, match="is referenced twice; leave this reference out") as caught:
+        decode_later(Earlier(**{record.id: (first, record.output)}), input=[reference, reference])
+    assert caught.value.param == "input[1]"
+
+
 @pytest.mark.parametrize("where", ["previous response", "request"])
 def test_error_position_counts_only_own_items(where: str) -> None:
     first = decode()

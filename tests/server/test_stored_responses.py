@@ -19,6 +19,7 @@ from tests.exact.invariants import check_invariants
 from tests.kit import Json, Running, calls, gateway, say
 from turngate.engines.scripted import Scripted
 from turngate.errors import StoreError
+from turngate.store.replies import StoredReply
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 
 READ = {
@@ -343,6 +344,38 @@ async def test_pages_of_input_items() -> None:
 
 
 # ── cost ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_references_to_one_response_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway([say("One."), say("Two.")]) as g:
+        session = await g.open()
+        first = await create(g, session.key, input=[{"role": "user", "content": f"Note {n}"} for n in range(300)])
+        listed = g.client(session.key).responses.input_items.list(first.id, order="asc", limit=100)
+        references: list[Json] = [{"type": "item_reference", "id": item.id} async for item in listed]
+        replies = g.app.store.replies
+        reads: list[str] = []
+        find = replies.find
+
+        def count(session_key: int, reply_id: str) -> StoredReply | None:
+            reads.append(reply_id)
+            return find(session_key, reply_id)
+
+        monkeypatch.setattr(replies, "find", count)
+        await create(g, session.key, input=references)
+        assert g.engine.received[1].prompt.tolist() == g.engine.received[0].prompt.tolist()
+    assert len(references) == 300 and len(reads) <= 2  # the output, then the input
+
+
+async def test_references_read_at_most_as_many_bytes_as_a_request_may_have() -> None:
+    async with gateway([say("One."), say("Two.")], max_body_mb=0.02) as g:
+        session = await g.open()
+        ids = []
+        for letter in "ab":
+            reply = await create(g, session.key, input=letter * 12_000)
+            ids += [item.id async for item in g.client(session.key).responses.input_items.list(reply.id)]
+        with pytest.raises(openai.APIStatusError, match="max_body_mb") as caught:
+            await create(g, session.key, input=[{"type": "item_reference", "id": item_id} for item_id in ids])
+    assert (caught.value.status_code, caught.value.param) == (413, "input")
 
 
 async def test_repeated_part_is_stored_once() -> None:

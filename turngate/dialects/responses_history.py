@@ -163,12 +163,14 @@ class ResponsesHistory:
     def _add(self, start: int) -> None:
         """Add the items starting at index `start`."""
         grown: dict[int, list[int]] = {}  # items added to existing groups
+        resolved: dict[int, bytes] = {}  # items that references name, by the index of the reference
+        named: set[str] = set()  # their ids
         for n in range(start, len(self.items)):
             item = self.items[n]
             head = self._read(item, n)
             kind = head.type or _default_type(head.role)
             if kind == "item_reference":
-                item = self._resolve(n, head.id or "")
+                item = resolved[n] = self._resolve(n, head.id or "", named)
                 head = self._read(item, n)
                 kind = head.type or _default_type(head.role)
             if kind in _TURN or (kind == "message" and head.role == "assistant"):
@@ -187,12 +189,17 @@ class ResponsesHistory:
                 elif kind == "tool_search_output":
                     self.search_outputs.append(item)
                 self._begin(n, item)
+        if resolved:
+            self.items = [resolved.get(n, item) for n, item in enumerate(self.items)]
         for group, more in grown.items():
             self._groups[group] = (*self._groups[group], *more)
             self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
 
-    def _resolve(self, n: int, item_id: str) -> bytes:
-        """Replace a reference with the item that it names, and return the item."""
+    def _resolve(self, n: int, item_id: str, named: set[str]) -> bytes:
+        """Return the item that a reference names, and add its id to `named`, the ids that earlier references name."""
+        if item_id in named:
+            where = self._place(n)
+            raise BadRequest(f"{where}: item {item_id!r} is referenced twice; leave this reference out", param=where)
         item = self._earlier.find_item(item_id) if self._earlier is not None else None
         if item is None:
             where = self._place(n)
@@ -201,7 +208,7 @@ class ResponsesHistory:
                 "stored. Send the item itself.",
                 param=where,
             )
-        self.items = [*self.items[:n], item, *self.items[n + 1 :]]
+        named.add(item_id)
         return item
 
     def _belongs_to_turn(self, own: str) -> bool:

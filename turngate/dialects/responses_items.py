@@ -78,8 +78,9 @@ def list_input(reply: EarlierReply, response_id: str) -> list[bytes]:
     return [_add_id(item, f"{mark}{n:02x}") for n, item in enumerate(reply.history.items)]
 
 
-def find_item(items: Sequence[bytes], item_id: str) -> bytes | None:
-    return next((item for item in items if _item_id.decode(item).id == item_id), None)
+def index_items(items: Sequence[bytes]) -> dict[str, bytes]:
+    """Return the items by id. If several have the same id, the first one counts."""
+    return {item_id: item for item in reversed(items) if (item_id := _item_id.decode(item).id)}
 
 
 def encode_message(message: Message) -> list[bytes]:

@@ -7,6 +7,7 @@ that the cost of continuing one depends only on the new items. Others are rebuil
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -15,20 +16,21 @@ from turngate.dialects import decode_stored_messages
 from turngate.dialects.base import EarlierReply, ReplyRecord
 from turngate.dialects.responses_items import (
     encode_message,
-    find_item,
+    index_items,
     list_input,
     read_output,
     rebuild_reply,
     response_of_item,
     split_items,
 )
-from turngate.errors import NotFound
+from turngate.errors import NotFound, TooLarge
 from turngate.store.replies import PathNode, StoredReply
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 from turngate.types import Call, Done, History, Message
 
+ReplyPart = Literal["output", "input"]
 _MAX_RECENT = 4  # replies per session that are kept in memory
 _message = msgspec.json.Decoder(Message)
 
@@ -73,12 +75,12 @@ class ReplyArchive:
         stored = self._store.replies.find(session.key, reply_id)
         return None if stored is None else self._rebuild(session, stored)
 
-    def find_item(self, session: Session, item_id: str) -> bytes | None:
-        """Find an item of a stored reply, or of its input."""
-        stored = self._store.replies.find(session.key, response_of_item(item_id))
+    def list_items(self, session: Session, reply_id: str, part: ReplyPart) -> list[bytes]:
+        """Return the output or the input items of a stored reply, oldest first. There are none if it is not stored."""
+        stored = self._store.replies.find(session.key, reply_id)
         if stored is None:
-            return None
-        return find_item(read_output(stored.tail), item_id) or find_item(self._list_input(session, stored), item_id)
+            return []
+        return read_output(stored.tail) if part == "output" else self._list_input(session, stored)
 
     def read(self, session: Session, reply_id: str) -> bytes:
         """Return the JSON of a stored reply."""
@@ -116,19 +118,24 @@ class ReplyArchive:
 
 
 class SessionReplies:
-    """The replies that one session's requests may refer to."""
+    """The replies that one request of a session may refer to. At most `max_bytes` of items are read for its references."""
 
-    __slots__ = ("_archive", "_session")
+    __slots__ = ("_archive", "_max_bytes", "_parts", "_read_bytes", "_session")
 
-    def __init__(self, archive: ReplyArchive, session: Session) -> None:
+    def __init__(self, archive: ReplyArchive, session: Session, max_bytes: int) -> None:
         self._archive = archive
         self._session = session
+        self._max_bytes = max_bytes
+        self._read_bytes = 0
+        self._parts: dict[tuple[str, ReplyPart], dict[str, bytes]] = {}  # items by id; each part is read once
 
     def find(self, reply_id: str) -> EarlierReply | None:
         return self._archive.find(self._session, reply_id)
 
     def find_item(self, item_id: str) -> bytes | None:
-        return self._archive.find_item(self._session, item_id)
+        """Find an item of a stored reply, or of its input."""
+        reply_id = response_of_item(item_id)
+        return self._read(reply_id, "output").get(item_id) or self._read(reply_id, "input").get(item_id)
 
     def keeps(self, call: Call) -> bool:
         """Return whether the reply to a call must be added."""
@@ -138,6 +145,20 @@ class SessionReplies:
         """Add a complete reply before its end is delivered."""
         if call.store:
             await self._archive.add(self._session, done.node, record, call.history)
+
+    def _read(self, reply_id: str, part: ReplyPart) -> dict[str, bytes]:
+        known = self._parts.get((reply_id, part))
+        if known is None:
+            items = self._archive.list_items(self._session, reply_id, part)
+            self._read_bytes += sum(map(len, items))
+            if self._read_bytes > self._max_bytes:
+                raise TooLarge(
+                    f"input: the responses that its item references name have more than {self._max_bytes} bytes of items (setting "
+                    "max_body_mb); send the items themselves, or continue with previous_response_id",
+                    param="input",
+                )
+            known = self._parts[reply_id, part] = index_items(items)
+        return known
 
 
 def _read_items(node: PathNode) -> list[bytes]:

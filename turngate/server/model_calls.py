@@ -84,7 +84,7 @@ class ModelCalls:
         self._sessions = sessions
         self._auth = auth
         self._metrics = metrics
-        self._max_body = max_body
+        self.max_body = max_body
         self._alive_s = alive_s
         self._frames = FrameCache()
         self._prefix_caches: WeakKeyDictionary[Trace, dict[str, PrefixCache]] = WeakKeyDictionary()  # by dialect name
@@ -107,9 +107,9 @@ class ModelCalls:
             headers, query = parse_headers(scope), parse_query(scope)
             session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
             set_log_context(session.id, session.config.metadata)  # the task serves only this call
-            body = await read_content(receive, headers, self._max_body)
+            body = await read_content(receive, headers, self.max_body)
             timing = CallTiming(time.perf_counter())
-            replies = SessionReplies(self._archive, session)
+            replies = SessionReplies(self._archive, session, self.max_body)
             wire = WireRequest(body, headers, query, match.verb, match.model, earlier=replies)
             call = self.decode(session, dialect, wire)
             with DisconnectWatch(receive) as watch, RenderInternalErrors():

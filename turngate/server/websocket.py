@@ -107,9 +107,14 @@ class ConnectionReplies(SessionReplies):
     __slots__ = ("_lane", "_latest")
 
     def __init__(
-        self, archive: ReplyArchive, session: Session, latest: dict[str, tuple[str, EarlierReply]], lane: str
+        self,
+        archive: ReplyArchive,
+        session: Session,
+        max_bytes: int,
+        latest: dict[str, tuple[str, EarlierReply]],
+        lane: str,
     ) -> None:
-        super().__init__(archive, session)
+        super().__init__(archive, session, max_bytes)
         self._latest = latest
         self._lane = lane
 
@@ -249,7 +254,7 @@ class CallSocket:
         session = self._find_session()
         set_log_context(session.id, session.config.metadata)  # the task serves only this call
         timing = CallTiming(time.perf_counter())
-        replies = ConnectionReplies(self._archive, session, self._latest, event.lane)
+        replies = ConnectionReplies(self._archive, session, self._calls.max_body, self._latest, event.lane)
         wire = WireRequest(raw, self._headers, self._query, earlier=replies, over_socket=True)
         call = msgspec.structs.replace(self._calls.decode(session, self._dialect, wire), stream=True)
         open_stream = partial(FrameStream, lane=event.lane)
