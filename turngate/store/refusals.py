@@ -19,7 +19,7 @@ CREATE TABLE IF NOT EXISTS refusals (
     PRIMARY KEY (session, call)
 ) WITHOUT ROWID;
 """
-MAX_CALLS = 100  # per session, without those that were repeated successfully; an agent may make a refused call forever
+MAX_CALLS = 100  # per session, not counting those repeated successfully; an agent may repeat a refused call forever
 
 
 class Refusals:
@@ -31,8 +31,8 @@ class Refusals:
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
         """Add a refused call and its event. `name` is the session's id. Return the calls so far.
 
-        Beyond the limit, a call is left out if one that is stored counts for at least as long. Otherwise it is stored as one that
-        cannot be repeated.
+        Beyond the limit, a call is not stored if a stored call has the same conversation, or none that is known. Any other call is stored
+        without the digest of its conversation, so it counts even if it is repeated successfully.
         """
         with self._writing() as db:
             (last,) = db.execute("SELECT coalesce(max(call), 0) FROM refusals WHERE session=?", (session,)).fetchone()
