@@ -171,6 +171,21 @@ async def test_refused_calls_are_recorded() -> None:
         assert await g.samples(session.id) == []
 
 
+async def test_only_calls_count_as_refused_and_may_be_repeated() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open(model="m")
+        async with connect(g, session.key) as socket:
+            await socket.send({"type": "response.cancel"})
+            assert "'response.cancel'" in (await socket.receive())["message"]
+            assert "refused" not in await g.show(session.id)
+            for wrong in ({"type": "response.create", "stream_id": 7}, {}):
+                await socket.send({"model": "m", "input": "Hi", **wrong})
+                assert (await socket.receive())["type"] == "error"
+            assert (await g.show(session.id))["refused"]["count"] == 2
+            await socket.ask(input="Hi")
+        assert "refused" not in await g.show(session.id) and len(await g.samples(session.id)) == 1
+
+
 async def test_session_limits_hold() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(limits={"turns": 1})

@@ -18,6 +18,10 @@ _MAX_LANE_NAME = 200
 _DATA = b"\ndata: "
 
 
+class EventUnsupported(BadRequest):
+    """A client's event is of another type than `response.create`, so it is not a model call."""
+
+
 class SocketEvent(msgspec.Struct, frozen=True):
     """A client's event, apart from the fields that it shares with a request over HTTP."""
 
@@ -42,9 +46,11 @@ def decode_event(raw: bytes) -> SocketEvent:
         raise BadRequest(describe_error(error), param=error_field(error)) from None
     except DECODE_ERRORS as error:
         raise BadRequest(f"The event is not valid JSON: {error}") from None
+    if not event.type:
+        raise field_error("type", "is not specified; it must be 'response.create'")
     if event.type != "response.create":
-        raise field_error(
-            "type", f"must be 'response.create', not {event.type[:200]!r}; other events are not supported"
+        raise EventUnsupported(
+            f"type must be 'response.create', not {event.type[:200]!r}; other events are not supported", param="type"
         )
     if len(event.lane) > _MAX_LANE_NAME:
         raise field_error("stream_id", f"must have at most {_MAX_LANE_NAME} characters")

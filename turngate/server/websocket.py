@@ -19,7 +19,14 @@ from starlette.requests import HTTPConnection
 
 from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.base import EarlierReply, ReplyRecord, StorableStream
-from turngate.dialects.responses_socket import MAX_LANES, SocketEvent, decode_event, encode_error_frame, split_frames
+from turngate.dialects.responses_socket import (
+    MAX_LANES,
+    EventUnsupported,
+    SocketEvent,
+    decode_event,
+    encode_error_frame,
+    split_frames,
+)
 from turngate.errors import BadRequest, Stopping, TurngateError, UpgradeRefused
 from turngate.gateway.replies import ReplyArchive, SessionReplies
 from turngate.server.asgi import (
@@ -219,7 +226,7 @@ class CallSocket:
                 raise TooManyStreams(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
             queue.put_nowait((raw, event))
         except TurngateError as error:
-            await self._refuse(error, lane)
+            await self._refuse(error, lane, raw)
 
     def _open_lane(self, lane: str) -> asyncio.Queue[tuple[bytes, SocketEvent]]:
         queue: asyncio.Queue[tuple[bytes, SocketEvent]] = asyncio.Queue()
@@ -276,7 +283,7 @@ class CallSocket:
 
     def _find_refusing_session(self, error: TurngateError) -> Session | None:
         """Return the session if the error may count as a refused call of it."""
-        if isinstance(error, TooManyStreams):
+        if isinstance(error, TooManyStreams | EventUnsupported):
             return None
         try:
             return self._find_session()
