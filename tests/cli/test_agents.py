@@ -199,7 +199,7 @@ def test_new_agent_is_described_and_passes_its_check(tmp_path: Path, monkeypatch
     assert "tools offered: run_command\n" in checked.stdout
     assert (
         run_rejected("agents", "new", "mine", "--", "true")
-        == "mine.toml already exists; move it away, or choose a different name"
+        == "mine.toml already exists; move it, or choose a different name"
     )
 
 

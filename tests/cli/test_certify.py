@@ -97,4 +97,4 @@ def test_template_text_with_brackets_is_printed_as_it_is(tmp_path: Path) -> None
     )
     code, out, _ = certify(folder)
     assert code == 1 and "[/INST]" in out and "[last]" in out
-    assert "the template has" in out and "tokens that are the same" in out
+    assert "the template has" in out and "identical tokens" in out

@@ -59,7 +59,7 @@ def test_amount(calls: list[Call], amount: str) -> None:
         ({"biases": GREEDY}, "were sampled greedily (temperature 0)", "--temperature 1"),
         ({"biases": ("top_p", "greedy")}, "were sampled greedily (temperature 0)", "--temperature 1"),
         ({"biases": ("top_p", "top_k")}, "were sampled with a bias (top_p, top_k)", "policy.biased"),
-        ({"biases": ("constrained: json_schema",)}, "had to have a given format (json_schema)", "policy.biased"),
+        ({"biases": ("constrained: json_schema",)}, "were constrained to a format (json_schema)", "policy.biased"),
         ({"biases": ("the endpoint's own sampling",)}, "with the endpoint's own sampling", "sampling.temperature"),
         ({"capture": "text"}, "were captured as text only", "exact mode"),
         ({"logprobs": None}, "no log-probabilities", "turngate doctor"),

@@ -91,7 +91,7 @@ def create_agent(name: str, command: list[str], variables: list[str], timeout_s:
     """Watch one run of a command, and write its description to NAME.toml."""
     file = Path(f"{name}.toml")
     if file.exists():
-        raise AgentError(f"{file} already exists; move it away, or choose a different name", param="name")
+        raise AgentError(f"{file} already exists; move it, or choose a different name", param="name")
     env = dict(_split_variable(text) for text in variables)
     console = new_console()
     say(console, f"running: {shlex.join(command)}", "dim")

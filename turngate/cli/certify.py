@@ -77,7 +77,7 @@ def _print(console: Console, folder: Path, renderer: Renderer, certificate: Cert
         console.print(
             Text.assemble(
                 ("Not read: ", "yellow"),
-                f"the template writes {' and '.join(certificate.unread)} in a form that is not known here, so agents get them as text; "
+                f"the template writes {' and '.join(certificate.unread)} in a form that Turngate cannot parse, so agents get them as text; "
                 "if the renderers package supports the model, run: pip install 'turngate[families]', and pass its --model or --family",
             )
         )
@@ -89,7 +89,7 @@ def _build_token_table(finding: ProbeResult) -> Table:
     difference = finding.tokens
     assert difference is not None
     table = Table(
-        title=Text(f"{finding.case}: {difference.where}, after {difference.at} tokens that are the same"),
+        title=Text(f"{finding.case}: {difference.where}, after {difference.at} identical tokens"),
         title_justify="left",
     )
     for heading in ("bridge", "id", "template", "id"):

@@ -408,7 +408,7 @@ def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> No
     for token, declared in added.items():
         if (used := backend.token_to_id(token)) != declared:
             raise ConfigError(
-                f"tokenizer: {path} declares the id {declared} for {token!r}, but its vocabulary leads to {used}; "
+                f"tokenizer: {path} declares the id {declared} for {token!r}, but the encoder uses {used}; "
                 "correct the ids in added_tokens (or added_tokens_decoder in tokenizer_config.json)",
                 param="tokenizer",
             )

@@ -236,6 +236,6 @@ def log_renderer(gateway: Gateway) -> None:
             )
         if certificate.unread:
             log.warning(
-                "the chat template writes %s in a form that is not known here, so agents get them as text",
+                "the chat template writes %s in a form that Turngate cannot parse, so agents get them as text",
                 " and ".join(certificate.unread),
             )

@@ -25,7 +25,7 @@ _NO_CALLS = (
     "check that the agent uses the base URL and the key that it was given, and read its output",
 )
 _SERVE_CALL = (
-    "let the agent ask for something that is served, or pass --on-refused train (policy.refused in a session's settings) to train "
+    "make the agent request only what the gateway serves, or pass --on-refused train (policy.refused in a session's settings) to train "
     "such rollouts anyway"
 )
 
@@ -133,7 +133,7 @@ def _explain_bias(biases: str) -> tuple[str, str]:
         )
     if biases.startswith(_FORCED):
         return (
-            f"had to have a given format ({biases.removeprefix(_FORCED)})",
+            f"were constrained to a format ({biases.removeprefix(_FORCED)})",
             "switch forced tools and formats off in the agent, or set policy.biased to train such turns anyway",
         )
     if "endpoint" in biases:
