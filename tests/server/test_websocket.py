@@ -291,6 +291,59 @@ async def test_too_many_lanes() -> None:
             assert refused["error"]["code"] == "websocket_stream_limit_reached"
 
 
+async def test_waiting_calls_have_at_most_bytes_of_one_request() -> None:
+    async with gateway(engine=Gated([say("Hello.")] * 3), max_body_mb=0.02) as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            for lane in ("a", "b"):
+                await socket.create(input="x" * 8_000, stream_id=lane)
+            await until(lambda: g.gated.waiting == 2)
+            await socket.create(input="x" * 8_000, stream_id="a")
+            frames = []
+            while not frames or frames[-1]["type"] != "error":
+                frames.append(await socket.receive())
+            assert frames[-1]["error"]["code"] == "websocket_stream_limit_reached"
+            assert frames[-1]["stream_id"] == "a" and "max_body_mb" in frames[-1]["message"]
+            g.gated.gate.set()
+            for _ in range(2):
+                while (await socket.receive())["type"] != "response.completed":
+                    pass
+            assert text(await socket.ask(input="x" * 18_000, stream_id="a")) == "Hello."
+        assert "refused" not in await g.show(session.id)
+
+
+async def test_latest_replies_are_forgotten_when_they_get_too_large() -> None:
+    async with gateway([say("Hello.")] * 3, max_body_mb=0.02) as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            replies = {lane: await socket.ask(input="x" * 12_000, stream_id=lane) for lane in ("a", "b")}
+            frame = await socket.ask(input="More", previous_response_id=previous(replies["a"]), stream_id="a")
+            assert frame["error"]["code"] == "previous_response_not_found"
+            assert text(await socket.ask(input="More", previous_response_id=previous(replies["b"]))) == "Hello."
+
+
+# ── calls that sample nothing ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_prepared_conversation_has_at_most_bytes_of_one_request() -> None:
+    async with gateway([say("Hello.")], max_body_mb=0.02) as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            frame = await socket.ask(input="x" * 12_000, generate=False)
+            frame = await socket.ask(input="x" * 12_000, generate=False, previous_response_id=previous(frame))
+            assert (frame["status"], frame["error"]["param"]) == (413, "input")
+            assert text(await socket.ask(input="Hi")) == "Hello."
+
+
+async def test_prepared_call_is_admitted_like_a_turn() -> None:
+    async with gateway() as g:
+        session = await g.open(model="m")
+        async with connect(g, session.key) as socket:
+            frame = await socket.ask(input="Hi", generate=False, model="editor")
+        assert (frame["status"], frame["error"]["param"]) == (404, "model")
+        assert (await g.show(session.id))["refused"]["count"] == 1
+
+
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 INVALID_EVENTS: dict[str, tuple[Json, str | None, str]] = {

@@ -97,7 +97,7 @@ class TurnPipeline:
         `emit` is a callback because nested async generators cost more than the rest of a turn's bookkeeping. Cancelling the task aborts
         the turn, as does an exception from `emit`; aborted turns are recorded. The call's waiting times are stored in `timing`.
         """
-        self._admit(session, call)
+        self.admit(session, call)
         try:
             await self._run_admitted(session, call, emit, timing)
         except LimitReached as reached:
@@ -110,7 +110,7 @@ class TurnPipeline:
 
     async def count(self, session: Session, call: Call) -> int:
         """Count the prompt tokens of a call without sampling or recording anything."""
-        self._admit(session, call)
+        self.admit(session, call)
         if session.config.mode == "observe":
             return await self._require_relay().count(self._build_relay_request(session, call, None, {}))
         if self._renderer is None:
@@ -124,7 +124,8 @@ class TurnPipeline:
 
     # ── admit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _admit(self, session: Session, call: Call) -> None:
+    def admit(self, session: Session, call: Call) -> None:
+        """Raise if the session or the gateway cannot serve this call. Limits are checked when a turn starts."""
         session.require_open()
         if session.vocabulary != self._settings.vocabulary:
             raise Conflict(

@@ -144,6 +144,10 @@ class ModelCalls:
             call = msgspec.structs.replace(call, signals=read_signals(session.config.signals, wire.headers, call))
         return call
 
+    def admit(self, session: Session, call: Call) -> None:
+        """Check a call for which nothing is sampled like one that starts a turn. Limits do not apply to it."""
+        self._pipeline.admit(session, call)
+
     def count_error(
         self, dialect: Dialect, error: TurngateError, session: Session | None, body: bytes = b""
     ) -> TurngateError:

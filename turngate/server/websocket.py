@@ -27,7 +27,7 @@ from turngate.dialects.responses_socket import (
     encode_error_frame,
     split_frames,
 )
-from turngate.errors import BadRequest, Stopping, TurngateError, UpgradeRefused
+from turngate.errors import BadRequest, Stopping, TooLarge, TurngateError, UpgradeRefused
 from turngate.gateway.replies import ReplyArchive, SessionReplies
 from turngate.server.asgi import (
     GATEWAY_HEADER,
@@ -108,6 +108,34 @@ async def refuse_path(scope: Scope, send: Send) -> None:
     await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
 
 
+class LatestReplies:
+    """The latest reply of each lane of a connection. Together they have at most `max_bytes`; the oldest are forgotten first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._by_lane: dict[str, tuple[str, EarlierReply, int]] = {}  # id, reply, size; oldest first
+
+    def find(self, reply_id: str) -> EarlierReply | None:
+        return next((reply for latest, reply, _ in self._by_lane.values() if latest == reply_id), None)
+
+    def set(self, lane: str, reply_id: str, reply: EarlierReply) -> bool:
+        """Replace the latest reply of a lane. Return whether it is small enough to be kept."""
+        self._drop(lane)
+        size = sum(map(len, reply.history.items)) + sum(map(len, reply.output))
+        if size > self._max_bytes:
+            return False
+        while self._bytes + size > self._max_bytes:
+            self._drop(next(iter(self._by_lane)))
+        self._by_lane[lane] = reply_id, reply, size
+        self._bytes += size
+        return True
+
+    def _drop(self, lane: str) -> None:
+        if lane in self._by_lane:
+            self._bytes -= self._by_lane.pop(lane)[2]
+
+
 class ConnectionReplies(SessionReplies):
     """The replies that a request on one connection may refer to: those of the session, and the latest one of each lane."""
 
@@ -118,7 +146,7 @@ class ConnectionReplies(SessionReplies):
         archive: ReplyArchive,
         session: Session,
         max_bytes: int,
-        latest: dict[str, tuple[str, EarlierReply]],
+        latest: LatestReplies,
         lane: str,
     ) -> None:
         super().__init__(archive, session, max_bytes)
@@ -126,8 +154,7 @@ class ConnectionReplies(SessionReplies):
         self._lane = lane
 
     def find(self, reply_id: str) -> EarlierReply | None:
-        known = next((reply for latest, reply in self._latest.values() if latest == reply_id), None)
-        return known or super().find(reply_id)
+        return self._latest.find(reply_id) or super().find(reply_id)
 
     def keeps(self, call: Call) -> bool:
         return True
@@ -136,8 +163,9 @@ class ConnectionReplies(SessionReplies):
         await super().add(call, done, record)
         self.set_latest(call, record)
 
-    def set_latest(self, call: Call, record: ReplyRecord) -> None:
-        self._latest[self._lane] = record.id, EarlierReply(call.history, record.output)
+    def set_latest(self, call: Call, record: ReplyRecord) -> bool:
+        """Make a reply the latest one of its lane. Return whether it is small enough to be kept."""
+        return self._latest.set(self._lane, record.id, EarlierReply(call.history, record.output))
 
 
 class FrameStream(EventStream):
@@ -188,7 +216,8 @@ class CallSocket:
         self._connection_send = send
         self._hang_up = HangUp()
         self._lanes: dict[str, asyncio.Queue[tuple[bytes, SocketEvent]]] = {}
-        self._latest: dict[str, tuple[str, EarlierReply]] = {}  # the latest reply of each lane, with its id
+        self._latest = LatestReplies(calls.max_body)
+        self._held_bytes = 0  # events of calls that wait or run
         self._tasks: set[asyncio.Task[None]] = set()  # lanes, and calls in flight
 
     async def run(self) -> None:
@@ -221,10 +250,16 @@ class CallSocket:
                     f"stream_id: this connection has {MAX_LANES} streams already; use one of them, or another connection",
                     param="stream_id",
                 )
+            if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
+                raise TooManyStreams(
+                    f"with this call, those that wait or run would have more than {self._calls.max_body} bytes (setting max_body_mb); "
+                    "send it when one has ended"
+                )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
                 raise TooManyStreams(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
             queue.put_nowait((raw, event))
+            self._held_bytes += len(raw)
         except TurngateError as error:
             await self._refuse(error, lane, raw)
 
@@ -243,8 +278,11 @@ class CallSocket:
     async def _serve_lane(self, queue: asyncio.Queue[tuple[bytes, SocketEvent]]) -> None:
         while True:
             # Each call has its own task: ending the session cancels the call, but not the lane.
-            call = self._start(self._serve_call(*await queue.get()))
+            raw, event = await queue.get()
+            call, size = self._start(self._serve_call(raw, event)), len(raw)
+            del raw  # a lane that waits for its next call must not keep this one
             await asyncio.wait([call])
+            self._held_bytes -= size
             if call.cancelled():
                 await self._refuse(Stopping("the call was aborted; retry it in a moment"), "")
 
@@ -274,10 +312,14 @@ class CallSocket:
 
     async def _prepare(self, session: Session, call: Call, replies: ConnectionReplies, lane: str) -> None:
         """Answer without sampling anything. The next request can continue the empty reply."""
-        session.require_open()
+        self._calls.admit(session, call)
         encoder = cast(StorableStream, self._dialect.open_stream(call))
         frames = split_frames(encoder.empty(), lane)
-        replies.set_latest(call, encoder.record())
+        if not replies.set_latest(call, encoder.record()):
+            raise TooLarge(
+                f"input: with generate=false, the conversation may have at most {self._calls.max_body} bytes (setting max_body_mb)",
+                param="input",
+            )
         for frame in frames:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
 
