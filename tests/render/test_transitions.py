@@ -138,6 +138,26 @@ def test_shape_that_certification_did_not_probe_is_checked_when_it_occurs(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("rejected", "why"),
+    [
+        ("'main.py' in m.content", "the template rejects every conversation that the bridge could be compared with: "),
+        ("'turngateTEXT' in m.content", "the chat template does not write these messages after a turn"),
+    ],
+    ids=["histories", "new messages"],
+)
+def test_bridge_that_could_not_be_compared_is_not_used(rejected: str, why: str, tmp_path: Path) -> None:
+    """With an argument that no probe passes, the template rejects the conversations that a bridge is compared with."""
+    reject = f"{{% if strict and {rejected} %}}{{{{ raise_exception('not this') }}}}{{% endif %}}"
+    renderer, certificate = load(TURNS.replace(START, reject + START) + GENERATE, tmp_path)
+    assert certificate.passed
+    stop = renderer.stop_ids[0]
+    last = LastTurn(np.array([1], ID_DTYPE), np.array([5, stop], ID_DTYPE), Message("assistant", "It prints."))
+    assert renderer.bridge(last, [MORE], [], {"strict": False}) is not None
+    assert renderer.bridge(last, [MORE], [], {"strict": True}) is None
+    assert f"a user message after an answer: {why}" in renderer.explain_refusal(last, [MORE], [], {"strict": True})
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
         (ALTERNATING, [ASK, MORE], "What does main.py do?\n\nAnd util.py?<|im_end|>"),

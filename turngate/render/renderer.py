@@ -178,6 +178,7 @@ class BridgeForm(msgspec.Struct, frozen=True):
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once, since building it takes longer than encoding
 # Of a transition: calls, whether they have text, the new speakers, whether there are tools, template arguments
 _Shape = tuple[int, bool, tuple[tuple[str, str], ...], bool, str]
+_NOT_WRITTEN = "the chat template does not write these messages after a turn"
 _NOT_SEARCHED = BridgeForm(0, ())  # no search was made yet, whereas None means that no form exists
 
 
@@ -260,7 +261,7 @@ class TemplateRenderer:
         transition = Transition.of(last.message, new, cut=True)
         if after is not None and not self._is_closed(last, after[0]) and transition in self.uncertified:
             return f"{transition.describe()}: {self.uncertified[transition]}"
-        return "" if after is not None else "the chat template does not write these messages after a turn"
+        return "" if after is not None else _NOT_WRITTEN
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
@@ -334,12 +335,15 @@ class TemplateRenderer:
     def _compare_in_histories(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> str:
-        """Compare the bridge with renders of whole conversations of different lengths. Return the first difference."""
+        """Compare the bridge with renders of whole conversations of different lengths.
+
+        Return the first difference, or why nothing could be compared.
+        """
         system = "You are a careful engineer." if last.system else ""
         plain = [msgspec.structs.replace(m, content=f"turngateTEXT{n}END") for n, m in enumerate(new)]
         bridge = self._render_after(last.message, system, plain, tools, kwargs)
         if bridge is None:
-            return ""  # rendering these messages may fail only with these texts
+            return _NOT_WRITTEN
         if any(message.content not in bridge[1] for message in plain):
             return "the template does not write all new messages after the turn"
         close = self._closing_texts[bridge[0]]
@@ -349,15 +353,23 @@ class TemplateRenderer:
             return self.text(messages, shown, kwargs, generate=generate)
 
         closes = tuple(self._closing_texts.values())
+        rejection = ""
+        compared = False
         for history in _HISTORIES if tools else _HISTORIES[:2]:
             head = [Message("system", system), *history] if system else history
             try:
                 found = find_difference(render, closes, [*head, last.message, *plain], close + bridge[1])
-            except BadRequest:
+            except BadRequest as error:
+                rejection = error.message
                 continue  # the template accepts this turn only in other places
+            compared = True
             if found is not None:
                 return found.describe()
-        return ""
+        return (
+            ""
+            if compared
+            else f"the template rejects every conversation that the bridge could be compared with: {rejection}"
+        )
 
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
