@@ -112,6 +112,6 @@ def _summarize(certificate: Certificate) -> Text:
         )
     return Text.assemble(
         ("Certified in part:", "yellow") if certificate.certified else ("Not certified:", "red"),
-        f" a turn renders the whole conversation, and the trace may fork, at {certificate.describe_uncertified()}.",
+        f" {certificate.explain_uncertified()}.",
         " All other turns extend the sampled ids." if certificate.certified else "",
     )

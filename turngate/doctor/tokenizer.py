@@ -19,6 +19,7 @@ from turngate.engines.http import EngineClient
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Certificate, Renderer, TemplateRenderer
 from turngate.render.certify import CASES, ProbeCase
+from turngate.render.renderer import TEMPLATE_RENDERER
 from turngate.server.engine_factory import read_engine_key
 from turngate.types import Message
 
@@ -57,12 +58,15 @@ async def check_template(context: DoctorContext) -> list[CheckOutcome]:
 def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: str) -> CheckOutcome:
     if certificate.passed:
         return ok(f"{renderer.tokenizer.folder}: renderer {renderer.name}, certified, {encoder}")
+    other = (
+        "to support more templates, run: pip install 'turngate[families]'"
+        if certificate.renderer == TEMPLATE_RENDERER
+        else "to derive the bridge from the chat template, set --family template"
+    )
     extent = "certified only in part" if certificate.certified else "not certified"
     return warning(
-        f"{renderer.tokenizer.folder}: {extent}; turns are rendered in full and may fork the trace at "
-        f"{certificate.describe_uncertified()}",
-        "to see the differences token by token, run: turngate certify FOLDER; "
-        "to support more templates, run: pip install 'turngate[families]'",
+        f"{renderer.tokenizer.folder}: {extent}; {certificate.explain_uncertified()}",
+        f"to see the differences token by token, run: turngate certify FOLDER; {other}",
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest
-from turngate.render.renderer import LastTurn, Renderer, TemplateRenderer
+from turngate.render.renderer import TEMPLATE_RENDERER, LastTurn, Renderer, TemplateRenderer
 from turngate.render.traits import LONG_CALL_ID
 from turngate.render.transition import BridgeDifference, Transition, write_after_turn
 from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
@@ -81,7 +81,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions that render the whole conversation, and why."""
+        """The transitions whose bridge differs from the whole conversation, and why. `explain_uncertified` says what happens there."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property
@@ -96,6 +96,16 @@ class Certificate(msgspec.Struct, frozen=True):
             t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
         ]
         return "; ".join(sorted(transition.describe() for transition in whole))
+
+    def explain_uncertified(self) -> str:
+        """Return what happens at the uncertified transitions. The bridge of a hand-written renderer is used even there."""
+        where = self.describe_uncertified()
+        if self.renderer == TEMPLATE_RENDERER:
+            return f"turns are rendered in full, and the trace may fork, at {where}"
+        return (
+            f"the hand-written renderer {self.renderer} has no bridge (the trace may fork), or one that differs from its render of the "
+            f"whole conversation (it is used nevertheless), at {where}"
+        )
 
 
 def certify(renderer: Renderer) -> Certificate:

@@ -35,6 +35,7 @@ from turngate.types import (
     ToolCall,
 )
 
+TEMPLATE_RENDERER = "template"  # the name of the renderer that is derived from the chat template
 _MAX_FORMS = 256
 _MAX_FORM_MESSAGES = 64  # finding a form renders the new messages about twenty times
 # Texts that a template may trim, unwrap, parse or otherwise inspect.
@@ -192,7 +193,7 @@ class TemplateRenderer:
                 "add one, or choose a different --tokenizer",
                 param="tokenizer",
             )
-        self.name = "template"
+        self.name = TEMPLATE_RENDERER
         self.tokenizer = tokenizer
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
         require_single_tokens(self.template, tokenizer)

@@ -230,10 +230,7 @@ def log_renderer(gateway: Gateway) -> None:
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
         if not certificate.passed:
-            log.warning(
-                "the chat template is rendered in full, and the trace may fork, at %s; for details, run: turngate certify",
-                certificate.describe_uncertified(),
-            )
+            log.warning("%s; for details, run: turngate certify", certificate.explain_uncertified())
         if certificate.unread:
             log.warning(
                 "the chat template writes %s in a form that Turngate cannot parse, so agents get them as text",
