@@ -186,13 +186,25 @@ while True:
 def test_new_agent_is_described_and_passes_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(NEW_AGENT)
-    done = run_cli("agents", "new", "mine", "--", "python3", tmp_path / "agent.py")
+    done = run_cli(
+        "agents",
+        "new",
+        "mine",
+        "--env",
+        "GH_TOKEN=ghp_SECRET",
+        "--",
+        "python3",
+        tmp_path / "agent.py",
+        "--key=ghp_SECRET",
+    )
     assert done.exit_code == 0, done.output
     assert "requests: POST /v1/chat/completions\n" in done.stdout
     assert "tools offered: run_command\n" in done.stdout
+    assert "left out, because they look like secrets: command, env.GH_TOKEN; fill them in" in done.stdout
+    assert "ghp_SECRET" not in done.output + (tmp_path / "mine.toml").read_text()
     assert "wrote mine.toml; now run: turngate agents check ./mine.toml" in done.stdout
     spec = load_spec(tmp_path / "mine.toml")
-    assert list(spec.env) == ["OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
+    assert list(spec.env) == ["OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "GH_TOKEN"]
     assert (spec.dialect, spec.signals.thread) == ("chat", ("header:x-session-id",))
     checked = run_cli("agents", "check", "./mine.toml")
     assert checked.exit_code == 0, checked.output

@@ -8,9 +8,10 @@ import pytest
 
 from turngate.agents.spec import AgentSpec, parse_spec
 from turngate.errors import AgentError
-from turngate.rollout.agent_draft import find_shell_tool, write_description
+from turngate.rollout.agent_draft import find_secrets, find_shell_tool, write_description
 from turngate.rollout.agent_watch import MODEL, WatchedRun
 from turngate.rollout.call_log import LoggedCall
+from turngate.rollout.redaction import redact_command
 from turngate.types import Tool
 
 
@@ -75,6 +76,58 @@ def test_temperature_and_session_header_are_noted() -> None:
     text = write_description("mine", ["mine"], {}, watched(call))
     assert "\n# It asks for temperature 0. " in text
     assert 'thread = ["header:x-session-id"]' in text
+
+
+def test_secrets_are_not_written() -> None:
+    command = ["mine", "--token", "ghp_SECRET", "--url", "{base_url}/v1"]
+    env = {
+        "GITHUB_TOKEN": "ghp_SECRET",
+        "PASSWORD": "abc",
+        "MINE_KEY": "{api_key}",
+        "MAX_TOKENS": "4096",
+        "MODE": "fast",
+    }
+    text = write_description("mine", command, env, watched(model_call()))
+    spec = parse_spec(text, "mine.toml")
+    assert "ghp_" not in text and "abc" not in text
+    assert spec.env == {
+        "GITHUB_TOKEN": "",
+        "PASSWORD": "",
+        "MINE_KEY": "{api_key}",
+        "MAX_TOKENS": "4096",
+        "MODE": "fast",
+    }
+    assert spec.command == ("mine", "--token", "[secret]", "--url", "{base_url}/v1")
+    assert find_secrets(command, env) == ["command", "env.GITHUB_TOKEN", "env.PASSWORD"]
+    assert find_secrets(["mine", "{prompt}"], {"MINE_KEY": "{api_key}"}) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["a", "--api-key=sk-1234"], ["a", "--api-key=[secret]"]),
+        (["a", "--api-key={api_key}", "--max-tokens", "4096"], ["a", "--api-key={api_key}", "--max-tokens", "4096"]),
+        (["a", "--token", "--verbose"], ["a", "--token", "--verbose"]),
+        (["env", "GH_TOKEN=ghp_1", "a", "keys"], ["env", "GH_TOKEN=[secret]", "a", "keys"]),
+        (["sh", "-c", "GH_TOKEN=ghp_1 a --key 'x y'"], ["sh", "-c", "GH_TOKEN=[secret] a --key '[secret]'"]),
+        (["sh", "-c", 'a --key "$GH_KEY"'], ["sh", "-c", 'a --key "$GH_KEY"']),
+        (["a", '{"api_key": "sk-1", "max_tokens": 10}'], ["a", '{"api_key": "[secret]", "max_tokens": 10}']),
+        (["a", "-c", "key = os.environ['OPENAI_API_KEY']"], ["a", "-c", "key = os.environ['OPENAI_API_KEY']"]),
+        (["a", "http://me:pass1@host/x?token=t1"], ["a", "http://[secret]@host/x?token=[secret]"]),
+        (["a", "-H", "Authorization: Bearer abcdefgh1"], ["a", "-H", "Authorization: Bearer [secret]"]),
+    ],
+)
+def test_secrets_in_commands(command: list[str], shown: list[str]) -> None:
+    assert redact_command(command) == shown
+
+
+@pytest.mark.parametrize("name", ['x\ncommand = ["sh", "-c", "evil"]', 'x"]\n[install]', "x\r\x00\x7f", "\ud800", ""])
+def test_names_from_the_program_are_quoted(name: str) -> None:
+    run = watched(model_call(tools=(tool(name, (name,), **{"command": TEXT, name: TEXT}),)))
+    text = write_description("mine", ["mine"], {name: "v"}, run)
+    spec = parse_spec(text.encode().decode(), "mine.toml")
+    assert (spec.command, spec.install.program) == (("mine",), "")
+    assert spec.shell_call is not None and spec.shell_call.tool == name.replace("\ud800", r"\ud800")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,8 +23,9 @@ from turngate.common.terminal import sanitize, say
 from turngate.errors import AgentError
 from turngate.rollout.agent_check import CheckOptions, CheckReport
 from turngate.rollout.agent_check import check_agent as check_recording
-from turngate.rollout.agent_draft import write_description
+from turngate.rollout.agent_draft import find_secrets, write_description
 from turngate.rollout.agent_watch import WatchedRun, watch_command
+from turngate.rollout.redaction import Redactor, is_secret, redact_command
 from turngate.sandboxes import get_backend
 
 
@@ -94,16 +96,21 @@ def create_agent(name: str, command: list[str], variables: list[str], timeout_s:
         raise AgentError(f"{file} already exists; move it, or choose a different name", param="name")
     env = dict(_split_variable(text) for text in variables)
     console = new_console()
-    say(console, f"running: {shlex.join(command)}", "dim")
+    say(console, f"running: {shlex.join(redact_command(command))}", "dim")
     watching = watch_command(name, command, env, get_backend("local"), timeout_s=timeout_s)
     try:
         run = asyncio.run(cancel_on_signal(watching, console))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    secrets = Redactor({name: value for name, value in env.items() if is_secret(name, value)})
+    run = msgspec.structs.replace(run, output=secrets.redact_text(run.output))
     text = write_description(name, command, env, run)
     parse_spec(text, str(file))
     file.write_text(text, encoding="utf-8")
     _print_watched(run, console)
+    if left_out := find_secrets(command, env):
+        message = f"left out, because they look like secrets: {', '.join(left_out)}; fill them in in {file} if the agent needs them"
+        say(console, sanitize(message), "yellow")
     say(console, f"wrote {file}; now run: turngate agents check ./{file}", "bold green")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from turngate.agents.spec import AgentSpec
+from turngate.common.safe_text import make_encodable
 from turngate.errors import AgentError
 from turngate.rollout.agent_watch import (
     KEY_VARIABLES,
@@ -20,6 +21,8 @@ from turngate.rollout.agent_watch import (
     WatchedRun,
 )
 from turngate.rollout.call_log import LoggedCall
+from turngate.rollout.redaction import is_secret, redact_command
+from turngate.telemetry.logs import REDACTED
 from turngate.types import Json, Tool
 
 _COMMAND_ARGUMENTS = ("command", "cmd", "script")  # arguments of a shell tool
@@ -79,7 +82,10 @@ def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
 
 
 def write_description(name: str, command: Sequence[str], env: Mapping[str, str], run: WatchedRun) -> str:
-    """Return the TOML description of the agent in a watched run. Raise `AgentError` if the run did not reach the model."""
+    """Return the TOML description of the agent in a watched run, without secrets (`find_secrets`).
+
+    Raise `AgentError` if the run did not reach the model.
+    """
     if problem := explain_failure(run):
         raise AgentError(f"{name}: {problem}", param="command")
     calls = [call for call in run.calls if call.samples]
@@ -96,14 +102,22 @@ def write_description(name: str, command: Sequence[str], env: Mapping[str, str],
     )
 
 
+def find_secrets(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the fields of a description whose values look like secrets. `write_description` leaves these values out."""
+    words = ["command"] if redact_command(command) != list(command) else []
+    return words + [f"env.{name}" for name, value in env.items() if is_secret(name, value)]
+
+
 def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, does_task: bool) -> list[str]:
     dialects = Counter(call.dialect for call in calls)
     spec = AgentSpec(name=name, title=name, dialect="any", command=tuple(command))
+    shown = redact_command(command)
     lines = [
         f"name = {_quote(name)}",
         f"title = {_quote(name)}",
         f"dialect = {_quote(next(iter(dialects)) if len(dialects) == 1 else 'any')}",
-        f"command = {_value(list(command))}",
+        *([f"# {REDACTED} replaces a value that looks like a secret."] if shown != list(command) else []),
+        f"command = {_value(shown)}",
     ]
     if not (spec.uses("prompt") or spec.uses("prompt_file")):
         lines.append('stdin = "{prompt}"')
@@ -126,7 +140,13 @@ def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
     providers = {name.partition("_")[0] for name in used if name in URL_VARIABLES or name in KEY_VARIABLES}
     used |= {name: value for name, value in MODEL_VARIABLES.items() if name.partition("_")[0] in providers}
     used |= env
-    return ["", "[env]", *(f"{name} = {_quote(value)}" for name, value in used.items())] if used else []
+    return ["", "[env]", *(_variable(name, value) for name, value in used.items())] if used else []
+
+
+def _variable(name: str, value: str) -> str:
+    if is_secret(name, value):
+        return f'{_key(name)} = ""  # the value was left out, because it looks like a secret'
+    return f"{_key(name)} = {_quote(value)}"
 
 
 def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
@@ -152,7 +172,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
 
 def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
     """Write the steps of `turngate agents check`: the whole task if the agent has a shell tool."""
-    names = ", ".join(tool.name for tool in tools)
+    names = ", ".join(_key(tool.name) for tool in tools)
     offered = ["", f"# Tools that it offered: {names or 'none'}"]
     if shell is None:
         return [
@@ -194,7 +214,7 @@ def _example(schema: Json) -> Json:
 
 
 def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(make_encodable(text), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Json) -> str:

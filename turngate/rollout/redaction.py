@@ -1,14 +1,22 @@
-"""Remove an agent's secrets from its output, because an agent may print any secret it can read."""
+"""Remove an agent's secrets from its output, because an agent may print any secret it can read, and from its command."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from turngate.agents import placeholders
 from turngate.telemetry.logs import REDACTED, redact
 
 _MIN_SECRET = 6  # characters
-_SECRET_NAMES = re.compile("(?i)key|token|secret|passw|credential")  # matches names of environment variables
+_SECRET_NAMES = re.compile("(?i)key|token|secret|passw|credential")  # matches names of environment variables and flags
+_PLAIN_VALUE = re.compile(r"(?i)[0-9.]{0,7}|true|false|\$.*")  # such as MAX_TOKENS=4096
+_NAME = rf"[\w-]*(?:{_SECRET_NAMES.pattern[4:]})[\w-]*"
+_FLAG = re.compile(rf"(?i)--?{_NAME}")
+# NAME=value, "name": "value" and --flag value, within one word of a command
+_ASSIGNMENT = re.compile(
+    rf"""(?i)({_NAME}["']?\s*[=:]\s*|--?{_NAME}\s+)(?:(["'])(.*?)\2|([^\s"'()\[\],;&|]+)(?=[\s"'),;&|\]]|$))"""
+)
 
 
 class Redactor:
@@ -35,3 +43,26 @@ class Redactor:
 
     def _list_secrets(self) -> list[str]:
         return [secret for secret in self._secrets if len(secret) >= _MIN_SECRET]
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether a variable or flag has the name of a secret, and a value that is neither a placeholder nor a small number."""
+    plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
+    return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """Replace the values of variables and flags with the name of a secret, and any text that looks like a secret."""
+    words: list[str] = []
+    for n, word in enumerate(command):
+        flag = command[n - 1] if n and _FLAG.fullmatch(command[n - 1]) else ""
+        if flag and not word.startswith("-"):
+            words.append(REDACTED if is_secret(flag, word) else word)
+        else:
+            words.append(redact(_ASSIGNMENT.sub(_redact_value, word)))
+    return words
+
+
+def _redact_value(found: re.Match[str]) -> str:
+    name, quote, value = found[1], found[2] or "", found[3] or found[4] or ""
+    return f"{name}{quote}{REDACTED}{quote}" if is_secret(name, value) else found[0]
