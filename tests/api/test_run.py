@@ -54,6 +54,12 @@ def leftovers(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path != folder / f"turngate-{os.getuid()}"]
 
 
+def test_messages_of_a_rollout_without_a_main_conversation(client: tg.BlockingClient) -> None:
+    result = client.run(program("ask('One?'); ask('Two?')"))
+    assert [turn.role for turn in result.turns] == ["unknown", "unknown"], result.error
+    assert [message["content"] for message in result.messages] == ["Two?", "Again."]
+
+
 def test_result_has_outcome_files_and_tokens(client: tg.BlockingClient) -> None:
     task = program("first = ask('Hi'); print(first); open('a/out.txt', 'w').write(ask('Hi', first, 'And?'))")
     result = client.run(

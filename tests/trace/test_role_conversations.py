@@ -60,6 +60,34 @@ SIDE_CALLS = {
     "a long side call that a rule marks, before a single main call": """
         title(side) | You think of titles. / Fix add.py. | Let me think. … | side
         main        | You code. / Fix add.py. | Fixed. | main""",
+    "a title before a single main call with a short answer": """
+        title | You write titles. / How do I sort? | Sorting lists | unknown
+        main  | You code. / How do I sort? | Use sorted(x). | unknown | new""",
+    "a title of other words before a single main call with a shorter answer": """
+        title | You write titles. / A title for: What is 17 * 23? | Multiplication question | unknown
+        main  | You solve. / What is 17 * 23? | 391 | unknown | new""",
+    "a single main call with a short answer, then a title": """
+        main  | You solve. / What is 17 * 23? | 391 | unknown
+        title | You write titles. / What is 17 * 23? | Multiplication question | unknown | new""",
+    "a route before a single main call with a short answer": """
+        route | You choose. / How do I sort? | python | unknown
+        main  | You know python. / How do I sort? | Use sorted(x). | unknown | new""",
+    "a long check before a single main call with a short answer": """
+        check | You check questions. / What is 17 * 23? | This is safe. … | main
+        main  | You solve. / What is 17 * 23? | 391 | unknown | new""",
+    "a title before questions with one system prompt and short answers": """
+        title | You write titles. / Is 7 prime? | A question of primes | unknown
+        a     | You answer. / Is 7 prime? | Yes. | unknown | new
+        b     | You answer. / Is 8 prime? | No. | unknown | new""",
+    "an edited conversation of an unknown purpose beside the work": """
+        main | You code. / Fix add.py. | Here is the fix. … | main
+        main | + And sub.py? | The same there. … | main
+        main | + And mul.py? | Also there. … | main
+        a    | You take notes. / Take notes. | Notes of today. … | unknown | new
+        b    | You take notes. / Take notes. / assistant: No. / user: Why? | A note. … | unknown | edited""",
+    "short answers without a system prompt": """
+        a | user: Is 7 prime? | Yes. | unknown
+        b | user: Is 8 prime? | No. | unknown | new""",
     "two titles before the work": """
         title | You write titles. / Fix add.py. | Fixing a sum | side
         name  | You name folders. / Fix add.py. | fix-add | side | new

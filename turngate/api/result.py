@@ -27,8 +27,9 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
 
     @property
     def messages(self) -> list[Json]:
-        """The main conversation, up to its last turn, in OpenAI's format."""
+        """The main conversation, up to its last turn, in OpenAI's format. If none is known, the last one of an unknown purpose."""
         main = [turn for turn in self.turns if turn.role == "main"]
+        main = main or [turn for turn in self.turns if turn.role == "unknown"]
         messages: list[Json] = []
         for turn in self.path(main[-1]) if main else ():
             messages += [*turn.heard, turn.message]

@@ -231,17 +231,23 @@ class _Structure:
         """Return the first root of the main line: the first with tools, or else the one with the most turns.
 
         Among lines with equally many turns, those with more than a short answer, such as a title, come first, then those whose answer no
-        other line uses.
+        other line uses. If these are short answers to different system prompts, such as a title and an answer to the user, there is no main
+        line: their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
             return self._line[with_tools.id]
-        lines = {self._line[root.id].id: self._line[root.id] for root in self._own}
-        return max(
-            lines.values(),
-            key=lambda line: (self._sizes[line.id], not self._is_label(line), self._find_user(line) is None),
-            default=None,
-        )
+        ranks: dict[tuple[int, bool, bool], list[Context]] = {}
+        for line in {self._line[root.id].id: self._line[root.id] for root in self._own}.values():
+            rank = (self._sizes[line.id], not self._is_label(line), self._find_user(line) is None)
+            ranks.setdefault(rank, []).append(line)
+        if not ranks:
+            return None
+        first, *others = ranks[max(ranks)]
+        if not others or not self._is_label(first):
+            return first
+        is_alike = first.info.roles.startswith("s") and all(_start_of(line) == _start_of(first) for line in others)
+        return first if is_alike else None
 
     def _find_user(self, root: Context) -> Context | None:
         """Return the first context of another line that quotes an answer of this conversation."""
@@ -271,10 +277,7 @@ class _Structure:
         if (decision := _read_role(signals)) is not None:
             return decision
         if line is not root:
-            role = self.by_root[line.id].role
-            return RoleDecision(
-                role, "structure", f"it continues the conversation of context {line.id} ({root.info.cause})"
-            )
+            return self._decide_like(line, f"it continues the conversation of context {line.id} ({root.info.cause})")
         if root.info.has_tools:
             thread = self._main.info.signals.thread if self._main is not None else ""
             if signals.thread and thread and signals.thread != thread:
@@ -289,8 +292,7 @@ class _Structure:
         if (decision := self._decide_by_use(root)) is not None:
             return decision
         if alike is not None:
-            role = self.by_root[alike.id].role
-            return RoleDecision(role, "structure", f"it has the system prompt of context {alike.id}")
+            return self._decide_like(alike, f"it has the system prompt of context {alike.id}")
         if root.info.quotes is None:
             # An old trace, without texts: its recorded cause is all there is.
             recorded = root.info.cause or "a call before the main conversation"
@@ -307,6 +309,11 @@ class _Structure:
         if root.info.cause == "handoff":
             return RoleDecision("subagent", "structure", "it takes over a conversation that goes on after it")
         return _UNKNOWN
+
+    def _decide_like(self, other: Context, why: str) -> RoleDecision:
+        """Give the role of another conversation, for this reason."""
+        role = self.by_root[other.id].role
+        return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
         """Decide by who uses the conversation's answers, and whose answers it uses."""
@@ -341,7 +348,10 @@ class _Structure:
         return found
 
     def _is_beside_main(self, root: Context) -> bool:
-        """Return whether the main conversation is clearly another one: with tools, longer, or about the same question."""
+        """Return whether the main conversation is clearly another one: with tools, longer, or after a short answer to its question.
+
+        A short answer after a long one to the same question may be the real one: the long one may be a check of the question.
+        """
         main = self._main
         if main is None:
             return False
@@ -349,8 +359,9 @@ class _Structure:
             return True
         size = max((turn.info.text_size for turn in self._turns[main.id]), default=0)
         question = _first_question(root)
-        same_question = question is not None and question == _first_question(main)
-        return same_question or size >= _LABEL_RATIO * max(turn.info.text_size for turn in self._turns[root.id])
+        if question is not None and question == _first_question(main):
+            return root.id < main.id
+        return size >= _LABEL_RATIO * max(turn.info.text_size for turn in self._turns[root.id])
 
 
 def _start_of(root: Context) -> bytes:

@@ -120,7 +120,16 @@ class _Roots:
             root = by_id[head]
             return len(self._of_line(root)), not self._is_short(root), not self._is_used(root)
 
-        return by_id[max(heads, key=rank)] if heads else None
+        if not heads:
+            return None
+        best = max(heads, key=rank)
+        equals = [by_id[head] for head in heads if rank(head) == rank(best)]
+        if len(equals) > 1 and self._is_short(by_id[best]):
+            # Short answers to different system prompts: nothing tells a title from the answer to the user.
+            prompts = {(root.info.preamble, root.info.meanings[:_DIGEST]) for root in equals}
+            if len(prompts) > 1 or by_id[best].info.roles[:1] != "s":
+                return None
+        return by_id[best]
 
     @cached_property
     def summaries(self) -> set[int]:
@@ -191,12 +200,11 @@ class _Roots:
             return False
         longest = max((self._text_size(turn) for turn in self._of_root[self.main.id]), default=0)
         own = max((self._text_size(turn) for turn in self._of_root[root.id]), default=0)
-        return (
-            offers_tools(self.main, self._messages)
-            or len(self._of_line(self.main)) > 1
-            or (_question(root) != b"" and _question(root) == _question(self.main))
-            or longest >= 4 * own
-        )
+        if offers_tools(self.main, self._messages) or len(self._of_line(self.main)) > 1:
+            return True
+        if _question(root) != b"" and _question(root) == _question(self.main):
+            return root.id < self.main.id  # a title; after a longer answer, it may be the answer to the user
+        return longest >= 4 * own
 
     def _is_used(self, root: StoredContext) -> bool:
         """Return whether a context of another line quotes an answer of this conversation."""
