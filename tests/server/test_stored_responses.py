@@ -282,6 +282,17 @@ async def test_deleted_response_is_not_found_and_its_turn_stays() -> None:
         assert [item.content[0].text for item in listed.data] == ["Hi", "Hello.", "Go on"]  # type: ignore[union-attr]
 
 
+async def test_ended_session_keeps_its_responses() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        client = g.client(session.key)
+        reply = await create(g, session.key, input="Hi")
+        await g.seal(session.id)
+        with pytest.raises(openai.ConflictError):
+            await client.responses.delete(reply.id)
+        assert await client.responses.retrieve(reply.id) == reply
+
+
 async def test_deleted_session_leaves_no_replies() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()

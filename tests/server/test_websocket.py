@@ -406,6 +406,19 @@ async def test_sealed_session_ends_calls_and_refuses_others() -> None:
             assert (await socket.ask(input="Hi"))["status"] == 409
 
 
+async def test_aborted_call_is_answered_in_its_lane() -> None:
+    async with gateway(engine=Gated([say("Hello.")])) as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            await socket.create(input="Hi", stream_id="a")
+            await until(lambda: g.gated.waiting)
+            [call] = g.app.sessions.find(session.id).calls
+            call.cancel()
+            while (frame := await socket.receive())["type"] != "error":
+                pass
+        assert (frame["status"], frame.get("stream_id")) == (503, "a")
+
+
 async def expect_refusal(g: Running, key: str, path: str, status: int) -> Json:
     with pytest.raises(websockets.InvalidStatus) as caught:
         async with connect(g, key, path):

@@ -46,6 +46,7 @@ class ResponseRoutes:
         return encode_page(self._archive.list_input(session, request.path_params["response_id"]), page)
 
     def delete(self, session: Session, request: Request) -> bytes:
+        session.require_open()  # what an ended session has stored does not change
         response_id = request.path_params["response_id"]
         self._archive.delete(session, response_id)
         return encode_deleted(response_id)

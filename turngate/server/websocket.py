@@ -284,7 +284,7 @@ class CallSocket:
             await asyncio.wait([call])
             self._held_bytes -= size
             if call.cancelled():
-                await self._refuse(Stopping("the call was aborted; retry it in a moment"), "")
+                await self._refuse(Stopping("the call was aborted; retry it in a moment"), event.lane)
 
     async def _serve_call(self, raw: bytes, event: SocketEvent) -> None:
         try:
