@@ -488,6 +488,31 @@ async def test_stopping_gateway_answers_calls() -> None:
             assert (frame["status"], frame["error"]["code"]) == (503, "gateway_stopping")
 
 
+async def send_oversized(g: Running, session: OpenSession) -> None:
+    with pytest.raises(websockets.ConnectionClosed) as closed:
+        async with connect(g, session.key) as socket:
+            await socket.create(input="y" * 17_000_000)
+            await socket.receive()
+    assert (
+        closed.value.rcvd is None or closed.value.rcvd.code == 1009
+    )  # None: it was closed while the client was sending
+
+
+async def expect_oversized(g: Running, session: OpenSession) -> None:
+    await until(lambda: g.rows("SELECT * FROM refusals"))
+    refused = (await g.show(session.id))["refused"]
+    assert (refused["count"], refused["status"]) == (1, 413) and "max_body_mb" in refused["message"]
+
+
+async def test_oversized_frame_is_refused_call() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            await socket.connection.close(1009)  # a frame was too large for the client
+        await send_oversized(g, session)
+        await expect_oversized(g, session)
+
+
 # ── several workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -519,3 +544,10 @@ async def test_hang_up_is_forwarded() -> None:
         assert live is not None
         await until(lambda: not live.busy)
         assert [turn["finish"] for turn in await workers[0].turns(session.id)] == ["abort"]
+
+
+async def test_oversized_frame_is_recorded_by_owner() -> None:
+    async with crew() as workers:
+        session = await workers.open_at(0)
+        await send_oversized(workers[1], session)
+        await expect_oversized(workers[0], session)

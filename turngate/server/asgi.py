@@ -25,6 +25,8 @@ STALL_S = 60.0  # a client that reads nothing for this long is treated as discon
 JSON = (b"content-type", b"application/json")
 # Sent with every response, so that the relay in a sandbox can tell the gateway's answers from those of a broken tunnel.
 GATEWAY_HEADER = (b"x-turngate", b"1")
+# Code of a `websocket.disconnect` after a frame above the limit. The client receives 1009, which it may also send itself.
+OVERSIZED_FRAME = 4413
 
 
 class ClientDisconnect(Exception):

@@ -32,6 +32,7 @@ from turngate.gateway.replies import ReplyArchive, SessionReplies
 from turngate.server.asgi import (
     GATEWAY_HEADER,
     JSON,
+    OVERSIZED_FRAME,
     ClientDisconnect,
     EventStream,
     HangUp,
@@ -224,6 +225,9 @@ class CallSocket:
         try:
             while (message := await self._receive())["type"] != "websocket.disconnect":
                 await self._accept(message)
+            if message.get("code") == OVERSIZED_FRAME:
+                error = TooLarge("the event is larger than the limit (setting max_body_mb)")
+                self._calls.count_error(self._dialect, error, self._find_refusing_session(error))
         except ClientDisconnect:
             pass
         finally:

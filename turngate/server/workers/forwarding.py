@@ -26,6 +26,7 @@ from turngate.errors import Stopping, TooLarge, TurngateError
 from turngate.server.app import Gateway
 from turngate.server.asgi import (
     GATEWAY_HEADER,
+    OVERSIZED_FRAME,
     App,
     ClientDisconnect,
     DisconnectWatch,
@@ -255,10 +256,13 @@ class ForwardingApp:
 
 async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
     """Forward frames in both directions until one end closes the connection."""
+    is_oversized = False
 
     async def forward_events() -> None:
+        nonlocal is_oversized
         while (message := await receive())["type"] != "websocket.disconnect":
             await owner.send_str(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
+        is_oversized = message.get("code") == OVERSIZED_FRAME
 
     async def forward_replies() -> None:
         async for frame in owner:
@@ -275,6 +279,8 @@ async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receiv
     if not directions[0].done() or directions[0].cancelled():  # the owner closed the connection
         with suppress(OSError, RuntimeError):
             await send({"type": "websocket.close", "code": owner.close_code or 1012})
+    if is_oversized:
+        await owner.close(code=OVERSIZED_FRAME)  # the owner records the refused call
 
 
 def _build_request(scope: Scope) -> tuple[str, list[tuple[str, str]]]:
