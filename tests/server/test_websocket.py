@@ -18,7 +18,9 @@ from tests.kit import Gated, Json, OpenSession, Running, calls, gateway, say, un
 from tests.server.test_forwarding import crew
 from turngate.config import ServeConfig
 from turngate.dialects.responses_socket import MAX_LANES
+from turngate.server.asgi import ClientDisconnect
 from turngate.server.run import uvicorn_config
+from turngate.server.websocket import FrameStream
 
 READ = {
     "type": "function",
@@ -156,6 +158,32 @@ async def test_headers_of_upgrade_do_not_mark_calls_as_retries() -> None:
             await socket.ask(input="Hi")
             await socket.ask(input="Hi")
         assert [turn["cause"] for turn in await g.turns(session.id)] == [None, "resample"]
+
+
+@pytest.mark.parametrize(("delivered", "cause"), [(False, "retry"), (True, "resample")])
+async def test_equal_call_on_new_connection_is_retry_if_answer_was_lost(
+    delivered: bool, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = FrameStream._deliver
+    async with gateway([say("One."), say("Two.")]) as g:
+        session = await g.open()
+
+        async def lose_end(stream: FrameStream, data: bytes, last: bool) -> None:
+            if last:
+                raise ClientDisconnect
+            await deliver(stream, data, last)
+
+        async with connect(g, session.key) as socket:
+            if delivered:
+                await socket.ask(input="Hi")
+            else:
+                monkeypatch.setattr(FrameStream, "_deliver", lose_end)
+                await socket.create(input="Hi")
+                await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE delivered = 0") == [(1,)])
+                monkeypatch.undo()
+        async with connect(g, session.key) as socket:
+            assert text(await socket.ask(input="Hi")) == "Two."
+        assert [turn["cause"] for turn in await g.turns(session.id)] == [None, cause]
 
 
 async def test_refused_calls_are_recorded() -> None:
