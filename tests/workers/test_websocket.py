@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import Any
 
 import openai
 import pytest
 import websockets
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from tests.speed import scaled
 from tests.workers.test_processes import ServeProcess, data, start_serve, wait_until, write_script
@@ -20,11 +21,11 @@ pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
 
 
 def ask(serving: ServeProcess, key: str, *requests: Any) -> list[Any]:
-    """Send requests over one connection and return the last event of each reply."""
+    """Send requests over one connection and return the last event of each reply. Connect again if a worker ends before it answers."""
     last = []
     headers = {"Authorization": f"Bearer {key}"}
     url = serving.url.replace("http", "ws") + "/v1/responses"
-    with connect(url, additional_headers=headers, proxy=None, open_timeout=scaled(20)) as connection:
+    with connect_again(url, headers) as connection:
         previous = None
         for request in requests:
             event = {"type": "response.create", "model": "m", "previous_response_id": previous, **request}
@@ -34,6 +35,16 @@ def ask(serving: ServeProcess, key: str, *requests: Any) -> list[Any]:
             last.append(frame)
             previous = frame["response"]["id"] if "response" in frame else previous
     return last
+
+
+def connect_again(url: str, headers: dict[str, str]) -> ClientConnection:
+    """Connect as an agent does: a connection that a killed worker had taken is closed without an answer, and is tried again."""
+    for _ in range(4):
+        try:
+            return connect(url, additional_headers=headers, proxy=None, open_timeout=scaled(20))
+        except websockets.InvalidMessage:
+            time.sleep(0.5)
+    raise AssertionError("four connections were closed without an answer")
 
 
 def test_connection_reaches_its_worker_and_responses_survive_its_death(data: Any) -> None:

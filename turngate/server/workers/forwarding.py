@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -46,6 +47,7 @@ from turngate.server.web.login import COOKIE
 from turngate.server.websocket import refuse_upgrade
 
 log = logging.getLogger("turngate")
+T = TypeVar("T")
 RESTART_WAIT_S = 30.0  # time to wait for a worker that is restarting
 CLIENT_HEADER = b"x-turngate-client"  # carries the client's address to the owner; ignored outside private sockets
 RUN_HEADER = b"x-turngate-run"  # carries a secret of this run, which marks the workers' own requests
@@ -98,23 +100,28 @@ class PeerWorkers:
     async def open_socket(
         self, number: int, target: str, headers: Sequence[tuple[str, str]]
     ) -> aiohttp.ClientWebSocketResponse:
-        """Open a WebSocket to another worker."""
+        """Open a WebSocket to another worker. Wait if the worker is restarting."""
         url = URL(f"http://worker{target}", encoded=True)
-        try:
-            return await self._clients[number].ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
-        except (aiohttp.ClientError, OSError):
-            raise Stopping("the worker that owns this session is not running; retry the call in a moment") from None
+        client = self._clients[number]
+        return await self._wait_for_worker(
+            lambda: client.ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
+        )
 
     async def _connect(
         self, number: int, method: str, url: URL, headers: Sequence[tuple[str, str]], body: bytes | None
     ) -> aiohttp.ClientResponse:
+        client = self._clients[number]
+        return await self._wait_for_worker(
+            lambda: client.request(method, url, headers=list(headers), data=body, allow_redirects=False)
+        )
+
+    async def _wait_for_worker(self, connect: Callable[[], Awaitable[T]]) -> T:
+        """Try to connect until the worker runs. Raise `Stopping` if it does not, or if it stops before it answers."""
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTART_WAIT_S
         while True:
             try:
-                return await self._clients[number].request(
-                    method, url, headers=list(headers), data=body, allow_redirects=False
-                )
+                return await connect()
             except aiohttp.ClientConnectorError:
                 if loop.time() > end:
                     raise Stopping(
