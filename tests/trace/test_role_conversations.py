@@ -267,6 +267,11 @@ SUMMARIES = {
         after | + Next. | The fifth is fixed. … | main
         after | + Summarize the conversation. | Up to now five files were fixed. … | summary
         last  | You code. / Summary: {{after}} | The sixth is fixed. … | main | compaction""",
+    "two summaries, the second after one turn": f"""{_LONG_TALK}
+        main  | + Summarize the conversation. | So far three files were fixed. … | summary
+        after | You code. / Summary: {{main}} | The fourth is fixed. … | main | compaction
+        after | + Summarize the conversation. | Up to now four files were fixed. … | summary
+        last  | You code. / Summary: {{after}} | The fifth is fixed. … | main | compaction""",
     "a summary as the assistant's first message": f"""{_LONG_WORK}
         sum    | You summarize. / Fix all. a - b b - c | So far a.py and b.py were read. … | summary | side
         after* | You code. / What did we do so far? / assistant: {{sum}} / Go on. | {{bash}} cat d.py | main | compaction""",
@@ -294,6 +299,22 @@ SUMMARIES = {
     "the answer of one call in the next, with one system prompt": """
         a | You write. / A poem. | Roses are red. … | main
         b | You write. / Improve this: {a} | Roses are blue. … | main | new""",
+    "draft, critic and revision with one system prompt": """
+        draft  | You write. / An essay. | Trees are green. … | main
+        critic | You write. / Criticize: {draft} | The last part is weak. … | main | new
+        revise | You write. / Revise: {draft} by {critic} | Trees are tall. … | main | new""",
+    "a question, a plan, and a conversation that executes it": """
+        plan | You code. / What is wrong? | The sign is wrong. … | main
+        plan | + Plan the change. | First open add.py. … | main
+        do   | You code. / Do this: {plan} | It is changed. … | main | new""",
+    "a plan after one call, and a conversation with tools that executes it": """
+        plan* | You code. / Plan the change. | {bash} cat add.py | main
+        plan* | + tool: a - b | First open add.py, then change the sign. | main
+        do*   | You code. / Do this: {plan} | {bash} sed -i s/-/+/ add.py | main | compaction""",
+    "one call with tools, a plan without, and a conversation that executes it": """
+        ask*  | You code. / Fix add.py. / Fix sub.py. | What should I do first? | main
+        plan  | You plan. / Fix both. | First fix add.py, then fix sub.py. … | subagent | side
+        do*   | You code. / Do this: {plan} | {bash} sed -i s/-/+/ add.py | main""",
     "the same thread with another start": """
         main*(thread=a)  | You code. / Fix all. | {bash} cat a.py | main
         after*(thread=a) | You continue. / So far: a.py. | {bash} cat b.py | main | compaction""",

@@ -130,7 +130,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
     quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
     if not has_tools:
         # Many agents ask independent questions with one system prompt, so a shorter conversation alone proves nothing.
-        return "compaction" if repeated or find_summary(quoted, has_tools=False) is not None else "new"
+        return "compaction" if repeated or find_summary(trace, quoted, has_tools=False) is not None else "new"
     newest = max(quoted, key=lambda turn: turn.id, default=None)
     if newest is not None and newest.info.arguments and not newest.children:
         return "subagent"  # its task is in the arguments of a tool call that has no result yet
@@ -155,21 +155,37 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
     return None
 
 
-def find_summary(quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
+def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
     """Return the turn that a shortened conversation begins with, given the turns that it quotes, or None.
 
-    It is the newest quoted turn, it makes no tool calls, and its branch ends with it. If it follows other turns, the one before it must not
-    be a quoted answer too: then the text is a transcript and not a summary. If it is the first turn of a conversation, that conversation
-    must quote another one, lack tools that the shortened conversation has, or be marked as a side call or a summary by the agent's signals.
+    It is the newest quoted turn, it makes no tool calls, and its branch ends with it. Unless the agent's signals mark it as a side call or
+    a summary, it must summarize two turns or more, or a conversation that was shortened before. Otherwise, it may be a plan or a review.
+    If it follows other turns, the one before it must not be a quoted answer too: then the text is a transcript and not a summary. If it is
+    the first turn of a conversation, that conversation must quote the summarized one or lack the tools that the shortened one has.
     """
     turn = max(quoted, key=lambda turn: turn.id, default=None)
     if turn is None or turn.info.arguments or any(context.children for context in turn.children):
         return None
-    before = turn.parent.parent
+    before, is_aside = turn.parent.parent, turn.parent.info.signals.is_aside
     if before is None:
-        is_quiet = has_tools and not turn.parent.info.has_tools
-        return turn if is_quiet or turn.root.info.quotes or turn.parent.info.signals.is_aside else None
-    return None if before in quoted and not before.info.arguments else turn
+        return turn if is_aside or _has_long_source(trace, turn, has_tools=has_tools) else None
+    if before in quoted and not before.info.arguments:
+        return None
+    return turn if is_aside or _is_later(before) else None
+
+
+def _has_long_source(trace: Trace, summary: Sampled, *, has_tools: bool) -> bool:
+    """Return whether a conversation that the first turn of another one may summarize is long enough for a summary."""
+    earlier = [turn for turn in trace.turns() if turn.id < summary.id and turn.root is not summary.root]
+    is_quiet = has_tools and not summary.parent.info.has_tools
+    quotes = summary.root.info.quotes or ()
+    sources = {turn.root.id for turn in earlier if turn.id in quotes or (is_quiet and turn.root.info.has_tools)}
+    return any(turn.root.id in sources and _is_later(turn) for turn in earlier)
+
+
+def _is_later(turn: Sampled) -> bool:
+    """Return whether a turn is not the first of its conversation, which may be a shortened one."""
+    return turn.parent.parent is not None or turn.root.info.cause == "compaction"
 
 
 def _find_repeated_answers(trace: Trace, request: RequestMessages) -> list[Sampled]:

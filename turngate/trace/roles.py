@@ -143,6 +143,7 @@ class _Structure:
     """The conversations of a trace: one per root. A line is a conversation with the later roots that continue it."""
 
     def __init__(self, trace: Trace, nodes: _Nodes) -> None:
+        self._trace = trace
         self._roots = sorted(trace.roots, key=lambda root: root.id)
         self.by_root: dict[int, RoleDecision] = {}
         self.summaries: dict[int, RoleDecision] = {}  # by turn
@@ -263,7 +264,7 @@ class _Structure:
     def _find_summary_before(self, root: Context, quotes: tuple[int, ...]) -> None:
         """Mark the turn that summarized the conversation that this one continues."""
         quoted = [self._by_id[node] for node in quotes if node in self._by_id]
-        summary = find_summary(quoted, has_tools=root.info.has_tools)
+        summary = find_summary(self._trace, quoted, has_tools=root.info.has_tools)
         if summary is not None and summary.root is not root:
             turn = self._turns[root.id][0].id if self._turns[root.id] else root.id
             self.summaries[summary.id] = RoleDecision(

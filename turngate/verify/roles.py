@@ -142,17 +142,26 @@ class _Roots:
             newest = max(quoted, key=lambda turn: turn.id)
             before = newest.parent.parent
             ends_branch = not any(context.children for context in newest.children)
+            is_marked = newest.parent.info.signals.role in ("side", "summary")
             if before is None:
-                is_summary = (
-                    bool(newest.root.info.quotes)
-                    or newest.parent.info.signals.role in ("side", "summary")
-                    or (offers_tools(root, self._messages) and not offers_tools(newest.parent, self._messages))
-                )
+                is_summary = is_marked or self._may_summarize(newest, root)
             else:
-                is_summary = before not in quoted or bool(self._reply(before).tool_calls)
+                is_transcript = before in quoted and not self._reply(before).tool_calls
+                is_summary = not is_transcript and (is_marked or _has_past(before))
             if is_summary and ends_branch and not self._reply(newest).tool_calls and newest.root is not root:
                 found.add(newest.id)
         return found
+
+    def _may_summarize(self, turn: StoredTurn, shortened: StoredContext) -> bool:
+        """Return whether the first turn of a conversation may summarize an earlier one: it quotes it, or has no tools."""
+        lacks_tools = offers_tools(shortened, self._messages) and not offers_tools(turn.parent, self._messages)
+        for root in self.all:
+            before = [t for t in self._of_root[root.id] if t.id < turn.id] if root is not turn.root else []
+            is_quoted = any(t.id in (turn.root.info.quotes or ()) for t in before)
+            is_source = is_quoted or (lacks_tools and offers_tools(root, self._messages))
+            if is_source and any(_has_past(t) for t in before):
+                return True
+        return False
 
     @cached_property
     def roles(self) -> dict[int, str]:
@@ -228,6 +237,11 @@ class _Roots:
 
 def _is_helper(root: StoredContext) -> bool:
     return _read_stated_role(root.info.signals) in ("side", "summary", "subagent")
+
+
+def _has_past(turn: StoredTurn) -> bool:
+    """Return whether a turn follows another one, or a summary."""
+    return turn.parent.parent is not None or turn.root.info.cause == "compaction"
 
 
 def _same_start(one: StoredContext, other: StoredContext) -> bool:
