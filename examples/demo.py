@@ -45,7 +45,7 @@ from turngate.trainers.local.training import TrainingEnvironment, TrainingGoal, 
 
 ERRANDS = Path(__file__).parent / "train" / "errands.py"
 N, GROUPS, STEPS = 8, 2, 8  # rollouts per group, groups per step, steps
-HELD_OUT = 10  # tasks evaluated before and after training
+HELD_OUT, HELD_OUT_FAST = 10, 5  # tasks evaluated before and after training
 RUNNING = 4  # rollouts at the same time
 LEARNING_RATE = 3e-5
 AGENTS_SHARE = 0.78  # of the time of a step, measured on two idle cores (docs/training.md)
@@ -71,13 +71,14 @@ def build_run(options: argparse.Namespace, sandbox: Backend, out: Path) -> Train
     )
     settings = GrpoSettings(groups=1 if options.fast else GROUPS, learning_rate=LEARNING_RATE)
     steps = options.steps or (3 if options.fast else STEPS)
+    held_out = options.held_out or (HELD_OUT_FAST if options.fast else HELD_OUT)
     return TrainingRun(
         goal=TrainingGoal(batch=batch, steps=steps, settings=settings, every=steps),
         folder=out,
         model_folder=model,
         tokenizer=build_tokenizer(model, out / "tokenizer"),
         max_context=CONTEXT,
-        held_out=tuple(read_tasks(f"{ERRANDS}:held_out", limit=5 if options.fast else HELD_OUT)),
+        held_out=tuple(read_tasks(f"{ERRANDS}:held_out", limit=held_out)),
     )
 
 
@@ -189,6 +190,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="take the same path in two to three minutes")
     parser.add_argument("--seed", type=int, default=0, help="order of the tasks, and sampling seed")
     parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {STEPS}, or 3 with --fast)")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=0,
+        help=f"tasks to evaluate before and after training (default: {HELD_OUT}, or {HELD_OUT_FAST} with --fast)",
+    )
     parser.add_argument("--sandbox", default="", help="bubblewrap, docker or local (default: an isolated one)")
     parser.add_argument("--out", default="turngate-data/demo", help="output folder; its contents are deleted first")
     return parser.parse_args(arguments)

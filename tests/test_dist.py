@@ -66,8 +66,9 @@ def test_wrong_metadata_is_named() -> None:
 @pytest.mark.process
 @pytest.mark.needs("agent:mini-swe-agent")
 @pytest.mark.timeout(scaled(600))
-def test_the_wheel_and_the_sdist_install_into_an_empty_environment_and_run(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/dist.py", "--out", str(tmp_path / "dist")]
+def test_the_wheel_installs_into_an_empty_environment_and_runs(tmp_path: Path) -> None:
+    """The wheel is built from the sdist. `make dist` also installs the sdist."""
+    command = [sys.executable, "tools/dist.py", "--out", str(tmp_path / "dist"), "--wheel-only"]
     done = subprocess.run(command, cwd=dist.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("installs and runs") == 2
+    assert done.stdout.count("installs and runs") == 1

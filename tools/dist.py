@@ -154,13 +154,16 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "dist", help="folder for the wheel and the sdist; emptied first"
     )
+    parser.add_argument(
+        "--wheel-only", action="store_true", help="do not try the sdist, which the wheel is built from in any case"
+    )
     arguments = parser.parse_args()
     try:
         wheel, sdist = build(arguments.out.resolve())
         check_contents(wheel, sdist)
         if problems := list(find_metadata_problems(read_metadata(wheel))):
             raise DistError("\n".join(problems))
-        for archive in (wheel, sdist):
+        for archive in (wheel,) if arguments.wheel_only else (wheel, sdist):
             started = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="turngate-dist-") as folder:
                 try_install(archive, Path(folder))

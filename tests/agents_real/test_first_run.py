@@ -58,9 +58,9 @@ def test_run_without_arguments(folder: Path) -> None:
 
 
 def replays() -> list[Any]:
-    """Return every agent with the bundled task, and the default agent with each of the examples."""
+    """Return every agent with the bundled task, and the agent that starts fastest with each of the examples."""
     pairs = [(agent, BUNDLED_TASK.name) for agent in AGENTS if agent != "mini-swe-agent"]
-    pairs += [("mini-swe-agent", path.name) for path in sorted(TASKS.iterdir()) if path.name != BUNDLED_TASK.name]
+    pairs += [("pi", path.name) for path in sorted(TASKS.iterdir()) if path.name != BUNDLED_TASK.name]
     return [
         pytest.param(agent, task, marks=[pytest.mark.needs(f"agent:{agent}"), pytest.mark.full], id=f"{agent}-{task}")
         for agent, task in pairs

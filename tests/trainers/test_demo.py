@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None:
-    """Runs one update here and all three in `make soak`."""
-    count = max(1, round(3 * storm_scale))
+    """Runs one update and two held-out tasks here, and in `make soak` all three updates and five tasks."""
+    count, held_out = max(1, round(3 * storm_scale)), max(2, round(5 * storm_scale))
     out = tmp_path / "demo"
     command = [
         sys.executable,
@@ -31,6 +31,8 @@ def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None
         "--fast",
         "--steps",
         str(count),
+        "--held-out",
+        str(held_out),
         "--out",
         str(out),
         "--sandbox",
