@@ -59,7 +59,11 @@ def finish_subagent(agent: str, text: str) -> Any:
 async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
         counts = (
-            model_step("Two helpers.", start_subagent(agent, "HELP-1: lines"), start_subagent(agent, "HELP-2: words")),
+            model_step(
+                "Two helpers.",
+                start_subagent(agent, "HELP-1: count the lines of notes.txt"),
+                start_subagent(agent, "HELP-2: count the words of notes.txt"),
+            ),
             model_step("Done."),
         )
         look = {unit: model_step("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
