@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import kit
+from tests.postgres import PostgresServer, start_postgres
 from tests.vllm import Servers
 from turngate.render import Renderer, Tokenizer
 from turngate.telemetry import logs
@@ -35,6 +36,19 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real vLLM servers, one at a time."""
     with closing(Servers(tmp_path_factory.mktemp("vllm"))) as servers:
         yield servers
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL server for the tests of this process. A test that stops or damages a server starts its own."""
+    with start_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The URL of an empty database of this test."""
+    return postgres_server.create_database()
 
 
 @pytest.fixture(scope="session")

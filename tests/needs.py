@@ -33,6 +33,12 @@ def _missing_program(name: str, package: str) -> str | None:
     return None if shutil.which(name) else f"{name} is missing (run: apt-get install {package}, as root)"
 
 
+def _missing_postgres() -> str | None:
+    """The server comes from Debian for root, else from the cache; the client library is a development dependency."""
+    server = base_image.missing_postgres() if os.geteuid() == 0 else parts.missing("postgres")
+    return server or _missing_module("psycopg", "make setup")
+
+
 def _missing_node() -> str | None:
     installed = parts.cache() / "node" / "bin" / "node"
     return None if installed.exists() or shutil.which("node") else "node is missing (run: turngate agents install pi)"
@@ -52,8 +58,11 @@ MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openha
 HEAVY: dict[str, Callable[[], str | None]] = {
     **{
         name: partial(parts.missing, name)
-        for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3", "clients", "js-clients")
+        for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3", "clients", "js-clients", "ray")
     },
+    "postgres": _missing_postgres,
+    "pgbouncer": base_image.missing_pgbouncer,
+    "slurm": base_image.missing_slurm,
     "docker": base_image.missing_docker,
     "chromium": base_image.missing_chromium,
     "swe-tasks": swe_tasks.missing,

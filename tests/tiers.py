@@ -123,7 +123,16 @@ def _may_start(item: pytest.Item) -> bool:
 # ---- hooks ----
 
 # Programs that belong to a part, however a test starts them.
-PROGRAMS = {"docker": "docker", "bwrap": "bubblewrap", "chromium": "chromium", "vllm": "vllm"}
+PROGRAMS = {
+    "docker": "docker",
+    "bwrap": "bubblewrap",
+    "chromium": "chromium",
+    "vllm": "vllm",
+    "initdb": "postgres",
+    "postgres": "postgres",
+    "pgbouncer": "pgbouncer",
+    "slurmctld": "slurm",
+}
 _unmarked: list[str] = []  # what the current test started without the right mark
 
 

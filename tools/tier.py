@@ -59,9 +59,11 @@ LIGHT_PARTS = [
 ALL_PARTS = [
     *LIGHT_PARTS,
     [PYTHON, "tools/parts.py", "templates", "vllm", "smollm2", "tiny-qwen3", "trl", "verifiers"],
-    [PYTHON, "tools/parts.py", "clients", "js-clients"],
+    [PYTHON, "tools/parts.py", "clients", "js-clients", "ray"],
     [TURNGATE, "agents", "install", *AGENTS],
-    [PYTHON, "tools/base_image.py", "docker", "bubblewrap", "chromium"],
+    # PostgreSQL does not run as root, and another user cannot read root's cache: root uses Debian's server.
+    [PYTHON, "tools/base_image.py" if os.geteuid() == 0 else "tools/parts.py", "postgres"],
+    [PYTHON, "tools/base_image.py", "docker", "bubblewrap", "chromium", "pgbouncer", "slurm"],
     [PYTHON, "tools/swe_tasks.py", "--out", ".venv/swe.jsonl"],
 ]
 
