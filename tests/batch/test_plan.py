@@ -19,6 +19,7 @@ from turngate.rollout.concurrency import Bounds, Concurrency
 from turngate.rollout.ledger import LedgerHeader
 from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.sandboxes.local import LocalBackend
+from turngate.tasks.archive import PackedTask
 from turngate.tasks.task import Script, Task
 
 
@@ -52,14 +53,14 @@ def test_seed_shuffles_tasks(tmp_path: Path) -> None:
 def test_each_rollout_has_stable_sampling_seed(tmp_path: Path) -> None:
     batch_plan = plan(tmp_path, seed=3, session={"limits": {"turns": 5}})
     seeds = [
-        batch_plan.rollout_spec(task, index, "b", attempt).session["sampling"]["seed"]
+        batch_plan.rollout_order(PackedTask(task=task), index, "b", attempt).session["sampling"]["seed"]
         for task in batch_plan.tasks
         for index in range(4)
         for attempt in (1, 2)
     ]
     assert len(set(seeds)) == 80 and seeds[::2] == seeds[1::2]
-    assert batch_plan.rollout_spec(batch_plan.tasks[0], 0, "b", 1).session["limits"] == {"turns": 5}
-    assert "sampling" not in plan(tmp_path).rollout_spec(batch_plan.tasks[0], 0, "b", 1).session
+    assert batch_plan.rollout_order(PackedTask(task=batch_plan.tasks[0]), 0, "b", 1).session["limits"] == {"turns": 5}
+    assert "sampling" not in plan(tmp_path).rollout_order(PackedTask(task=batch_plan.tasks[0]), 0, "b", 1).session
 
 
 def test_each_round_has_own_order_names_and_seeds(tmp_path: Path) -> None:
@@ -69,7 +70,9 @@ def test_each_round_has_own_order_names_and_seeds(tmp_path: Path) -> None:
     assert (
         orders[0] == plan(tmp_path, seed=1).order_tasks() and len({tuple(t.id for t in order) for order in orders}) == 3
     )
-    first, later = (batch_plan.rollout_spec(batch_plan.tasks[0], 3, "b", 1, number) for number in (0, 2))
+    first, later = (
+        batch_plan.rollout_order(PackedTask(task=batch_plan.tasks[0]), 3, "b", 1, number) for number in (0, 2)
+    )
     assert (first.group, later.group, later.rollout) == ("b.t0", "b.t0@2", "b.t0@2.3")
     assert first.session["sampling"]["seed"] != later.session["sampling"]["seed"]
     assert list_changes(plan(tmp_path, rounds=1), plan(tmp_path, rounds=5)) == [], "rounds may be added later"
@@ -77,8 +80,8 @@ def test_each_round_has_own_order_names_and_seeds(tmp_path: Path) -> None:
 
 def test_rollout_names_consist_of_batch_task_and_index(tmp_path: Path) -> None:
     batch_plan = plan(tmp_path, timeout_s=None, tasks=(Task(id="t", instruction="x", timeout_s=7.0),))
-    spec = batch_plan.rollout_spec(batch_plan.tasks[0], 3, "b", 2)
-    assert (spec.rollout, spec.group, spec.attempt, spec.timeout_s) == ("b.t.3", "b.t", 2, 7.0)
+    order = batch_plan.rollout_order(PackedTask(task=batch_plan.tasks[0]), 3, "b", 2)
+    assert (order.rollout, order.group, order.attempt, order.timeout_s) == ("b.t.3", "b.t", 2, 7.0)
 
 
 def test_concurrency_does_not_change_plan_identity(tmp_path: Path) -> None:

@@ -14,16 +14,17 @@ from turngate.common.aio import run_to_completion, wait_for_tasks
 from turngate.errors import TurngateError
 from turngate.rollout.classify import Classification
 from turngate.rollout.concurrency import Concurrency, Slot
-from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.executor import Attempt, AttemptExecutor, AttemptResult, fail_attempt
 from turngate.rollout.health import BatchHealth
 from turngate.rollout.ledger import AttemptStarted, LedgerError, timestamp
 from turngate.rollout.lost_attempts import LostAttempts
-from turngate.rollout.outcome import Outcome, RolloutProgress
+from turngate.rollout.order import RolloutOrder
+from turngate.rollout.outcome import Fault, Outcome, ProgressCallback, RolloutProgress
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.results import BatchResults, build_finished, describe_failure, describe_unrecorded, is_unrecorded
-from turngate.rollout.rollout import Rollout
 from turngate.rollout.schedule import RolloutItem, Schedule
 from turngate.rollout.stop_signal import StopSignal
+from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
 _MAX_BACKOFF_S = 60.0  # between two attempts
@@ -36,20 +37,20 @@ class AttemptRunner:
         self,
         plan: BatchPlan,
         gateway: GatewayClient,
-        connector: GatewayConnector,
+        executor: AttemptExecutor,
         results: BatchResults,
         schedule: Schedule,
         lost: LostAttempts,
         stop: StopSignal,
     ) -> None:
         self._plan = plan
-        self._gateway = gateway
-        self._connector = connector
+        self._executor = executor
+        self._packer = TaskPacker()
         self._results = results
         self._schedule = schedule
         self._lost = lost
         self._stop = stop
-        self._health = BatchHealth(plan, gateway, results)
+        self._health = BatchHealth(plan, gateway, executor, results)
 
     async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
         """Run one attempt, and write its result to the ledger. `take_slot` is called when the rollout starts."""
@@ -71,22 +72,50 @@ class AttemptRunner:
                 await self._results.end_attempt(started, "cancelled", "the disk is full")
                 self._stop.stop(full)
                 return
-            outcome, verdict = await self._run_rollout(item, started, take_slot)
+            result = await self._execute(item, started, take_slot)
         except asyncio.CancelledError:
             if started.rollout not in ledger.state.unrecorded:
                 with suppress(TurngateError):  # if this fails, the next run settles the attempt
                     await run_to_completion(self._lost.settle(started, "cancelled", ""))
             raise
         # The gateway already has the outcome, so it must be written to the ledger even if we are cancelled.
-        await run_to_completion(self._settle(item, started, outcome, verdict))
+        await run_to_completion(self._settle(item, started, result.outcome, result.verdict))
         if ledger.full:
             self._stop.stop(self._health.check_disk())
 
-    async def _run_rollout(
+    async def _execute(
         self, item: RolloutItem, started: AttemptStarted, take_slot: Callable[[], Slot]
-    ) -> tuple[Outcome, Classification]:
-        spec = self._plan.rollout_spec(item.task, item.index, self._results.batch, started.attempt, item.round)
+    ) -> AttemptResult:
+        """Make the order, and run it."""
         slot = take_slot()
+        order = self._make_order(item, started, PackedTask(task=item.task))
+        attempt: Attempt | None = None
+        try:
+            order = self._make_order(item, started, await self._packer.pack(item.task))
+            attempt = self._executor.prepare(order, self._watch_tokens(), slot)
+            return await attempt.run()
+        except asyncio.CancelledError:
+            result = attempt.result if attempt is not None else None
+            if result is not None and is_unrecorded(result.outcome):
+                with suppress(LedgerError):
+                    await run_to_completion(self._results.postpone(item, started, result.outcome, result.verdict))
+            raise
+        except TurngateError as error:
+            return fail_attempt(order, Fault("files", error.boundary, error.message))
+        except Exception as error:
+            # A bug in an executor fails this attempt, not the batch.
+            log.exception("unexpected error in rollout %s, attempt %d", item.id, started.attempt)
+            return fail_attempt(order, Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}"))
+        finally:
+            slot.leave()
+
+    def _make_order(self, item: RolloutItem, started: AttemptStarted, packed: PackedTask) -> RolloutOrder:
+        return self._plan.rollout_order(
+            packed, item.index, self._results.batch, started.attempt, item.round, session_id=started.session
+        )
+
+    def _watch_tokens(self) -> ProgressCallback:
+        """Return a callback that adds the tokens of one attempt to the batch's progress."""
         seen = 0
 
         def watch(progress: RolloutProgress) -> None:
@@ -95,21 +124,7 @@ class AttemptRunner:
             seen = progress.sampled_tokens
             self._results.report()
 
-        rollout = Rollout(spec, self._gateway, self._connector, watch, gate=slot, session=started.session)
-        try:
-            await rollout.run()
-        except asyncio.CancelledError:
-            if is_unrecorded(rollout.outcome):
-                with suppress(LedgerError):
-                    await run_to_completion(self._results.postpone(item, started, rollout.outcome, rollout.verdict))
-            raise
-        except Exception as error:
-            # A bug in Turngate fails this rollout, not the batch, and does not count against the agent.
-            log.exception("unexpected error in rollout %s, attempt %d", item.id, started.attempt)
-            rollout.fail(error)
-        finally:
-            slot.leave()
-        return rollout.outcome, rollout.verdict
+        return watch
 
     async def _settle(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification

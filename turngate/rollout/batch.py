@@ -7,7 +7,8 @@
 
     plan            the tasks to run, and how
     schedule        decides what runs next: groups, as the throttle allows, and retries
-    attempts        workers that run the attempts and write their results to the ledger
+    attempts        workers that make an order for each attempt, and write its result to the ledger
+    executor        runs the orders: in this process, or elsewhere
     results         the ledger, and the progress and groups that follow from it
     group_closer    closes complete groups at the gateway
     retry_listener  handles requests to retry a rollout
@@ -35,11 +36,13 @@ from turngate.rollout import health
 from turngate.rollout.attempts import AttemptRunner, Workers
 from turngate.rollout.concurrency import Concurrency
 from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.executor import AttemptExecutor, LocalExecutor
 from turngate.rollout.group_closer import GroupCloser
 from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerError, LedgerHeader, timestamp
 from turngate.rollout.lost_attempts import LostAttempts
 from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.rollout.progress import BatchProgress, BatchProgressCallback
+from turngate.rollout.resolve import PlanResolver
 from turngate.rollout.results import BatchResults
 from turngate.rollout.retry_listener import RetryListener
 from turngate.rollout.schedule import Schedule
@@ -122,9 +125,15 @@ class Batch:
         *,
         throttle: Throttle = no_throttle,
         on_finished: Callable[[FinishedRollout], None] = lambda finished: None,
+        executor: AttemptExecutor | None = None,
     ) -> None:
-        """Prepare a batch. `on_finished` is called with each finished rollout, starting with those of earlier runs."""
+        """Prepare a batch.
+
+        `on_finished` is called with each finished rollout, starting with those of earlier runs. `executor` runs the attempts; by default,
+        they run in this process.
+        """
         self._plan = plan
+        self._executor = executor or LocalExecutor(PlanResolver(plan), gateway, connector, plan.backend)
         concurrency = Concurrency(plan.bounds)
         self.progress = BatchProgress(total=plan.total, states=concurrency.states)
         self._stop = stop = StopSignal(self._note)
@@ -132,7 +141,7 @@ class Batch:
         self._results = results = BatchResults(plan, self.progress, watch, self._closer, on_finished)
         self._schedule = Schedule(plan, self.progress, results.report, self._closer, throttle, stop)
         self._lost = LostAttempts(gateway, results, stop)
-        attempts = AttemptRunner(plan, gateway, connector, results, self._schedule, self._lost, stop)
+        attempts = AttemptRunner(plan, gateway, self._executor, results, self._schedule, self._lost, stop)
         self._workers = Workers(self._schedule, concurrency, attempts, stop)
         self._retries = RetryListener(plan, gateway, results, self._schedule, stop)
 
@@ -142,8 +151,8 @@ class Batch:
         background = [asyncio.create_task(self._closer.run())]
         try:
             await self._claim_folder(ledger)
-            await self._plan.backend.check()
-            await self._plan.backend.sweep()
+            await self._executor.check()
+            await self._executor.sweep()
             await self._resume(ledger)
             background.append(asyncio.create_task(self._retries.listen()))
             await self._run_workers()

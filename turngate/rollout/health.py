@@ -9,6 +9,7 @@ import time
 from turngate.client.gateway import GatewayClient
 from turngate.client.retry import retry_while_unreachable
 from turngate.errors import SandboxUnavailable, TurngateError
+from turngate.rollout.executor import AttemptExecutor
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.results import BatchResults
 
@@ -20,8 +21,11 @@ _MIN_IN_A_ROW = 20  # the batch stops after at least this many infrastructure fa
 class BatchHealth:
     """Health checks for one batch. Each returns why the batch cannot continue, or an empty string."""
 
-    def __init__(self, plan: BatchPlan, gateway: GatewayClient, results: BatchResults) -> None:
+    def __init__(
+        self, plan: BatchPlan, gateway: GatewayClient, executor: AttemptExecutor, results: BatchResults
+    ) -> None:
         self._plan = plan
+        self._executor = executor
         self._gateway = gateway
         self._results = results
         self._faults_in_a_row = 0
@@ -55,7 +59,7 @@ class BatchHealth:
         if full := self.check_disk():
             return full
         try:
-            await self._plan.backend.check()
+            await self._executor.check()
         except SandboxUnavailable as error:
             return f"sandboxes cannot be created: {error.message}"
         except TurngateError:

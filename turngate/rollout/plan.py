@@ -18,9 +18,11 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import LedgerHeader
-from turngate.rollout.spec import EndPolicy, RolloutSpec
+from turngate.rollout.order import RolloutOrder, SandboxChoice
+from turngate.rollout.spec import EndPolicy
 from turngate.sandboxes.base import Backend, Network, Resources
 from turngate.tasks import staging
+from turngate.tasks.archive import PackedTask
 from turngate.tasks.task import Task
 from turngate.types import BATCH_STREAM, Json
 
@@ -116,7 +118,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def digests(self) -> dict[str, str]:
         """Compute a digest of each task, by task id."""
-        return {task.id: _digest(_without_source(task)) for task in self.tasks}
+        return {task.id: _digest(_task_fields(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
         """Return a name that depends only on the batch's settings and tasks. It is used for the default folder."""
@@ -129,30 +131,32 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         generator = random.Random(f"{self.seed} {round}" if round else self.seed)
         return tuple(generator.sample(self.tasks, len(self.tasks)))
 
-    def rollout_spec(self, task: Task, index: int, batch: str, attempt: int, round: int = 0) -> RolloutSpec:
-        """Build the spec of one attempt."""
+    def rollout_order(
+        self, packed: PackedTask, index: int, batch: str, attempt: int, round: int = 0, *, session_id: str = ""
+    ) -> RolloutOrder:
+        """Make the order for one attempt. By default, its session has a new id."""
+        task = packed.task
         group = group_name(batch, task.id, round)
-        return RolloutSpec(
-            task=task,
+        return RolloutOrder(
+            rollout=f"{group}.{index}",
+            attempt=attempt,
+            group=group,
+            session_id=session_id or uuid.uuid4().hex,
+            task=packed,
             agent=self.agent,
-            installed=self.installed,
-            backend=self.backend,
-            model=self.model,
-            timeout_s=self.timeout_s or task.timeout_s or DEFAULT_TIMEOUT_S,
+            options=self.options,
+            sandbox=SandboxChoice(name=self.backend.name, settings=self.backend.settings),
             image=self.image,
             network=self.network,
             resources=self.resources,
-            env=self.env,
-            session=_with_batch_id(batch, self._build_session(task, index, round)),
+            env=tuple(self.env),
+            model=self.model,
             model_limits=self.model_limits,
-            options=self.options,
-            folder=self.folder / "rollouts",
-            keep_work=self.keep_work,
-            grade=self.grade,
+            timeout_s=self.timeout_s or task.timeout_s or DEFAULT_TIMEOUT_S,
+            session=_with_batch_id(batch, self._build_session(task, index, round)),
             policy=self.policy,
-            rollout=f"{group}.{index}",
-            group=group,
-            attempt=attempt,
+            grade=self.grade,
+            keep_work=self.keep_work,
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
@@ -179,9 +183,10 @@ def group_name(batch: str, task: str, round: int) -> str:
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
-def _without_source(task: Task) -> Task:
-    """Remove the task's source path: moving a folder does not change its tasks."""
-    return msgspec.structs.replace(task, source="")
+def _task_fields(task: Task) -> dict[str, Json]:
+    """Return a task without its source path, because moving a folder does not change its tasks, and without the origin of its values."""
+    fields = msgspec.structs.asdict(msgspec.structs.replace(task, source=""))
+    return {name: value for name, value in fields.items() if name != "host_env"}
 
 
 def _run_fields(agent: AgentSpec) -> dict[str, Json]:

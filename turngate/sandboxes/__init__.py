@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import signature
 
 from turngate.errors import SandboxUnavailable
-from turngate.sandboxes.base import Backend
+from turngate.sandboxes.base import NO_SETTINGS, Backend
+from turngate.types import Json
 
 # Module and class, imported on demand because the remote backends need optional SDKs.
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -18,10 +20,14 @@ BACKENDS: dict[str, tuple[str, str]] = {
 }
 
 
-def get_backend(name: str) -> Backend:
-    """Create the backend with this name, with its default settings."""
+def get_backend(name: str, settings: Mapping[str, Json] = NO_SETTINGS) -> Backend:
+    """Create the backend with this name. Without settings, it has the defaults of its kind."""
     if name not in BACKENDS:
         raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}")
     module, factory = BACKENDS[name]
-    make: Callable[[], Backend] = vars(import_module(module))[factory]
-    return make()
+    make: Callable[..., Backend] = vars(import_module(module))[factory]
+    known = [key for key in signature(make).parameters if key != "root"]  # `root` is a folder of one machine
+    for key in settings:
+        if key not in known:
+            raise SandboxUnavailable(f"sandbox {name} has no setting {key!r}; it has: {', '.join(known) or 'none'}")
+    return make(**settings)

@@ -13,7 +13,11 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
+from turngate.types import Json
+
 Network = Literal["none", "open"]
+
+NO_SETTINGS: Mapping[str, Json] = {}  # of a backend that works the same way on every machine
 
 # Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
@@ -147,6 +151,10 @@ class Backend(Protocol):
     @property
     def has_host_programs(self) -> bool:
         """Whether the host's /usr is visible inside, so that the host's interpreters run there."""
+
+    @property
+    def settings(self) -> Mapping[str, Json]:
+        """The arguments with which another machine creates the same backend. They contain no paths of this machine and no secrets."""
 
     async def check(self) -> None:
         """Raise `SandboxUnavailable`, with the cause and a fix, if sandboxes of this kind cannot be created."""

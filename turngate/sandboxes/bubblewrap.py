@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders, seccomp
-from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.base import NO_SETTINGS, SandboxSpec
 from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "bubblewrap"
@@ -64,6 +64,7 @@ class BubblewrapBackend:
     name = KIND
     relocates = True
     has_host_programs = True
+    settings = NO_SETTINGS  # each machine has its own root
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

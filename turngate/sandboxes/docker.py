@@ -32,6 +32,7 @@ from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import folders, owner
 from turngate.sandboxes.base import STANDALONE_ENV, ExecResult, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox
+from turngate.types import Json
 
 KIND = "docker"
 DEFAULT_IMAGE = "turngate-base:bookworm"  # built by `tools/base_image.py`
@@ -294,6 +295,10 @@ class DockerBackend:
     def __init__(self, root: Path | None = None, image: str = "") -> None:
         self.root = root
         self.image = image
+
+    @property
+    def settings(self) -> Mapping[str, Json]:
+        return {"image": self.image} if self.image else {}
 
     async def check(self) -> None:
         if not shutil.which("docker"):

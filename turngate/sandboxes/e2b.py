@@ -29,6 +29,7 @@ from turngate.sandboxes.shell import (
     is_abandoned,
     owner_labels,
 )
+from turngate.types import Json
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
@@ -54,6 +55,10 @@ class E2BBackend:
         self._reachable = list(reachable)  # hosts reachable with network "none", in addition to a spec's
         self._lease_s = lease_s  # an hour is the longest lease available to every E2B account
         self._patience_s = patience_s  # how long a running command may be unreachable
+
+    @property
+    def settings(self) -> Mapping[str, Json]:
+        return {"reachable": self._reachable, "lease_s": self._lease_s, "patience_s": self._patience_s}
 
     async def check(self) -> None:
         try:

@@ -30,6 +30,7 @@ from turngate.sandboxes.shell import (
     is_abandoned,
     owner_labels,
 )
+from turngate.types import Json
 
 if TYPE_CHECKING:
     import huggingface_hub
@@ -70,10 +71,22 @@ class HuggingFaceBackend:
         self._lease_s = lease_s  # the service ends a sandbox that is idle for this long
         self._start_s = start_s
         self._patience_s = patience_s  # how long a running command may be unreachable
+        self._thread_count = threads
         self._threads = ThreadPoolExecutor(threads, "huggingface")
         # A separate pool, because creating a sandbox blocks for a long time and other calls must not wait for it.
         self._creators = ThreadPoolExecutor(threads, "huggingface-make")
         self._warned = False
+
+    @property
+    def settings(self) -> Mapping[str, Json]:
+        return {
+            "flavor": self._flavor,
+            "namespace": self._namespace,
+            "lease_s": self._lease_s,
+            "start_s": self._start_s,
+            "patience_s": self._patience_s,
+            "threads": self._thread_count,
+        }
 
     async def check(self) -> None:
         try:

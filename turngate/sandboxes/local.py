@@ -13,7 +13,7 @@ from pathlib import Path
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders
-from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.base import NO_SETTINGS, SandboxSpec
 from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "local"
@@ -26,6 +26,7 @@ class LocalBackend:
     name = KIND
     relocates = False  # host and sandbox share one file system
     has_host_programs = True
+    settings = NO_SETTINGS  # each machine has its own root
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

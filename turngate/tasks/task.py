@@ -81,6 +81,15 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}  # for solve.sh
 
 
+class HostVariable(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment value that the loader read from a variable of this machine: `${NAME}` or `${NAME:-default}` in the task's file."""
+
+    place: Literal["environment", "grader", "solution"]  # which of the task's environments has the value
+    name: str  # in that environment
+    variable: str  # on this machine
+    default: str | None = None
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """An instruction with its environment and grader."""
 
@@ -99,6 +108,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     solution: Solution | None = None
     tools: tuple[HostTool, ...] = ()  # tools that the agent may call through the gateway
     env: Mapping[str, str] = {}  # for every command in the sandbox
+    host_env: tuple[HostVariable, ...] = ()  # which values of its environments are this machine's, and may be secret
     metadata: Mapping[str, Json] = {}
     source: str = ""  # origin shown in messages: a folder, or a file and row
 

@@ -1,0 +1,156 @@
+"""Run attempts: the interface between a batch, which decides what runs, and the machine on which it runs.
+
+A batch makes an order for each attempt (`order.py`) and passes it to an executor. `LocalExecutor` runs it in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import nullcontext
+from typing import Protocol
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient
+from turngate.errors import TurngateError
+from turngate.rollout.classify import Classification, Ending, classify
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.order import RolloutOrder
+from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback
+from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import RolloutSpec
+from turngate.sandboxes.base import Backend
+
+log = logging.getLogger("turngate")
+
+
+class AttemptResult(msgspec.Struct, frozen=True):
+    """How an attempt ended. It is plain data."""
+
+    outcome: Outcome
+    verdict: Classification
+
+
+class Attempt(Protocol):
+    """One attempt at a rollout."""
+
+    async def run(self) -> AttemptResult:
+        """Run the attempt to its end. Whatever fails is part of the result.
+
+        If cancelled, end the attempt where it runs before the cancellation propagates.
+        """
+
+    @property
+    def result(self) -> AttemptResult | None:
+        """The result so far; None if nothing is known. After a cancellation, it tells whether the gateway has the outcome."""
+
+
+class AttemptExecutor(Protocol):
+    """Runs attempts on this machine or on others."""
+
+    async def check(self) -> None:
+        """Raise `SandboxUnavailable`, with the cause and a fix, if attempts cannot run."""
+
+    async def sweep(self) -> None:
+        """Remove what executors that died left behind."""
+
+    def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
+        """Prepare an attempt. `watch` is called with its progress. `gate` limits how many attempts are in a phase at the same time."""
+
+
+class OrderResolver(Protocol):
+    """Turns orders into specs: supplies what belongs to the machine that runs them."""
+
+    async def resolve(self, order: RolloutOrder) -> RolloutSpec:
+        """Build the spec of an attempt. Raise `TurngateError` if this machine cannot run it."""
+
+
+class LocalExecutor:
+    """Runs attempts in this process."""
+
+    def __init__(
+        self, resolver: OrderResolver, gateway: GatewayClient, connector: GatewayConnector, backend: Backend
+    ) -> None:
+        self._resolver = resolver
+        self._gateway = gateway
+        self._connector = connector
+        self._backend = backend
+
+    async def check(self) -> None:
+        await self._backend.check()
+
+    async def sweep(self) -> None:
+        await self._backend.sweep()
+
+    def prepare(
+        self,
+        order: RolloutOrder,
+        watch: ProgressCallback = lambda progress: None,
+        gate: PhaseGate = lambda phase: nullcontext(),
+    ) -> Attempt:
+        return _LocalAttempt(order, self._resolver, self._gateway, self._connector, watch, gate)
+
+
+class _LocalAttempt:
+    def __init__(
+        self,
+        order: RolloutOrder,
+        resolver: OrderResolver,
+        gateway: GatewayClient,
+        connector: GatewayConnector,
+        watch: ProgressCallback,
+        gate: PhaseGate,
+    ) -> None:
+        self._order = order
+        self._resolver = resolver
+        self._gateway = gateway
+        self._connector = connector
+        self._watch = watch
+        self._gate = gate
+        self._rollout: Rollout | None = None
+
+    @property
+    def result(self) -> AttemptResult | None:
+        rollout = self._rollout
+        return None if rollout is None else AttemptResult(rollout.outcome, rollout.verdict)
+
+    async def run(self) -> AttemptResult:
+        order = self._order
+        try:
+            spec = await self._resolver.resolve(order)
+        except TurngateError as error:
+            return fail_attempt(order, Fault("sandbox", error.boundary, error.message))
+        rollout = self._rollout = Rollout(
+            spec, self._gateway, self._connector, self._watch, gate=self._gate, session=order.session_id
+        )
+        try:
+            await rollout.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A bug in Turngate fails this attempt, not the batch, and does not count against the agent.
+            log.exception("unexpected error in rollout %s, attempt %d", order.rollout, order.attempt)
+            rollout.fail(error)
+        return AttemptResult(rollout.outcome, rollout.verdict)
+
+
+def fail_attempt(order: RolloutOrder, fault: Fault) -> AttemptResult:
+    """Build the result of an attempt that failed before its rollout started."""
+    graded = order.grade and order.task.task.grader is not None
+    verdict = classify(Ending(fault=fault, graded=graded), order.policy)
+    outcome = Outcome(
+        rollout=order.rollout,
+        group=order.group,
+        attempt=order.attempt,
+        task=order.task.task.id,
+        agent=order.agent.name,
+        version=order.agent.install.version,
+        sandbox=order.sandbox.name,
+        model=order.model,
+        status=verdict.status,
+        kind=None if verdict.grade is None else verdict.grade.kind,
+        grade=verdict.grade,
+        fault=fault,
+    )
+    return AttemptResult(outcome, verdict)

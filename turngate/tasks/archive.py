@@ -1,0 +1,260 @@
+"""Pack a task for another machine: its fields as data, and its files as a tar archive that is named after its content.
+
+An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link. As
+when files are uploaded into a sandbox, devices, pipes and sockets are left out. `archive_cache.py` stores archives and unpacks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from turngate.errors import TaskError
+from turngate.tasks.grading.function import find_function_file
+from turngate.tasks.task import Function, Grader, Part, Rubric, Script, Task
+
+TASK_FOLDER = "task"  # the task's own folder, if the archive contains all of it
+
+
+class PackedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A task without paths of a machine. The paths in `task` are relative to the archive's root."""
+
+    task: Task
+    archive: str = ""  # the archive's SHA-256 in hex; empty if the task has no files
+
+
+class ArchiveFiles:
+    """The files and folders of an archive: a name in the archive and a path on this machine each."""
+
+    def __init__(self) -> None:
+        self.roots: dict[str, Path] = {}
+
+    def add(self, path: Path, name: str) -> Path:
+        """Add a file or folder, unless it is part of one that was added before. Return its path in the archive."""
+        path = path.absolute()
+        for place, root in self.roots.items():
+            if path.is_relative_to(root) and ".." not in (inside := path.relative_to(root)).parts:
+                return Path(place) / inside
+        self.roots[name] = path
+        return Path(name)
+
+    def write(self, into: IO[bytes]) -> None:
+        """Write the archive. Raise OSError if a file cannot be read."""
+        with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for name, root in self.roots.items():
+                for member, path in _walk(name, root):
+                    if member.isreg():
+                        _add_file(tar, member, path)
+                    else:
+                        tar.addfile(member)
+
+    def digest(self) -> str:
+        """Return the archive's SHA-256 without storing the archive."""
+        hasher = _Hasher()
+        self.write(hasher)  # type: ignore[arg-type]  # tarfile only writes to it
+        return hasher.digest.hexdigest()
+
+
+class _Hasher:
+    """A file to write to that keeps only the hash of its content."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self._size += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._size
+
+
+def pack_task(task: Task) -> PackedTask:
+    """Describe a task as data. This reads all of its files."""
+    packed, files = lay_out(task)
+    if not files.roots:
+        return PackedTask(task=packed)
+    try:
+        return PackedTask(task=packed, archive=files.digest())
+    except OSError as error:
+        raise unreadable(task, error) from None
+
+
+class TaskPacker:
+    """Packs tasks, each of them once."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, asyncio.Future[PackedTask]] = {}  # by task id
+
+    async def pack(self, task: Task) -> PackedTask:
+        """Pack a task in a thread. If that fails, the next call tries again."""
+        packing = self._packed.get(task.id)
+        if packing is None:
+            packing = self._packed[task.id] = asyncio.ensure_future(asyncio.to_thread(pack_task, task))
+        try:
+            return await asyncio.shield(packing)
+        except TaskError:
+            self._packed.pop(task.id, None)
+            raise
+
+
+def unreadable(task: Task, error: OSError) -> TaskError:
+    """Build the error for a file that cannot be packed."""
+    name = error.filename or "one of its files"
+    return TaskError(f"task: {task.id}: {name} cannot be read ({error.strerror or error})", param="task")
+
+
+def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
+    """Decide where each of the task's files is in the archive. Return the task with those paths, and the files.
+
+    A grading function in the task's own folder may read other files there, so the archive then contains all of that folder.
+    """
+    files = ArchiveFiles()
+    folder = Path(task.source).absolute() if task.source else None
+    modules = (find_function_file(task, name) for name in _function_names(task.grader))
+    if folder is not None and any(file is not None and folder in file.absolute().parents for file in modules):
+        files.add(folder, TASK_FOLDER)
+
+    def move_function(name: str, place: str) -> str:
+        file = find_function_file(task, name)
+        return name if file is None else f"{files.add(file, f'{place}/{file.name}')}:{name.rpartition(':')[2]}"
+
+    moved = move_paths(without_host_values(task), files.add, move_function)
+    return msgspec.structs.replace(moved, source=""), files
+
+
+def without_host_values(task: Task) -> Task:
+    """Remove the environment values that were read from this machine's variables. `task.host_env` still names the variables."""
+    removed = {(variable.place, variable.name) for variable in task.host_env}
+    if not removed:
+        return task
+
+    def keep(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: value for name, value in env.items() if (place, name) not in removed}
+
+    return change_env(task, keep)
+
+
+def change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
+    """Return the task with each of its environments changed: that of the sandbox, the grader and the solution."""
+
+    def change_script(script: Script, _: str) -> Script:
+        return msgspec.structs.replace(script, env=change("grader", script.env))
+
+    solution = task.solution
+    if solution is not None:
+        solution = msgspec.structs.replace(solution, env=change("solution", solution.env))
+    return msgspec.structs.replace(
+        task,
+        env=change("environment", task.env),
+        grader=_change_graders(task.grader, change_script, lambda function, _: function),
+        solution=solution,
+    )
+
+
+def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
+    """Return the task with each of its paths changed. `move` and `move_function` receive a path and a name for it in the archive."""
+
+    def move_script(script: Script, name: str) -> Script:
+        return script if script.files is None else msgspec.structs.replace(script, files=move(script.files, name))
+
+    def rename_function(function: Function, name: str) -> Function:
+        return msgspec.structs.replace(function, name=move_function(function.name, name))
+
+    solution = task.solution
+    if solution is not None and solution.files is not None:
+        solution = msgspec.structs.replace(solution, files=move(solution.files, "solution"))
+    return msgspec.structs.replace(
+        task,
+        files=None if task.files is None else move(task.files, "files"),
+        dockerfile=None if task.dockerfile is None else move(task.dockerfile, "environment"),
+        grader=_change_graders(task.grader, move_script, rename_function),
+        solution=solution,
+    )
+
+
+def _change_graders(
+    grader: Grader | None,
+    change_script: Callable[[Script, str], Script],
+    change_function: Callable[[Function, str], Function],
+) -> Grader | None:
+    """Change every script and function of a grader. Each has a name that is unique in the task."""
+    match grader:
+        case Script():
+            return change_script(grader, "tests")
+        case Function():
+            return change_function(grader, "tests")
+        case Rubric():
+            return Rubric(
+                parts=tuple(
+                    _change_part(part, f"tests-{number}", change_script, change_function)
+                    for number, part in enumerate(grader.parts, 1)
+                )
+            )
+    return grader
+
+
+def _change_part(
+    part: Part,
+    name: str,
+    change_script: Callable[[Script, str], Script],
+    change_function: Callable[[Function, str], Function],
+) -> Part:
+    match part.grader:
+        case Script():
+            return msgspec.structs.replace(part, grader=change_script(part.grader, name))
+        case Function():
+            return msgspec.structs.replace(part, grader=change_function(part.grader, name))
+    return part
+
+
+def _function_names(grader: Grader | None) -> list[str]:
+    graders = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
+    return [one.name for one in graders if isinstance(one, Function)]
+
+
+# ── members of an archive ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _walk(name: str, root: Path) -> Iterator[tuple[tarfile.TarInfo, Path]]:
+    """Yield the members of a file or folder, each folder before its content. Not recursive, because folders may be deeply nested."""
+    waiting = [(name, root, root.stat())]  # the root may be a link
+    while waiting:
+        name, path, status = waiting.pop()
+        member = _build_member(name, path, status)
+        if member is None:
+            continue
+        yield member, path
+        if member.isdir():
+            with os.scandir(path) as entries:
+                below = sorted(entries, key=lambda entry: entry.name, reverse=True)
+            waiting += [(f"{name}/{one.name}", path / one.name, one.stat(follow_symlinks=False)) for one in below]
+
+
+def _build_member(name: str, path: Path, status: os.stat_result) -> tarfile.TarInfo | None:
+    member = tarfile.TarInfo(name)
+    if stat.S_ISREG(status.st_mode):
+        member.size, member.mode = status.st_size, status.st_mode & 0o755 | 0o600  # as `unpack` writes it
+    elif stat.S_ISDIR(status.st_mode):
+        member.type, member.mode = tarfile.DIRTYPE, 0o755
+    elif stat.S_ISLNK(status.st_mode):
+        member.type, member.mode, member.linkname = tarfile.SYMTYPE, 0o777, str(path.readlink())
+    else:
+        return None
+    return member
+
+
+def _add_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    with path.open("rb") as file:
+        member.size = os.fstat(file.fileno()).st_size
+        tar.addfile(member, file)
