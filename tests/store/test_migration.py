@@ -2,6 +2,8 @@
 
 `samples/schema-2.db` predates stored events: an open session with one turn and an ended one with two.
 `samples/schema-3.db` predates feeds: two ended sessions with an outcome and an open one with one turn.
+`samples/schema-5.db` predates attempts, which were only in the metadata: two attempts at `g.0` in the same delivery, the first of two
+attempts at `h.0` waiting in the feed while the second is open, an infrastructure fault and its retry, and a session without a name.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ async def test_migration_keeps_data_and_sessions_continue(data: Path) -> None:
     assert schema_version(data) == 2 and len(before["nodes"]) == 6
     async with gateway([say("Third.")], data=data) as g:
         assert read_recorded_tables(data) == before
-        assert schema_version(data) == SCHEMA_VERSION == 5
+        assert schema_version(data) == SCHEMA_VERSION == 6
         assert (await g.show("ended"))["turns"] == 2 and (await g.show("ended"))["outcome"] is None
         reply = await g.ask(OPEN_SESSION_KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
         assert reply.content == "Third."
@@ -143,3 +145,54 @@ def test_read_only_access_does_not_add_feeds(data_before_feeds: Path) -> None:
     with SessionReader(data_before_feeds) as folder:
         assert folder.session_ids() == ["still-open", "ended-1", "ended-0"]
     assert (data_before_feeds / "turngate.db").read_bytes() == content and schema_version(data_before_feeds) == 3
+
+
+@pytest.fixture
+def data_before_attempts(tmp_path: Path) -> Path:
+    shutil.copy(SAMPLE.with_name("schema-5.db"), tmp_path / "turngate.db")
+    return tmp_path
+
+
+def read_feed(data: Path) -> list[tuple[str, int | None]]:
+    with closing(sqlite3.connect(data / "turngate.db")) as db:
+        return db.execute("SELECT id, number FROM rolled ORDER BY place").fetchall()
+
+
+def test_attempts_in_metadata_are_registered(data_before_attempts: Path) -> None:
+    data = data_before_attempts
+    before, feed = read_recorded_tables(data), read_feed(data)
+    for _ in range(2):  # the second time as if killed before the last step
+        store = Store(data)
+        attempts = {
+            (row.rollout, row.attempt): (row.session, row.state)
+            for rollout in ("g.0", "h.0", "i.0", "unnamed")
+            for row in store.attempts.list_attempts(rollout)
+        }
+        store.close()
+        assert attempts == {
+            ("g.0", 1): ("delivered-1", "superseded"),
+            ("g.0", 2): ("delivered-2", "settled"),
+            ("h.0", 1): ("waiting-1", "superseded"),
+            ("h.0", 2): ("waiting-2", "running"),
+            ("i.0", 1): ("fault-1", "superseded"),
+            ("i.0", 2): ("last-2", "settled"),
+        }
+        assert read_recorded_tables(data) == before
+        # A delivery never changes, but the superseded attempt no longer waits for its group.
+        assert read_feed(data) == [member for member in feed if member != ("waiting-1", None)]
+        with closing(sqlite3.connect(data / "turngate.db")) as db:
+            db.execute("PRAGMA user_version=5")
+            db.commit()
+
+
+def test_read_only_access_does_not_add_attempts(data_before_attempts: Path) -> None:
+    content = (data_before_attempts / "turngate.db").read_bytes()
+    store = Store.reading(data_before_attempts)
+    assert store.attempts.list_attempts("g.0") == [] and store.attempts.explain_superseded(0, 100) == {}
+    feed = store.feeds.find("train")
+    assert feed is not None
+    assert [member.id for member in store.feeds.members(feed.key, 1)] == ["delivered-1", "delivered-2"]
+    store.close()
+    with SessionReader(data_before_attempts) as folder:
+        assert len(folder.session_ids()) == 7
+    assert (data_before_attempts / "turngate.db").read_bytes() == content and schema_version(data_before_attempts) == 5

@@ -23,7 +23,7 @@ from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.host_tools import check_tools
-from turngate.trace.session import SESSION_ID, Session, SessionConfig, Status
+from turngate.trace.session import SESSION_ID, Session, SessionConfig, Status, check_attempt
 from turngate.trace.signals import find_faults
 from turngate.types import STALE, Mode, Sampling
 
@@ -123,6 +123,7 @@ class Sessions:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, Sampling)
             raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
+        check_attempt(config)
         for field, wrong in find_faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
         check_tools(config.tools)

@@ -15,6 +15,7 @@ from typing import IO, Literal
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
 from turngate.store.lock import lock_folder
+from turngate.store.migration import finish_upgrade, prepare_upgrade
 from turngate.store.schema import BEFORE_EVENTS, READABLE_VERSIONS, SCHEMA, SCHEMA_VERSION
 
 Durability = Literal["process", "disk"]
@@ -98,6 +99,7 @@ class Database:
                 "use the turngate version that wrote it",
                 param="data",
             )
+        prepare_upgrade(self._db, version)
         self._db.executescript(SCHEMA)
         if version == BEFORE_EVENTS:
             # Event numbers used to start at the start time in milliseconds. New numbers must be higher than any such cursor.
@@ -106,6 +108,7 @@ class Database:
                 " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
                 (int(time.time() * 1000),),
             )
+        finish_upgrade(self._db, version)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def close(self) -> None:

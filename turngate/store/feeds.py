@@ -12,6 +12,7 @@ import time
 
 import msgspec
 
+from turngate.store.attempts import find_rollout
 from turngate.store.connection import Connect
 from turngate.store.events import insert_event, new_event
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, RecordedOutcome, decode_outcome
@@ -38,8 +39,10 @@ CREATE TABLE IF NOT EXISTS rolled (
     team TEXT NOT NULL,           -- name of the group
     number INTEGER,               -- of the delivery; NULL: the group is not complete
     outcome BLOB NOT NULL,        -- JSON of RecordedOutcome, unchanged once the number is assigned
+    rollout TEXT NOT NULL DEFAULT '',  -- name of the rollout; empty: it has none
     UNIQUE (feed, session)        -- a rollout is in a feed at most once
 );
+CREATE UNIQUE INDEX IF NOT EXISTS rolled_rollouts ON rolled (feed, rollout) WHERE rollout!='';
 CREATE INDEX IF NOT EXISTS rolled_waiting ON rolled (feed, team) WHERE number IS NULL;
 CREATE INDEX IF NOT EXISTS rolled_delivered ON rolled (feed, number);
 CREATE TABLE IF NOT EXISTS filling (  -- feeds to which earlier outcomes are still being added
@@ -133,16 +136,19 @@ class FeedLog:
                 return False
             recorded, session, name, n, prefix = row
             target = (feed, name, n, prefix)
-            # An outcome that was recorded or replaced since then is added later, even if the clock was set back.
+            # An outcome that was recorded or replaced since then is added later, even if the clock was set back. The outcomes of
+            # superseded attempts and cancelled sessions do not count.
             old = db.execute(
-                "SELECT recorded, session, id, CAST(outcome AS BLOB),"
-                " EXISTS (SELECT 1 FROM later WHERE later.feed=?1 AND later.session=outcomes.session)"
-                " FROM outcomes JOIN sessions ON sessions.key=session WHERE (recorded, session)>(?2, ?3)"
-                " ORDER BY recorded, session LIMIT ?4",
+                "SELECT recorded, outcomes.session, id, CAST(outcome AS BLOB),"
+                " EXISTS (SELECT 1 FROM later WHERE later.feed=? AND later.session=outcomes.session)"
+                " OR status='cancelled'"
+                " OR EXISTS (SELECT 1 FROM attempts WHERE attempts.session=sessions.id AND state='superseded')"
+                " FROM outcomes JOIN sessions ON sessions.key=outcomes.session WHERE (recorded, outcomes.session)>(?, ?)"
+                " ORDER BY recorded, outcomes.session LIMIT ?",
                 (feed, recorded, session, most),
             ).fetchall()
-            for _, key, session_id, outcome, is_later in old:
-                if not is_later:
+            for _, key, session_id, outcome, is_skipped in old:
+                if not is_skipped:
                     _add_rollout(db, target, key, session_id, outcome)
             if old:
                 recorded, session = old[-1][:2]
@@ -272,12 +278,14 @@ def _add_rollout(
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
     # A rollout that is already in the feed is replaced while its group is incomplete. Once it has a number, it never changes.
-    db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
+    rollout = find_rollout(db, session_id)
+    same = "feed=? AND number IS NULL AND (session=? OR (rollout=? AND rollout!=''))"
+    db.execute(f"DELETE FROM rolled WHERE {same}", (key, session, rollout))
     if faulty or not recorded.group.startswith(prefix):
         return
     added = db.execute(
-        "INSERT OR IGNORE INTO rolled (feed, session, id, team, outcome) VALUES (?,?,?,?,?)",
-        (key, session, session_id, recorded.group, outcome),
+        "INSERT INTO rolled (feed, session, id, team, outcome, rollout) VALUES (?,?,?,?,?,?) ON CONFLICT DO NOTHING",
+        (key, session, session_id, recorded.group, outcome, rollout),
     ).rowcount
     if not added:
         return

@@ -18,6 +18,7 @@ import numpy as np
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import StoreError
+from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
 from turngate.store.database import Database, Durability
 from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
@@ -25,7 +26,7 @@ from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
-from turngate.store.schema import BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION
+from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -84,7 +85,8 @@ class Store(Database):
     def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
         self.events = EventTable(self._writing, self._reading)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
-        self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
+        self.outcomes = Outcomes(self._writing, self._reading, self._enter_outcome, there=version > BEFORE_EVENTS)
+        self.attempts = AttemptTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.replies = ReplyTable(self._writing, self._reading)
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
@@ -99,7 +101,7 @@ class Store(Database):
         vocabulary: str = "",
         event: NewEvent | None = None,
     ) -> int:
-        """Add a session and return its key. Raise `KeyError` if the id is taken."""
+        """Add a session with its attempt, and return its key. Raise `KeyError` if the id is taken, `Conflict` if the attempt is."""
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
             try:
@@ -109,6 +111,7 @@ class Store(Database):
             except sqlite3.IntegrityError:
                 raise KeyError(session_id) from None
             assert cursor.lastrowid is not None
+            register_attempt(db, config.rollout or session_id, config.attempt, session_id, opened)
             insert_optional_event(db, event)
             return cursor.lastrowid
 
@@ -127,9 +130,16 @@ class Store(Database):
         with self._writing() as db:
             for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
-            db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
+            for (session_id,) in db.execute("SELECT id FROM sessions WHERE key=?", (key,)).fetchall():
+                release_attempt(db, session_id)
+                db.execute("DELETE FROM events WHERE session=?", (session_id,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
             insert_optional_event(db, event)
+
+    def _enter_outcome(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
+        """Settle the attempt of an outcome that is being written and, if the outcome counts, add it to the feeds."""
+        if settle_attempt(db, session_id, outcome):
+            self.feeds.enter(db, session, session_id, outcome)
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)

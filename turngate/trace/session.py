@@ -6,11 +6,11 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.errors import Boundary, Conflict, Stopping
+from turngate.errors import BadRequest, Boundary, Conflict, Stopping
 from turngate.trace.host_tools import HostTool
 from turngate.trace.sample import TrainingPolicy
 from turngate.trace.signals import Signals
@@ -18,6 +18,8 @@ from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 
 Status = Literal["open", "sealed", "cancelled"]
+MAX_ATTEMPT = 2**31 - 1
+MAX_ROLLOUT_CHARS = 512
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
@@ -84,11 +86,22 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     policy: TrainingPolicy = TrainingPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
+    rollout: str = ""  # name of the rollout that the session is an attempt at; empty: the session's id
+    attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)] = 1  # only the highest attempt of a rollout is trained
     max_tokens: int | None = None  # per turn; overrides the agent's value
     at_limit: Literal["final_message", "conflict"] = "final_message"  # the answer to a call past a limit
     signals: Signals = Signals()  # where to find the purpose of a call in the agent's requests
     tools: tuple[HostTool, ...] = ()  # host tools that the agent may call
     show_logprobs: bool = False  # whether the agent may request the log-probabilities of its replies
+
+
+def check_attempt(config: SessionConfig) -> None:
+    """Check the name of a session's rollout. Raise `BadRequest` if it is invalid."""
+    name = config.rollout
+    if len(name) > MAX_ROLLOUT_CHARS or not name.isprintable():
+        raise BadRequest(f"rollout must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
+    if config.attempt > 1 and not name:
+        raise BadRequest("attempt requires rollout; pass the name of the rollout as well", param="rollout")
 
 
 class Session:

@@ -1,0 +1,226 @@
+"""The attempts table: every attempt at a rollout, its session, and whether its outcome counts.
+
+    running ──► settled       its outcome counts: groups, feeds and exports include it; no further attempt can be opened
+       │ ─────► failed        an infrastructure fault; a further attempt can be opened
+       └──────► superseded    given up, or replaced by a higher attempt; its outcome is stored but never counts
+
+At most one attempt of a rollout is ever settled. Each function changes the row before it reads what the row decides, so that two concurrent
+transactions of a database with row locks cannot both decide.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from turngate.errors import Conflict
+from turngate.store.connection import Connect
+from turngate.store.events import insert_event, new_event
+from turngate.store.outcomes import DamagedOutcome, RecordedOutcome, decode_outcome
+
+ATTEMPT_TABLES = """
+CREATE TABLE IF NOT EXISTS attempts (
+    rollout TEXT NOT NULL,        -- name of the rollout; the session's id if it has no name
+    attempt INTEGER NOT NULL,     -- 1, 2, …
+    session TEXT NOT NULL,        -- id of its session; empty: never opened, or deleted
+    cell TEXT NOT NULL DEFAULT '',  -- id of the cell that runs it; empty: this gateway
+    state TEXT NOT NULL,          -- running, settled, failed or superseded
+    started REAL NOT NULL,
+    ended REAL,                   -- when it was settled, failed or superseded
+    PRIMARY KEY (rollout, attempt)
+);
+CREATE INDEX IF NOT EXISTS attempts_of_a_session ON attempts (session);
+CREATE UNIQUE INDEX IF NOT EXISTS attempts_settled ON attempts (rollout) WHERE state='settled';
+"""
+AttemptState = Literal["running", "settled", "failed", "superseded"]
+_COLUMNS = "rollout, attempt, session, cell, state, started, ended"
+_MAX_VALUES = 500  # per query
+GIVEN_UP = "superseded: it was given up before its outcome was recorded"
+
+
+class AttemptRow(msgspec.Struct, frozen=True):
+    """One attempt as stored."""
+
+    rollout: str
+    attempt: int
+    session: str
+    cell: str
+    state: AttemptState
+    started: float
+    ended: float | None
+
+
+class AttemptTable:
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version, without this table
+
+    def find(self, rollout: str, attempt: int) -> AttemptRow | None:
+        return next(iter(self._select("rollout=? AND attempt=?", (rollout, attempt))), None)
+
+    def list_attempts(self, rollout: str) -> list[AttemptRow]:
+        """Return the attempts at a rollout, lowest first."""
+        return self._select("rollout=? ORDER BY attempt", (rollout,))
+
+    def _select(self, where: str, values: Sequence[object]) -> list[AttemptRow]:
+        if not self._there:
+            return []
+        with self._reading() as db:
+            return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
+
+    def explain_superseded(self, first: int, last: int) -> dict[int, str]:
+        """Return why the outcomes of superseded sessions with keys from `first` to `last` do not count, by session key."""
+        if not self._there:
+            return {}
+        query = (
+            f"SELECT sessions.key, {_EXPLAINED} JOIN sessions ON sessions.id=mine.session"
+            " WHERE mine.state='superseded' AND sessions.key BETWEEN ? AND ?"
+        )
+        with self._reading() as db:
+            rows = db.execute(query, (first, last)).fetchall()
+        return {key: _explain(attempt, newest) for key, attempt, newest in rows}
+
+    def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
+        """Return those of the given session ids whose attempts are superseded."""
+        found: list[str] = []
+        for start in range(0, len(sessions) if self._there else 0, _MAX_VALUES):
+            chunk = tuple(sessions[start : start + _MAX_VALUES])
+            marks = ",".join("?" * len(chunk))
+            query = f"SELECT DISTINCT session FROM attempts WHERE state='superseded' AND session IN ({marks})"
+            with self._reading() as db:
+                found += [session for (session,) in db.execute(query, chunk).fetchall()]
+        return found
+
+    def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
+        """Give up an attempt, unless it already has an outcome. Return the attempt, and the outcome if there is one.
+
+        `session` is the id that was chosen for the attempt's session. It is used if the attempt was never opened, or was opened by a client
+        that does not name its rollouts. If the state is `superseded`, the outcome, if any, does not count.
+        """
+        now = time.time()
+        with self._writing() as db:
+            # Changes nothing in an existing row, but locks it.
+            row = db.execute(
+                f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt)"
+                f" DO UPDATE SET rollout=excluded.rollout RETURNING {_COLUMNS}",
+                (rollout, attempt, session, "", "running", now, None),
+            ).fetchone()
+            before = AttemptRow(*row)
+            recorded, status = _read_outcome(db, before.session)
+            if before.state == "superseded":
+                return before, recorded
+            if recorded is not None:
+                state = outcome_state(recorded, status)
+                db.execute(
+                    "UPDATE attempts SET state=?, ended=? WHERE rollout=? AND attempt=? AND state='running'",
+                    (state, now, rollout, attempt),
+                )
+                return msgspec.structs.replace(before, state=state), recorded
+            supersede_attempts(
+                db, "(rollout=? AND attempt=?) OR (session=? AND session!='')", (rollout, attempt, before.session)
+            )
+            return msgspec.structs.replace(before, state="superseded", ended=now), None
+
+
+def _read_outcome(db: sqlite3.Connection, session: str) -> tuple[RecordedOutcome | None, str]:
+    """Return the outcome and the status of a session. A damaged outcome is treated as missing, because it cannot be adopted."""
+    query = (
+        "SELECT CAST(outcome AS BLOB), status FROM sessions JOIN outcomes ON outcomes.session=sessions.key WHERE id=?"
+    )
+    row = db.execute(query, (session,)).fetchone()
+    outcome = None if row is None else decode_outcome(row[0])
+    return (outcome, row[1]) if isinstance(outcome, RecordedOutcome) else (None, "")
+
+
+# ── in the transaction of the caller ────────────────────────────────────────────────────────────────────────────────
+
+
+def register_attempt(
+    db: sqlite3.Connection, rollout: str, attempt: int, session: str, started: float, cell: str = ""
+) -> None:
+    """Register an attempt whose session is being opened, and supersede lower attempts.
+
+    Raise `Conflict` if it was superseded or opened before, or if the rollout already has an outcome.
+    """
+    added = db.execute(
+        f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt) DO NOTHING",
+        (rollout, attempt, session, cell, "running", started, None),
+    ).rowcount
+    which = f"attempt {attempt} of rollout {rollout!r}"
+    if not added:
+        query = "SELECT session, state FROM attempts WHERE rollout=? AND attempt=?"
+        known_as, state = db.execute(query, (rollout, attempt)).fetchone()
+        if state == "superseded":
+            raise Conflict(f"{which} was superseded; open attempt {attempt + 1}", param="attempt")
+        raise Conflict(f"{which} already has session {known_as!r}; open attempt {attempt + 1}", param="attempt")
+    supersede_attempts(db, "rollout=? AND attempt<? AND state!='settled'", (rollout, attempt))
+    query = (
+        "SELECT attempt, state FROM attempts WHERE rollout=? AND (attempt>? OR state='settled') ORDER BY attempt DESC"
+    )
+    for other, state in db.execute(query, (rollout, attempt)).fetchall():
+        if state == "settled":
+            raise Conflict(
+                f"rollout {rollout!r} already has an outcome, recorded by attempt {other}; do not run it again",
+                param="attempt",
+            )
+        raise Conflict(f"{which} was superseded by attempt {other}", param="attempt")
+
+
+def settle_attempt(db: sqlite3.Connection, session: str, outcome: bytes) -> bool:
+    """Note that a session has an outcome. Return whether the outcome counts.
+
+    The outcome of a cancelled session does not count either: cancelling ends a rollout without a verdict.
+    """
+    (status,) = db.execute("SELECT status FROM sessions WHERE id=?", (session,)).fetchone()
+    state = outcome_state(decode_outcome(outcome), status)
+    db.execute(
+        "UPDATE attempts SET state=?, ended=? WHERE session=? AND state!='superseded'", (state, time.time(), session)
+    )
+    superseded = "SELECT 1 FROM attempts WHERE session=? AND state='superseded' LIMIT 1"
+    return status != "cancelled" and db.execute(superseded, (session,)).fetchone() is None
+
+
+def release_attempt(db: sqlite3.Connection, session: str) -> None:
+    """Forget the session of an attempt because it is being deleted. Its id can be reused, but the attempt of a named rollout cannot."""
+    supersede_attempts(db, "session=? AND rollout!=session", (session,))
+    db.execute("DELETE FROM attempts WHERE session=? AND rollout=session", (session,))
+    db.execute("UPDATE attempts SET session='' WHERE session=?", (session,))
+
+
+def find_rollout(db: sqlite3.Connection, session: str) -> str:
+    """Return the name of a session's rollout, or an empty string if it has none."""
+    row = db.execute("SELECT rollout FROM attempts WHERE session=? AND rollout!=session", (session,)).fetchone()
+    return "" if row is None else row[0]
+
+
+def supersede_attempts(db: sqlite3.Connection, where: str, values: Sequence[object]) -> None:
+    """Mark attempts as superseded, and announce it in the events of their sessions."""
+    query = (
+        f"UPDATE attempts SET state='superseded', ended=? WHERE ({where}) AND state!='superseded'"
+        " RETURNING rollout, attempt, session"
+    )
+    for rollout, attempt, session in db.execute(query, (time.time(), *values)).fetchall():
+        if session:
+            db.execute("DELETE FROM rolled WHERE id=? AND number IS NULL", (session,))
+            insert_event(db, new_event(session, "superseded", {"rollout": rollout, "attempt": attempt}))
+
+
+def outcome_state(outcome: RecordedOutcome | DamagedOutcome, status: str) -> AttemptState:
+    """Return the state of an attempt with this outcome. Cancelling a session ends its rollout without a verdict."""
+    is_fault = isinstance(outcome, RecordedOutcome) and outcome.kind == "infrastructure fault"
+    return "failed" if is_fault or status == "cancelled" else "settled"
+
+
+_EXPLAINED = (
+    "mine.attempt, (SELECT max(other.attempt) FROM attempts AS other WHERE other.rollout=mine.rollout)"
+    " FROM attempts AS mine"
+)
+
+
+def _explain(attempt: int, newest: int) -> str:
+    return f"superseded by attempt {newest}" if newest > attempt else GIVEN_UP
