@@ -30,6 +30,10 @@ SYSTEM = "You are a careful programmer. You have a shell. Work step by step, and
 TASK = "The test in tests/test_sum.py fails. Find out why, and mend it."
 
 
+def _print_lines(n: int) -> str:
+    return f"sed -n '1,120p' src/part_{n}.py"
+
+
 def _read_file(n: int, **more: object) -> Answer:
     return Answer(think=f"I should look at file {n} first.", calls=(bash(f"cat src/part_{n}.py", timeout=30, **more),))
 
@@ -144,8 +148,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         "compaction",
         "The agent replaces the history with a summary, and continues.",
         (
-            *_loop(_read_file(1), _read_file(2)),
-            Start(f"{TASK}\n\nSo far: parts 1 and 2 were read; part 3 is next.", system=SYSTEM),
+            *_loop(Answer(calls=(bash(_print_lines(1)),)), _read_file(2)),
+            Start(f"{TASK}\n\nSo far: {_print_lines(1)} showed no error. Part 3 is next.", system=SYSTEM),
             ask(_read_file(3), causes=("compaction",)),
             Results((_listing(3),)),
             ask(_DONE),
@@ -419,9 +423,9 @@ SCENARIOS: tuple[Scenario, ...] = (
         "overflow",
         "The prompt exceeds the context; the agent receives an error and shortens its history.",
         (
-            *_loop(_read_file(1), _read_file(2)),
+            *_loop(Answer(calls=(bash(_print_lines(1)),)), _read_file(2)),
             Call((Fault(status=400),), gives_up=True),
-            Start(f"{TASK}\n\nSo far: parts 1 and 2 are fine.", system=SYSTEM),
+            Start(f"{TASK}\n\nSo far: {_print_lines(1)} showed no error.", system=SYSTEM),
             ask(_DONE, causes=("compaction",)),
         ),
         rows=2,

@@ -110,11 +110,21 @@ async def test_compaction_starts_new_main_row(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b", "c")
-    agent.messages = [SYSTEM, user("Summary: a, b, c are done.")]
+    agent.messages = [SYSTEM, user("work\n\nSummary: a, b, c are done.")]
     await talk(agent, "d")
     assert causes(agent) == ["compaction"]
     assert role_list(agent) == ["main"] * 4
     assert sorted(row.trained_tokens > 0 for row in build_samples(agent.session.trace)) == [True, True]
+
+
+async def test_independent_tasks_are_new_main_rows(world: World) -> None:
+    agent = world.agent()
+    for task in ("Fix the sum.", "Write a test.", "Delete the file."):
+        agent.messages = [SYSTEM, user(task)]
+        await talk(agent, "a", "b")
+    assert causes(agent) == ["new", "new"]
+    assert role_list(agent) == ["main"] * 6
+    assert [row.trained_tokens > 0 for row in build_samples(agent.session.trace)] == [True] * 3
 
 
 async def test_changed_tools_and_system_prompt_fork(world: World) -> None:

@@ -12,7 +12,8 @@
 4. The expected role.
 5. The expected cause of the fork, if the case states it.
 
-`{plan}` in a message is the last answer of that conversation. `…` stands for many words, so that a text is more than a label.
+`{plan}` in a message is the last answer of that conversation. `…` stands for many words, so that a text is more than a label, and `¶`
+for the end of a line.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _Reader:
         for name, answer in self._answers.items():
             text = text.replace(f"{{{name}}}", answer)
         words = " ".join(f"{_first_word(text)}{n}" for n in range(30))
-        return text.replace("…", words)
+        return text.replace("…", words).replace("¶", "\n")
 
 
 def _first_word(text: str) -> str:

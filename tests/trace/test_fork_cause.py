@@ -13,6 +13,10 @@ FIRST = [YOU, ASK]
 SECOND = [*FIRST, assistant("On it."), user("And?")]
 THIRD = [*SECOND, assistant("Done."), user("Thanks.")]
 LINE = [Call(FIRST, assistant("On it.")), Call(SECOND, assistant("Done.")), Call(THIRD, assistant("Bye."))]
+SUM = "Two files were read and fixed."
+LONG = [*LINE, Call([*THIRD, assistant("Bye."), user("Sum up.")], assistant(SUM))]
+MAP = user("A map of the repository.")
+SHOTS = [YOU, user("Fix one."), assistant("One is fixed.")]
 TITLE = Call([system("Write a title."), ASK], preamble="")
 SIDE, HELPER = CallSignals(role="side"), CallSignals(role="subagent")
 
@@ -92,16 +96,42 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
     ("another system prompt", LINE[:2], Call([system("You code well."), ASK]), "system"),
     ("a question without tools beside work with tools", LINE[:2], TITLE, "side"),
     ("other work with tools", LINE[:2], Call([system("You search."), user("Find it.")]), "subagent"),
-    ("shortened, with a summary as the question", LINE, Call([YOU, user("So far: …")]), "compaction"),
+    ("shortened, with a summary as the question", LINE, Call([YOU, user("So far: …")]), "new"),
+    ("shortened, with the model's summary as the question", LONG, Call([YOU, user(f"So far: {SUM}")]), "compaction"),
+    ("shortened, with the question in the summary", LINE, Call([YOU, user("Fix it.\n\nSo far: …")]), "compaction"),
+    ("shortened, with the question at the end", LINE, Call([YOU, user("So far: …\nTask:\nFix it.")]), "compaction"),
+    (
+        "shortened, with the question in a long text",
+        LINE,
+        Call([YOU, user("Fix it.\n\n" + "\n\n".join(f"{n} is done.\nIt is fine." for n in range(99)))]),
+        "compaction",
+    ),
+    ("another task that begins with the words of the first", LINE, Call([YOU, user("Fix it. Then test.")]), "new"),
+    ("another task", LINE, Call([YOU, user("Fix that.")]), "new"),
+    ("another task after one turn", LINE[:1], Call([YOU, user("Fix that.")]), "new"),
+    ("another task after the same fixed message", [Call([YOU, MAP, ASK])], Call([YOU, MAP, user("No.")]), "new"),
+    ("another task after the same examples", [Call([*SHOTS, ASK])], Call([*SHOTS, user("Fix that.")]), "new"),
+    (
+        "another task after the same examples, without tools",
+        [Call([*SHOTS, ASK], preamble="")],
+        Call([*SHOTS, user("Fix that.")], preamble=""),
+        "new",
+    ),
     ("shortened, with the question kept", LINE, Call([YOU, ASK, user("So far: …")]), "compaction"),
     ("the question kept, and hardly shorter", LINE[:2], Call([YOU, ASK, user("So"), user("far")]), "edited"),
     (
         "shortened, with an answer after the summary",
-        LINE[:1],
-        Call([YOU, user("So far: …"), assistant("I see."), user("Go on.")]),
+        LONG,
+        Call([YOU, user(f"So far: {SUM}"), assistant("I see."), user("Go on.")]),
         "compaction",
     ),
-    ("another question at the same length", LINE[:1], Call([YOU, user("Fix that."), user("And this.")]), "subagent"),
+    (
+        "another task, with an answer that the agent wrote",
+        LINE[:1],
+        Call([YOU, user("Fix that."), assistant("I see."), user("Go on.")]),
+        "new",
+    ),
+    ("another task at the same length", LINE[:1], Call([YOU, user("Fix that."), user("And this.")]), "new"),
     (
         "another question before the same history",
         LINE,
@@ -125,6 +155,12 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
         [first(signals=on("a"))],
         Call([YOU, user("Title?")], preamble="", signals=on("b")),
         "side",
+    ),
+    (
+        "the same thread with another task",
+        [first(signals=on("a"))],
+        Call([YOU, user("So far: …")], signals=on("a")),
+        "compaction",
     ),
     (
         "the same thread with other work",

@@ -45,6 +45,37 @@ WITHOUT_TOOLS = {
         c | You decide. / They say: {a} and {b}. So? | You may sell it. … | main | new""",
 }
 
+# ── tasks with tools in one session ──────────────────────────────────────────────────────────────────────────────────
+
+TASKS = {
+    "three tasks with one system prompt": """
+        a* | You code. / Fix add.py. | {bash} cat add.py | main
+        a* | + tool: a - b | It is a plus now. … | main
+        b* | You code. / Write a test of sub.py. | {bash} cat sub.py | main | new
+        b* | + tool: a - b | The test is there. … | main
+        c* | You code. / Delete mul.py. | {bash} rm mul.py | main | new
+        c* | + tool: ok | It is gone. … | main""",
+    "tasks of one turn with one system prompt": """
+        a* | You code. / Is add.py right? | Yes. | main
+        b* | You code. / Is sub.py right? | No. | main | new
+        c* | You code. / Is mul.py right, or is it as wrong as the others? | No. | main | new""",
+    "two tasks with the same fixed message": """
+        a* | You code. / Today is Monday. / Fix add.py. | {bash} cat add.py | main
+        a* | + tool: a - b | It is a plus now. … | main
+        b* | You code. / Today is Monday. / Fix sub.py. | {bash} cat sub.py | main | new
+        b* | + tool: a - b | It is a minus now. … | main""",
+    "two tasks of a sub-agent with one system prompt": """
+        main* | You code. / Fix all. | {task} Find the sums in all the folders. | main
+        s1*   | You search. / Find the sums in all the folders. | {grep} one | subagent | subagent
+        s1*   | + tool: 1 | It is in src/one.py. | subagent
+        main* | + tool: It is in src/one.py. | {ask} More? | main
+        s2*   | You search. / Find the tests. | {grep} test | subagent | new
+        main* | + tool: no | All is fixed. | main""",
+    "a task that uses the answer of the one before": """
+        a* | You code. / Plan the change. | First open add.py, then change the sign. … | main
+        b* | You code. / Do this: {a} | {bash} sed -i s/-/+/ add.py | main | compaction""",
+}
+
 # ── titles, commit messages and probes ──────────────────────────────────────────────────────────────────────────────
 
 SIDE_CALLS = {
@@ -235,6 +266,10 @@ _LONG_WORK = """
         main* | You code. / Fix all. | {bash} cat a.py | main
         main* | + tool: a - b | {bash} cat b.py | main
         main* | + tool: b - c | {bash} cat c.py | main"""
+_LONG_COMMANDS = """
+        main* | You code. / Fix all. | {bash} cat src/parts/first_part.py | main
+        main* | + tool: a - b | {bash} cat src/parts/second_part.py | main
+        main* | + tool: b - c | {bash} cat src/parts/third_part.py | main"""
 _LONG_TALK = """
         main | You code. / Fix all. | The first is fixed. … | main
         main | + Next. | The second is fixed. … | main
@@ -290,8 +325,12 @@ SUMMARIES = {
         main*  | + tool: a - b | {bash} cat the file with the second sum | main
         main*  | + tool: b - c / Summarize. | So far a.py and b.py were read. … | summary
         after* | You code. / Last: cat the file with the second sum / {main} | {bash} ls | main | compaction""",
-    "shortened without a summary by the model": f"""{_LONG_WORK}
-        after* | You code. / So far: a.py and b.py were read. | {{bash}} cat d.py | main | compaction""",
+    "shortened without a summary by the model": f"""{_LONG_COMMANDS}
+        after* | You code. / So far: you ran cat src/parts/second_part.py. | {{bash}} cat d.py | main | compaction""",
+    "shortened without a summary by the model, with the task": f"""{_LONG_WORK}
+        after* | You code. / Fix all.¶¶Two files were read. | {{bash}} cat d.py | main | compaction""",
+    "shortened without content in common": f"""{_LONG_WORK}
+        after* | You code. / Two files were read. | {{bash}} cat d.py | main | new""",
     "the question kept, the rest summarized": f"""{_LONG_TALK}
         after | You code. / Fix all. / So far: three files. | The fourth is fixed. … | main | compaction""",
     "the end of the history kept, without tools": f"""{_LONG_TALK}
@@ -323,7 +362,7 @@ SUMMARIES = {
         sub*  | You search. / Find the sums in all the folders. | {grep} one | subagent | subagent
         sub*  | + tool: 1 | {grep} two | subagent
         sub*  | + tool: 2 | {grep} three | subagent
-        sub2* | You search. / So far: one and two. | {grep} four | subagent | compaction
+        sub2* | You search. / Find the sums in all the folders.¶So far: one. | {grep} four | subagent | compaction
         main* | + tool: found | All is fixed. | main""",
 }
 
@@ -379,7 +418,7 @@ REVISIONS = {
         b | user: Fix add.py. / So far: add.py. | Here is sub.py. … | main | compaction""",
 }
 
-CASES = {**WITHOUT_TOOLS, **SIDE_CALLS, **HANDOFFS, **SUMMARIES, **SIGNALS, **REVISIONS}
+CASES = {**WITHOUT_TOOLS, **TASKS, **SIDE_CALLS, **HANDOFFS, **SUMMARIES, **SIGNALS, **REVISIONS}
 
 
 @pytest.mark.parametrize("name", CASES)

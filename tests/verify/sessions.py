@@ -69,6 +69,6 @@ async def record_branches(agent: Agent, world: World) -> None:
     agent.messages = [{"role": "system", "content": "You are another agent."}, user("Fix the bug.")]
     await talk(agent, "With other words.")
     agent.tools = TOOLS
-    agent.messages = [SYSTEM, user("So far: all is done.")]
+    agent.messages = [SYSTEM, user("Fix the bug.\n\nSo far: all is done.")]
     await talk(agent, "Good.")
     await agent.call(say(world, "Biased."), response_format={"type": "json_object"})

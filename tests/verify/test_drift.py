@@ -121,7 +121,13 @@ async def test_agent_clears_call_arguments(renderers: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"), [("tools", "tools changed"), ("system", "system prompt changed"), ("sum", "compaction")]
+    ("change", "cause"),
+    [
+        ("tools", "tools changed"),
+        ("system", "system prompt changed"),
+        ("sum", "compaction"),
+        ("task", "new conversation"),
+    ],
 )
 async def test_restarted_conversation(change: str, cause: str, renderers: Any, tmp_path: Path) -> None:
     async def run(agent: Agent, world: World) -> None:
@@ -131,8 +137,10 @@ async def test_restarted_conversation(change: str, cause: str, renderers: Any, t
                 agent.tools = TOOLS[:1]
             case "system":
                 agent.messages[0] = {"role": "system", "content": "You are another agent."}
+            case "sum":
+                agent.messages = [SYSTEM, user(f"{agent.messages[1]['content']}\n\nSo far: nothing.")]
             case _:
-                agent.messages = [SYSTEM, user("So far: nothing.")]
+                agent.messages = [SYSTEM, user("Do something else.")]
         await talk(agent, "c")
 
     [fork] = await forks(tmp_path, renderers("builtin"), run)

@@ -4,11 +4,11 @@ retry       the same request again, because its answer was lost or the client ma
 resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history: it contains an answer that the model never gave
-compaction  the same conversation, shortened
+compaction  the same conversation, shortened: it repeats or quotes a part of it
 handoff     another agent takes over: answers of the conversation with a different system prompt
 subagent    a sub-agent's own conversation
 side        a call beside the conversation: a title, a summary or a probe
-new         a conversation of its own, without tools; its role states what it is for
+new         a conversation of its own that shares no content with earlier ones; its role states what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt
 template    the chat template does not extend the earlier ids (detected where prompts are rendered)
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from math import inf
 
 from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages
-from turngate.trace.quotes import has_same_start
+from turngate.trace.quotes import has_same_start, repeats_question
 from turngate.trace.tree import Cause, Context, Location, Sampled, Trace
 from turngate.types import CallSignals
 
@@ -105,7 +105,7 @@ def _new_root_cause(
         return cause
     if signals.thread in threads:
         # The same thread with a different beginning: the agent itself changed it, not a sub-agent.
-        return "compaction" if cause == "subagent" else cause
+        return "compaction" if has_tools and cause in ("subagent", "new") else cause
     return "subagent" if has_tools else "side"
 
 
@@ -121,20 +121,25 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         return "side"
     if not same:
         return "subagent" if has_tools else "new"
-    longest = max((node.count for node in trace.nodes if node.root in same), default=0)
-    if any(_first_question_of(root) == question for root in same):
+    quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
+    alike = [root for root in same if _first_question_of(root) == question]
+    if alike and not repeated and not quoted and any(_is_other_task(root, request) for root in alike):
+        return "new"  # a task after the same fixed messages or examples
+    if alike:
         # Some agents keep the user's first message and summarize the rest.
+        longest = max((node.count for node in trace.nodes if node.root in same), default=0)
         return "compaction" if longest > len(request) + 1 and not _has_answers(request) else "edited"
     if any(_repeats_first_answer(root, request) for root in same):
         return "edited"  # only the question changed; a summary would not keep the first answer
-    quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
+    # Many agents ask independent questions with one system prompt, so a shorter conversation alone proves nothing.
     if not has_tools:
-        # Many agents ask independent questions with one system prompt, so a shorter conversation alone proves nothing.
         return "compaction" if repeated or find_summary(trace, quoted, has_tools=False) is not None else "new"
     newest = max(quoted, key=lambda turn: turn.id, default=None)
     if newest is not None and newest.info.arguments and not newest.children:
-        return "subagent"  # its task is in the arguments of a tool call that has no result yet
-    return "compaction" if longest > len(request) or _has_answers(request) else "subagent"
+        # Its task is in the arguments of a tool call that has no result yet. A sub-agent that started earlier may have shortened it.
+        others = [root for root in same if root is not newest.root]
+        return "compaction" if repeats_question(others, request) else "subagent"
+    return "compaction" if repeated or quoted or repeats_question(same, request) else "new"
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
@@ -204,6 +209,17 @@ def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:
     if len(request) <= first or any(request.assistant(index) is not None for index in range(first)):
         return False
     return request.assistant(first) is not None and any(s.info.meaning == request.meaning(first) for s in root.children)
+
+
+def _is_other_task(root: Context, request: RequestMessages) -> bool:
+    """Return whether a request differs from the first request of a conversation only in messages of the user."""
+    if len(request) != root.count:
+        return False
+    meanings = (root.info.meanings[at : at + DIGEST_SIZE] for at in range(0, len(root.info.meanings), DIGEST_SIZE))
+    different = [index for index, meaning in enumerate(meanings) if meaning != request.meaning(index)]
+    return all(
+        root.info.roles[index] == "u" and all(m.role == "user" for m in request.messages(index)) for index in different
+    )
 
 
 def _has_answers(request: RequestMessages) -> bool:

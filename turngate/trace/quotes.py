@@ -8,9 +8,12 @@ searched for them. This works even if the token ids are unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import isqrt
 
-from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages
+import msgspec
+
+from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages, meaning_digest
 from turngate.trace.tree import Context, Sampled, SampledInfo, Trace
 from turngate.types import Message
 
@@ -25,6 +28,8 @@ _SPLIT_ARGUMENTS = re.compile(
     r'"|\\(?:u....|.)'
 )  # the ends of JSON strings, and escapes, which a quotation does not keep
 _MARKUP = " \t-*#>`"
+_MAX_LINES = 40  # places in a message where the question of an earlier conversation may begin or end
+_MAX_COMPARED = 16_000_000  # characters of the parts of a message that are compared with it, times two
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:
@@ -60,6 +65,37 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 def has_same_start(root: Context, request: RequestMessages) -> bool:
     """Return whether a conversation has the request's tools and its first message, which is usually the system prompt."""
     return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
+
+
+def repeats_question(roots: Iterable[Context], request: RequestMessages) -> bool:
+    """Return whether a request begins with the question of an earlier conversation, its first user message, and more text around it."""
+    questions = {_find_question(root) for root in roots} - {b""}
+    for message in request.messages_from() if questions else ():
+        if message.role == "assistant":
+            break
+        if message.role == "user":
+            parts = (msgspec.structs.replace(message, content=part) for part in _split_into_parts(message.content))
+            if any(part.content.strip() and meaning_digest((part,), {}) in questions for part in parts):
+                return True
+    return False
+
+
+def _find_question(root: Context) -> bytes:
+    before, user, _ = root.info.roles.partition("u")
+    return root.info.meanings[len(before) * DIGEST_SIZE :][:DIGEST_SIZE] if user else b""
+
+
+def _split_into_parts(text: str) -> Iterator[str]:
+    """Yield the parts of a text that begin and end at a line or, if there are many lines, at one of the outer paragraphs."""
+    limit = max(2, min(_MAX_LINES, isqrt(_MAX_COMPARED // (len(text) + 1))))
+    starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text) + 1]
+    if len(starts) > limit:
+        starts = [0, *(match.end() for match in re.finditer("\n\n", text)), len(text) + 1]
+    if len(starts) > limit:
+        starts = [*starts[: limit // 2], *starts[-(limit // 2) :]]
+    for first, start in enumerate(starts):
+        for end in starts[first + 1 :]:
+            yield text[start : end - 1]
 
 
 def is_quoted(info: SampledInfo, text: str) -> bool:

@@ -279,6 +279,12 @@ class _Structure:
             return decision
         if line is not root:
             return self._decide_like(line, f"it continues the conversation of context {line.id} ({root.info.cause})")
+        if root.info.cause == "new" and (alike := self._find_alike(root)) is not None:
+            # Its cause says that it is no sub-agent's, although it may have tools.
+            if self._line[alike.id] is self._main:
+                return _MAIN_ALIKE
+            if root.info.has_tools:
+                return self._decide_like(alike, f"it has the system prompt of context {alike.id}")
         if root.info.has_tools:
             thread = self._main.info.signals.thread if self._main is not None else ""
             if signals.thread and thread and signals.thread != thread:

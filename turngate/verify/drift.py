@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import takewhile
 
 import numpy as np
 
@@ -32,6 +33,7 @@ _CAUSE_NAMES = {
     "edited": "edited",
     "template": "template",
 }
+_MAX_TEXT, _MAX_LINES = 9000, 30  # of a message that the gateway compares with earlier questions part by part
 _ASIDE = ("side", "summary")  # roles of calls beside their conversation
 _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
 
@@ -221,9 +223,40 @@ class _CauseCheck:
         )
 
     def _check_new(self) -> str:
-        if not self._is_root or self._messages.tools(self._context):
-            return "its cause is new, but it is not a conversation without tools"
-        return "" if self._earlier else "its cause is new, but no conversation precedes it"
+        if not self._is_root:
+            return "its cause is new, but it is not the start of a conversation"
+        if not self._messages.tools(self._context):
+            return "" if self._earlier else "its cause is new, but no conversation precedes it"
+        similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
+        if not similar:
+            return "its cause is new, but no earlier conversation has the same tools and start"
+        if self._context.info.quotes:
+            return f"its cause is new, but it quotes turn {self._context.info.quotes[0]}"
+        if (turn := self._find_repeated_turn()) is not None:
+            return f"its cause is new, but it repeats turn {turn.id}"
+        kept = [root.id for root in similar if not self._same_question(root) and self._contains_question(root)]
+        return f"its cause is new, but it contains the question of context {kept[0]}" if kept else ""
+
+    def _find_repeated_turn(self) -> StoredTurn | None:
+        answers = [message for message in self._own_messages if message.role == "assistant"]
+        for turn in self._session.turns if answers else ():
+            is_earlier = turn.id < self._context.id and turn.parent.info.signals.role not in _ASIDE
+            if is_earlier and any(same_meaning(self._messages.reply(turn), answer) for answer in answers):
+                return turn
+        return None
+
+    def _contains_question(self, root: StoredContext) -> bool:
+        """Return whether a user message before the first answer has the lines of the earlier first user message, in one piece.
+
+        The gateway does not compare all parts of long messages, so they are left out here.
+        """
+        theirs = _first_user(self._messages.of(root))
+        if theirs is None or not theirs.content.strip():
+            return False
+        opening = takewhile(lambda message: message.role != "assistant", self._own_messages)
+        texts = [m.content.rstrip() for m in opening if m.role == "user" and m.name == theirs.name]
+        short = [text for text in texts if len(text) < _MAX_TEXT and text.count("\n") < _MAX_LINES]
+        return any(f"\n{theirs.content.rstrip()}\n" in f"\n{text}\n" for text in short)
 
     def _check_tools(self) -> str:
         changed = any(not self._same_tools(root) and self._same_first_message(root) for root in self._earlier)

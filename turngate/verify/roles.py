@@ -177,7 +177,10 @@ class _Roots:
             elif head is not root:
                 roles[root.id] = roles[head.id]
             elif offers_tools(root, self._messages):
-                roles[root.id] = "subagent"
+                alike = [r for r in self._alike(root) if self.heads[r.id] is self.main or r.id in roles]
+                mains = [r for r in alike if self.heads[r.id] is self.main]
+                is_new = root.info.cause == "new" and alike
+                roles[root.id] = ("main" if mains else roles[alike[0].id]) if is_new else "subagent"
             else:
                 roles[root.id] = self._judge(root, roles)
         return roles
@@ -185,8 +188,7 @@ class _Roots:
     def _judge(self, root: StoredContext, roles: dict[int, str]) -> str:
         """Judge a conversation without tools that continues no other one."""
         short = self._is_short(root)
-        alike = [r for r in self.all if r is not root and not _is_helper(r) and _same_start(r, root)]
-        alike = alike if root.info.roles[:1] == "s" else []  # without a system prompt, conversations cannot be matched
+        alike = self._alike(root)
         if any(self.heads[r.id] is self.main for r in alike):
             return "main"
         if self._is_used(root):
@@ -203,6 +205,12 @@ class _Roots:
         if short:
             return "side" if self._is_beside_main(root) else "unknown"
         return "subagent" if root.info.cause == "handoff" else "unknown"
+
+    def _alike(self, root: StoredContext) -> list[StoredContext]:
+        """Return the conversations with the same tools and system prompt. Without a system prompt, they cannot be matched."""
+        if root.info.roles[:1] != "s":
+            return []
+        return [r for r in self.all if r is not root and not _is_helper(r) and _same_start(r, root)]
 
     def _is_beside_main(self, root: StoredContext) -> bool:
         if self.main is None:
