@@ -638,3 +638,21 @@ async def test_unauthorized_call_is_refused_before_its_body() -> None:
             reply = await c[0].http("nobody").post(f"/s/{session.id}/v1/chat/completions", content=body())
             assert reply.status_code == 401
         assert not c[1].app.sessions.find(session.id).trace.nodes
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_oversized_body_is_recorded_by_owner(is_declared: bool) -> None:
+    async with crew(max_body_mb=0.01) as c:
+        session = await c.open_at(0)
+        body = b'{"messages": "%s"}' % (b"x" * 20_000)
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield body
+
+        for _ in range(2):  # the connection between the workers stays usable
+            content = body if is_declared else parts()
+            large = await c[1].http(session.key).post("/v1/chat/completions", content=content)
+            assert large.status_code == 413 and "max_body_mb" in large.json()["error"]["message"]
+        refused = (await c[0].show(session.id))["refused"]
+        assert (refused["count"], refused["status"]) == (2, 413) and "max_body_mb" in refused["message"]
+        assert (await c[1].ask(session.key, HI)).content == "Hello."

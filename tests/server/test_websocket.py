@@ -541,6 +541,29 @@ async def test_oversized_frame_is_refused_call() -> None:
         await expect_oversized(g, session)
 
 
+async def send_undecodable(g: Running, session: OpenSession) -> None:
+    with pytest.raises(websockets.ConnectionClosed) as closed:
+        async with connect(g, session.key) as socket:
+            await socket.connection.send(b'{"type": "response.create", "input": "\xff"}', text=True)
+            await socket.receive()
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 1007
+
+
+async def expect_undecodable(g: Running, session: OpenSession) -> None:
+    await until(lambda: g.rows("SELECT * FROM refusals"))
+    refused = (await g.show(session.id))["refused"]
+    assert (refused["count"], refused["status"]) == (1, 400) and "not valid UTF-8" in refused["message"]
+
+
+async def test_undecodable_frame_is_refused_call() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        async with connect(g, session.key) as socket:
+            await socket.connection.close(1007)  # a frame was invalid for the client
+        await send_undecodable(g, session)
+        await expect_undecodable(g, session)
+
+
 # ── several workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -579,3 +602,20 @@ async def test_oversized_frame_is_recorded_by_owner() -> None:
         session = await workers.open_at(0)
         await send_oversized(workers[1], session)
         await expect_oversized(workers[0], session)
+
+
+async def test_undecodable_frame_is_recorded_by_owner() -> None:
+    async with crew() as workers:
+        session = await workers.open_at(0)
+        await send_undecodable(workers[1], session)
+        await expect_undecodable(workers[0], session)
+
+
+async def test_refusal_by_owner_is_forwarded() -> None:
+    async with crew() as workers:
+        named, other = await workers.open_at(0), await workers.open_at(0)
+        path = f"/s/{named.id}/v1/responses"
+        by_owner = await expect_refusal(workers[0], other.key, path, 401)
+        assert await expect_refusal(workers[1], other.key, path, 401) == by_owner
+        assert "stopped" not in by_owner["message"]
+        assert [text(frame) for frame in await ask_at(workers[1], named)] == ["Hello.", "Again."]

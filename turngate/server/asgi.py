@@ -25,8 +25,9 @@ STALL_S = 60.0  # a client that reads nothing for this long is treated as discon
 JSON = (b"content-type", b"application/json")
 # Sent with every response, so that the relay in a sandbox can tell the gateway's answers from those of a broken tunnel.
 GATEWAY_HEADER = (b"x-turngate", b"1")
-# Code of a `websocket.disconnect` after a frame above the limit. The client receives 1009, which it may also send itself.
+# Codes of a `websocket.disconnect` after a frame that the server rejects. The client receives 1009 or 1007, which it may also send itself.
 OVERSIZED_FRAME = 4413
+UNDECODABLE_FRAME = 4400
 
 
 class ClientDisconnect(Exception):
@@ -88,7 +89,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
     """Read a body as it was sent."""
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the request body is {declared} bytes, but the limit is {limit} bytes (setting max_body_mb)")
+        raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")
     parts: list[bytes] = []
     size = 0
     while True:

@@ -18,6 +18,7 @@ import uvloop
 from starlette.requests import Request
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import PayloadTooBig
+from websockets.frames import CloseCode
 
 from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
@@ -25,7 +26,7 @@ from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
-from turngate.server.asgi import OVERSIZED_FRAME, STALL_S, App, Receive, Scope, Send
+from turngate.server.asgi import OVERSIZED_FRAME, STALL_S, UNDECODABLE_FRAME, App, Receive, Scope, Send
 from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.server.model_calls import respond_error
 from turngate.server.routing import dialect_of
@@ -140,11 +141,13 @@ def uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
 
 
 class GatewayWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, which tells the application of an oversized frame, and logs no error after it refused an upgrade."""
+    """uvicorn's WebSocket, which tells the application of a rejected frame, and logs no error after it refused an upgrade."""
 
     def handle_parser_exception(self) -> None:
         if isinstance(self.conn.parser_exc, PayloadTooBig):
             self.queue.put_nowait({"type": "websocket.disconnect", "code": OVERSIZED_FRAME})
+        elif self.conn.close_sent is not None and self.conn.close_sent.code == CloseCode.INVALID_DATA:
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": UNDECODABLE_FRAME})
         super().handle_parser_exception()
 
     async def send(self, message: Any) -> None:

@@ -29,10 +29,10 @@ from turngate.dialects.responses_socket import (
 )
 from turngate.errors import BadRequest, Stopping, TooLarge, TurngateError, UpgradeRefused
 from turngate.gateway.replies import ReplyArchive, SessionReplies
+from turngate.server import asgi
 from turngate.server.asgi import (
     GATEWAY_HEADER,
     JSON,
-    OVERSIZED_FRAME,
     ClientDisconnect,
     EventStream,
     HangUp,
@@ -193,6 +193,17 @@ class FrameStream(EventStream):
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
 
 
+def _explain_rejected_frame(code: int | None) -> TurngateError | None:
+    """Return the error for a frame that the server rejected before the application received it."""
+    match code:
+        case asgi.OVERSIZED_FRAME:
+            return TooLarge("the event is larger than the limit (setting max_body_mb)")
+        case asgi.UNDECODABLE_FRAME:
+            return BadRequest("the event is not valid UTF-8; send it as JSON in UTF-8")
+        case _:
+            return None
+
+
 class CallSocket:
     """One accepted connection."""
 
@@ -225,8 +236,7 @@ class CallSocket:
         try:
             while (message := await self._receive())["type"] != "websocket.disconnect":
                 await self._accept(message)
-            if message.get("code") == OVERSIZED_FRAME:
-                error = TooLarge("the event is larger than the limit (setting max_body_mb)")
+            if (error := _explain_rejected_frame(message.get("code"))) is not None:
                 self._calls.count_error(self._dialect, error, self._find_refusing_session(error))
         except ClientDisconnect:
             pass

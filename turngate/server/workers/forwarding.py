@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from turngate.server.app import Gateway
 from turngate.server.asgi import (
     GATEWAY_HEADER,
     OVERSIZED_FRAME,
+    UNDECODABLE_FRAME,
     App,
     ClientDisconnect,
     DisconnectWatch,
@@ -58,6 +60,12 @@ _CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upg
     b"sec-websocket-extensions",
     b"sec-websocket-protocol",
 }
+_HANDSHAKE = (
+    ("connection", "Upgrade"),
+    ("upgrade", "websocket"),
+    ("sec-websocket-version", "13"),
+    ("sec-websocket-key", b64encode(bytes(16)).decode()),
+)
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 # Requests that name their session in the body, if at all.
 _ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
@@ -69,6 +77,14 @@ FENCE_ROUTES = {
     ("POST", "/admin/weights"),
 }
 METRICS_ROUTE = ("GET", "/metrics")
+
+
+class SocketRefused(Exception):
+    """The owner of a session refused a WebSocket with this response."""
+
+    def __init__(self, status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> None:
+        super().__init__(f"the WebSocket was refused with status {status}")
+        self.status, self.headers, self.body = status, headers, body
 
 
 class PeerWorkers:
@@ -103,9 +119,15 @@ class PeerWorkers:
         """Open a WebSocket to another worker. Wait if the worker is restarting."""
         url = URL(f"http://worker{target}", encoded=True)
         client = self._clients[number]
-        return await self._wait_for_worker(
-            lambda: client.ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
-        )
+        try:
+            return await self._wait_for_worker(
+                lambda: client.ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
+            )
+        except aiohttp.WSServerHandshakeError:  # it does not have the response's body
+            async with self.request(number, "GET", target, [*headers, *_HANDSHAKE]) as response:
+                if response.status == 101:
+                    raise Stopping("the worker that owns this session has restarted; retry the call") from None
+                raise SocketRefused(response.status, tuple(response.raw_headers), await response.read()) from None
 
     async def _connect(
         self, number: int, method: str, url: URL, headers: Sequence[tuple[str, str]], body: bytes | None
@@ -116,12 +138,17 @@ class PeerWorkers:
         )
 
     async def _wait_for_worker(self, connect: Callable[[], Awaitable[T]]) -> T:
-        """Try to connect until the worker runs. Raise `Stopping` if it does not, or if it stops before it answers."""
+        """Try to connect until the worker runs. Raise `Stopping` if it does not, or if it stops before it answers.
+
+        A worker that refuses a WebSocket runs: that error is raised unchanged.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTART_WAIT_S
         while True:
             try:
                 return await connect()
+            except aiohttp.WSServerHandshakeError:
+                raise
             except aiohttp.ClientConnectorError:
                 if loop.time() > end:
                     raise Stopping(
@@ -214,10 +241,14 @@ class ForwardingApp:
             await self._gateway(scope, receive, send)
             return
         try:
-            body = await read_body(receive, parse_headers(scope), self._max_body)
+            try:
+                body = await read_body(receive, parse_headers(scope), self._max_body)
+                extra: tuple[tuple[str, str], ...] = ()
+            except TooLarge:  # let the owner refuse and count the call, by its size alone
+                body, extra = b"", (("content-length", str(self._max_body + 1)), ("connection", "close"))
             with DisconnectWatch(receive) as watch:
                 try:
-                    await self._forward(number, scope, body, send)
+                    await self._forward(number, scope, body, send, extra)
                 except asyncio.CancelledError:
                     if not watch.disconnected:
                         raise
@@ -241,15 +272,22 @@ class ForwardingApp:
         except TurngateError as error:
             await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
             return
+        except SocketRefused as refusal:
+            fields = [(n.lower(), v) for n, v in refusal.headers if n.lower() not in _CONNECTION_HEADERS]
+            await send({"type": "websocket.http.response.start", "status": refusal.status, "headers": fields})
+            await send({"type": "websocket.http.response.body", "body": refusal.body})
+            return
         async with owner:
             await receive()  # the request to connect
             await send({"type": "websocket.accept", "headers": [GATEWAY_HEADER]})
             await forward_frames(owner, receive, send)
 
-    async def _forward(self, number: int, scope: Scope, body: bytes, send: Send) -> None:
+    async def _forward(
+        self, number: int, scope: Scope, body: bytes, send: Send, extra: Sequence[tuple[str, str]] = ()
+    ) -> None:
         target, headers = _build_request(scope)
-        content = body if body or scope["method"] == "POST" else None
-        async with self._peers.request(number, scope["method"], target, headers, content) as response:
+        content = body if body or (scope["method"] == "POST" and not extra) else None
+        async with self._peers.request(number, scope["method"], target, [*headers, *extra], content) as response:
             fields = [(n.lower(), v) for n, v in response.raw_headers if n.lower() not in _CONNECTION_HEADERS]
             await send({"type": "http.response.start", "status": response.status, "headers": fields})
             try:
@@ -263,13 +301,13 @@ class ForwardingApp:
 
 async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
     """Forward frames in both directions until one end closes the connection."""
-    is_oversized = False
+    rejected: int | None = None  # the code for a frame that the server rejected
 
     async def forward_events() -> None:
-        nonlocal is_oversized
+        nonlocal rejected
         while (message := await receive())["type"] != "websocket.disconnect":
             await owner.send_str(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
-        is_oversized = message.get("code") == OVERSIZED_FRAME
+        rejected = message["code"] if message.get("code") in (OVERSIZED_FRAME, UNDECODABLE_FRAME) else None
 
     async def forward_replies() -> None:
         async for frame in owner:
@@ -286,8 +324,8 @@ async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receiv
     if not directions[0].done() or directions[0].cancelled():  # the owner closed the connection
         with suppress(OSError, RuntimeError):
             await send({"type": "websocket.close", "code": owner.close_code or 1012})
-    if is_oversized:
-        await owner.close(code=OVERSIZED_FRAME)  # the owner records the refused call
+    if rejected is not None:
+        await owner.close(code=rejected)  # the owner records the refused call
 
 
 def _build_request(scope: Scope) -> tuple[str, list[tuple[str, str]]]:
