@@ -159,9 +159,9 @@ async def test_sessions_of_killed_runner_are_cancelled() -> None:
     """One session was open, and one had not been opened yet."""
     async with open_harness() as harness:
         plan = harness.plan("well-0", n=2)
-        batch = (await run_batch(plan, harness.client, harness.connector)).batch
+        first, batch = (await run_batch(plan, harness.client, harness.connector)).batch, "another"
         head = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
-        (harness.out / LEDGER_NAME).write_bytes(head)
+        (harness.out / LEDGER_NAME).write_bytes(head.replace(first.encode(), batch.encode()))
         opened = await harness.client.open({"model": "m"})
         ledger = Ledger.open(harness.out)
         for index, session in enumerate((opened.id, "never-opened")):

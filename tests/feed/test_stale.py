@@ -102,8 +102,10 @@ async def test_open_stale_sessions_are_cancelled() -> None:
         assert [await stop_reason(t, s.id) for s in (fresh, other, loose, odd)] == [""] * 4
         [event] = [e for e in t.g.app.events.page(old.id) if e.kind == "cancelled"]
         assert event.data == {"stop": "stale", "turns": 2}
-        await t.record(old.id, 1.0, "train.a")  # its outcome can still be recorded
-        assert [w.rollouts for w in (await t.client.show_feed("f")).waiting] == [1]
+        await t.record(old.id, 1.0, "train.a")  # its outcome can still be recorded, but does not count
+        shown = await t.client.show(old.id)
+        assert shown.outcome is not None and "its session was cancelled" in shown.excluded
+        assert (await t.client.show_feed("f")).waiting == ()
 
 
 async def test_session_is_kept_while_another_feed_accepts_it() -> None:

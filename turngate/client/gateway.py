@@ -11,6 +11,7 @@ import msgspec
 
 from turngate.client.protocol import (
     AnsweredToolCall,
+    AttemptList,
     DecodedTrace,
     DeliveryPage,
     EventReceipt,
@@ -21,15 +22,19 @@ from turngate.client.protocol import (
     FenceView,
     ModelList,
     OpenedSession,
+    OutcomeReceipt,
     PauseMode,
     SampleList,
     SampleRow,
     SessionInfo,
     SessionList,
+    SessionOutcome,
+    SupersededAttempt,
     ToolCallPage,
     ToolCallView,
 )
 from turngate.client.transport import GatewayTransport, GatewayUnreachable, InvalidReply, RequestRejected
+from turngate.store.attempts import AttemptRow
 from turngate.store.events import GatewayEvent
 from turngate.store.outcomes import RecordedOutcome
 from turngate.telemetry.spans import TRACEPARENT
@@ -128,12 +133,28 @@ class GatewayClient(GatewayTransport):
         body = {"session": session, "kind": kind, "data": data}
         return (await self._request("POST", "/admin/events", EventReceipt, body)).seq
 
-    async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
-        """Record the outcome of a rollout. Recording the same outcome again is allowed; a different one requires `replace`."""
+    async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> str:
+        """Record the outcome of a rollout. Recording the same outcome again is allowed; a different one requires `replace`.
+
+        Return why the outcome does not count, such as `superseded by attempt 2`, or an empty string if it does.
+        """
         recorded.encode()  # raises for whatever the gateway would reject
         suffix = "?replace=1" if replace else ""
         path = f"/admin/sessions/{quote(session)}/outcome{suffix}"
-        await self._request("PUT", path, _Ignored, msgspec.to_builtins(recorded))
+        return (await self._request("PUT", path, OutcomeReceipt, msgspec.to_builtins(recorded))).excluded
+
+    async def attempts(self, rollout: str) -> list[AttemptRow]:
+        """Return the attempts at a rollout, lowest first."""
+        return (await self._request("GET", f"/admin/attempts?rollout={quote(rollout, safe='')}", AttemptList)).attempts
+
+    async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
+        """Give up an attempt, unless it already has an outcome. Afterwards it can be neither opened nor trained.
+
+        If the returned state is not `superseded`, adopt the returned outcome. `session` is the id that was chosen for its session.
+        """
+        body = {"rollout": rollout, "attempt": attempt, "session": session}
+        reply = SupersededAttempt[SessionOutcome]
+        return await self._request("POST", "/admin/attempts/supersede", reply, body)
 
     async def close_group(self, group: str) -> None:
         """Declare a group complete, even if it has fewer rollouts than expected. Safe to repeat."""

@@ -14,6 +14,7 @@ import msgspec
 
 from turngate.engines.gate_call import GateFault, GateFinish
 from turngate.errors import BadRequest
+from turngate.store.attempts import AttemptRow
 from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.tool_calls import AnsweredBy
@@ -58,6 +59,8 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     policy: dict[str, Json] = {}
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
+    rollout: str = ""
+    attempt: int = 1
     max_tokens: int | None = None
     at_limit: str = "final_message"
     signals: dict[str, Json] = {}
@@ -86,6 +89,8 @@ class SessionSummary(msgspec.Struct, Generic[ConfigT, OutcomeT], frozen=True, kw
     config: ConfigT
     outcome: OutcomeT | None
     damaged: str = ""  # which part of the session cannot be read
+    # Why its outcome does not count: its attempt was superseded, or it was cancelled. It is in no group, feed or export.
+    excluded: str = ""
 
 
 class SessionDescription(
@@ -136,6 +141,23 @@ class SessionList(msgspec.Struct, frozen=True):
 
 class ModelList(msgspec.Struct, frozen=True):
     data: list[SessionId]
+
+
+class OutcomeReceipt(msgspec.Struct, frozen=True):
+    """The reply to recording an outcome. `excluded` says why the outcome does not count, or is empty. Older gateways do not send it."""
+
+    excluded: str = ""
+
+
+class AttemptList(msgspec.Struct, frozen=True):
+    attempts: list[AttemptRow]
+
+
+class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
+    """An attempt that was to be given up. Its outcome counts, and must be adopted, unless its state is `superseded`."""
+
+    attempt: AttemptRow
+    outcome: OutcomeT | None
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):

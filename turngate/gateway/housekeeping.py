@@ -1,4 +1,4 @@
-"""Periodic maintenance of a running gateway: evict idle traces, seal unused sessions, remove old events."""
+"""Periodic maintenance of a running gateway: evict idle traces, seal unused sessions, cancel superseded ones, remove old events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 
 from turngate.errors import TurngateError
+from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Evictor
 from turngate.gateway.sessions import Sessions
@@ -21,8 +22,18 @@ class Housekeeper:
     Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps them all.
     """
 
-    def __init__(self, sessions: Sessions, evictor: Evictor, events: Events, *, idle_s: float, event_s: float) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        attempts: Attempts,
+        evictor: Evictor,
+        events: Events,
+        *,
+        idle_s: float,
+        event_s: float,
+    ) -> None:
         self._sessions = sessions
+        self._attempts = attempts
         self._evictor = evictor
         self._events = events
         self._idle_s = idle_s
@@ -37,6 +48,7 @@ class Housekeeper:
                 self._pruned = time.time()
                 self._prune_events(self._pruned - self._event_s)
             await self._seal_idle()
+            await self._cancel_superseded()
 
     def _prune_events(self, before: float) -> None:
         try:
@@ -51,3 +63,10 @@ class Housekeeper:
                 await self._sessions.seal(session_id, "idle")
             except TurngateError as error:
                 log.warning("cannot seal idle session %s: %s", session_id, error.message)
+
+    async def _cancel_superseded(self) -> None:
+        """Cancel sessions that another worker superseded, or a gateway that was then killed."""
+        try:
+            await self._attempts.cancel_superseded()
+        except TurngateError as error:
+            log.warning("cannot look for superseded sessions: %s", error.message)

@@ -14,14 +14,15 @@ from turngate.telemetry.metrics import Metrics
 
 class OutcomeRecorder:
     def __init__(self, store: Store, sessions: Sessions, events: Events, feeds: Feeds, metrics: Metrics) -> None:
+        self._attempts = store.attempts
         self._outcomes = store.outcomes
         self._sessions = sessions
         self._events = events
         self._feeds = feeds
         self._metrics = metrics
 
-    def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> None:
-        """Store the outcome of an ended session. Recording the same outcome again is allowed.
+    def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> str:
+        """Store the outcome of an ended session, and return why it does not count, if so. Recording the same outcome again is allowed.
 
         Raise `Conflict` if the session is still open, or if it has a different outcome and `replace` is not set.
         """
@@ -38,3 +39,4 @@ class OutcomeRecorder:
             self._metrics.count_outcome(outcome.kind, outcome.reward)
         self._events.wake(session_id)
         self._feeds.wake()
+        return self._attempts.find_exclusion(row.key)

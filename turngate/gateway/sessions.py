@@ -23,9 +23,9 @@ from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.host_tools import check_tools
-from turngate.trace.session import SESSION_ID, Session, SessionConfig, Status, check_attempt
+from turngate.trace.session import Session, SessionConfig, Status, check_rollout, check_session_id
 from turngate.trace.signals import find_faults
-from turngate.types import STALE, Mode, Sampling
+from turngate.types import STALE, SUPERSEDED, Mode, Sampling
 
 
 class Sessions:
@@ -81,11 +81,8 @@ class Sessions:
         self._check_config(config)
         if session_id is None:
             session_id = self._shard.new_session_id()
-        elif not SESSION_ID.fullmatch(session_id):
-            raise BadRequest(
-                "id must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
-                param="id",
-            )
+        else:
+            check_session_id(session_id, "id")
         secret = new_secret(session_id)
         digest = _digest(secret)
         opened = time.time()
@@ -123,7 +120,9 @@ class Sessions:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, Sampling)
             raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
-        check_attempt(config)
+        check_rollout(config.rollout)
+        if config.attempt > 1 and not config.rollout:
+            raise BadRequest("attempt requires rollout; pass the name of the rollout as well", param="rollout")
         for field, wrong in find_faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
         check_tools(config.tools)
@@ -236,8 +235,8 @@ class Sessions:
                 return session
             # Calls in flight record the tokens sampled so far before the session is closed.
             await session.abort_calls(status)
-            # A reached limit remains the stop reason, unless the session is stale: a stale session cannot be used at all.
-            stop_reason = stop if stop == STALE else session.stop or stop
+            # A reached limit remains the stop reason, unless the session cannot be used at all.
+            stop_reason = stop if stop in (STALE, SUPERSEDED) else session.stop or stop
             event = new_event(session_id, status, {"stop": stop_reason, "turns": session.turns})
             try:
                 self._store.close_session(session.key, status, stop_reason, time.time(), event)

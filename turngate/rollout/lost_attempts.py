@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Literal
 
 from turngate.client.gateway import GatewayClient, RequestRejected
-from turngate.client.protocol import SessionInfo
 from turngate.errors import TurngateError
 from turngate.rollout import health
 from turngate.rollout.ledger import AttemptStarted, FinishedRollout, UnrecordedRollout
 from turngate.rollout.recording import record_outcome
-from turngate.rollout.results import BatchResults, build_adopted, describe_unrecorded
+from turngate.rollout.results import BatchResults, build_adopted, describe_unrecorded, exclude
 from turngate.rollout.stop_signal import StopSignal
 
 
 class LostAttempts:
-    """Settles the lost attempts of one batch by asking the gateway how they ended."""
+    """Settles the lost attempts of one batch.
+
+    A lost attempt may still be running where it cannot be reached. It is superseded at the gateway, so that it cannot be trained even if it
+    returns, and was not opened yet.
+    """
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:
         self._gateway = gateway
@@ -24,21 +27,24 @@ class LostAttempts:
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
         """End an attempt whose end the runner did not see. If the gateway has its outcome, use it instead of running the rollout again."""
-        shown = await self._cancel_session(started.session)
-        recorded = None if shown is None else shown.outcome
-        if shown is None or recorded is None:
+        settled = await self._gateway.supersede(started.rollout, started.attempt, started.session)
+        recorded = settled.outcome
+        if recorded is None or settled.attempt.state == "superseded":
             await self._results.end_attempt(started, why, message)
         elif recorded.kind == "infrastructure fault":
             await self._results.end_attempt(started, "fault", recorded.message)
         else:
+            shown = await self._gateway.show(settled.attempt.session)
             await self._results.finish(build_adopted(started, recorded, shown))
 
     async def record(self, unrecorded: UnrecordedRollout) -> None:
         """Record the outcome of a rollout that is done. Stop the batch if that fails again."""
         finished = unrecorded.finished
         try:
-            await record_outcome(self._gateway, finished.session, unrecorded.recorded, wait_s=health.RESTART_S)
-            await self._results.finish(finished)
+            excluded = await record_outcome(
+                self._gateway, finished.session, unrecorded.recorded, wait_s=health.RESTART_S
+            )
+            await self._results.finish(exclude(finished, excluded))
         except RequestRejected as refused:
             if refused.answered not in (404, 409):
                 return self._stop.stop(describe_unrecorded(finished, refused.message))
@@ -46,17 +52,6 @@ class LostAttempts:
             return await self.settle(_build_started(finished), "lost", refused.message)
         except TurngateError as error:
             return self._stop.stop(describe_unrecorded(finished, error.message))
-
-    async def _cancel_session(self, session: str) -> SessionInfo | None:
-        """Cancel a session and return its info, or None if it was never opened."""
-        try:
-            await self._gateway.cancel(session)
-        except RequestRejected as refused:
-            if refused.answered == 404:
-                return None
-            if refused.answered != 409:  # 409: already ended
-                raise
-        return await self._gateway.show(session)
 
 
 def _build_started(finished: FinishedRollout) -> AttemptStarted:

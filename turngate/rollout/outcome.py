@@ -73,12 +73,15 @@ class Outcome(msgspec.Struct, kw_only=True):
     calls: int | None = None
     collected: Collected = Collected()
     unrecorded: str = ""  # why the gateway has not recorded this yet; empty if it has, or does not need to
+    excluded: str = ""  # why the recorded outcome does not count: its attempt was superseded, or its session cancelled
     not_enforced: tuple[str, ...] = ()  # limits that the sandbox does not enforce
     notes: tuple[str, ...] = ()
 
     @property
     def exclusion(self) -> str:
         """Why the rollout is neither trained nor part of its group's baseline, although it has a reward; empty if it is not excluded."""
+        if self.excluded:
+            return self.excluded
         is_excluded = self.refused is not None and self.training is not None and not self.training.trained_tokens
         return "; ".join(self.warnings) if is_excluded else ""
 

@@ -45,14 +45,17 @@ def build_record(outcome: Outcome) -> RecordedOutcome:
 
 async def record_outcome(
     gateway: GatewayClient, session: str, record: RecordedOutcome, *, wait_s: float, is_sealed: bool = False
-) -> None:
-    """Seal the session if necessary, and record the outcome. Wait up to `wait_s` seconds for a gateway that is restarting."""
+) -> str:
+    """Seal the session if necessary, and record the outcome. Wait up to `wait_s` seconds for a gateway that is restarting.
 
-    async def seal_and_record() -> None:
+    Return why the outcome does not count, or an empty string if it does.
+    """
+
+    async def seal_and_record() -> str:
         nonlocal is_sealed
         if not is_sealed:
             await gateway.seal(session, "error")  # a session that is already sealed keeps its reason
             is_sealed = True
-        await gateway.record(session, record)
+        return await gateway.record(session, record)
 
-    await retry_while_unreachable(seal_and_record, limit_s=wait_s)
+    return await retry_while_unreachable(seal_and_record, limit_s=wait_s)

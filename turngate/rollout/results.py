@@ -198,7 +198,7 @@ def build_finished(
 ) -> FinishedRollout:
     assert verdict.kind is not None, "the rollout must be graded first"
     fault = outcome.fault
-    return FinishedRollout(
+    finished = FinishedRollout(
         rollout=item.id,
         task=item.task.id,
         round=item.round,
@@ -221,6 +221,14 @@ def build_finished(
         message=describe_failure(outcome)[:_MAX_CHARS],
         at=timestamp(),
     )
+    return exclude(finished, outcome.excluded)
+
+
+def exclude(finished: FinishedRollout, reason: str) -> FinishedRollout:
+    """Return a finished rollout without its verdict, if there is a reason why its outcome does not count. The gateway keeps the outcome."""
+    if not reason:
+        return finished
+    return msgspec.structs.replace(finished, kind="cancelled", reward=None, resolved=None, message=reason)
 
 
 def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: SessionInfo) -> FinishedRollout:

@@ -410,8 +410,10 @@ class Rollout:
         outcome.unrecorded = "the runner was stopped before the gateway recorded the outcome"
         try:
             async with self._stages.enter("record"):
-                await session.record(build_record(outcome))
+                outcome.excluded = await session.record(build_record(outcome))
             outcome.unrecorded = ""
+            if outcome.excluded:
+                self._note(f"the outcome does not count: {outcome.excluded}")
         except TurngateError as error:
             outcome.unrecorded = error.message
             self._note(f"the outcome could not be recorded at the gateway: {error.message}")

@@ -21,7 +21,7 @@ from turngate.rollout.recording import record_outcome
 from turngate.rollout.sampling import resolve_settings
 from turngate.rollout.spec import RolloutSpec
 from turngate.store.outcomes import RecordedOutcome
-from turngate.types import STALE, Json
+from turngate.types import STALE, SUPERSEDED, Json
 
 RESTART_S = 40.0  # how long to wait for a gateway that is restarting
 END_S = 10.0  # how long the gateway may take to end the session of a failed rollout
@@ -79,8 +79,9 @@ class AgentSession:
             elif kind == "limit":
                 self._set_over(data["limit"])
             elif kind in ("sealed", "cancelled", "deleted") and not self._is_ending:
-                is_stale = data.get("stop") == STALE
-                self._set_over(STALE if is_stale else f"the session was {kind} at the gateway")
+                stop = data.get("stop")
+                why = ": its attempt was superseded" if stop == SUPERSEDED else ""
+                self._set_over(STALE if stop == STALE else f"the session was {kind} at the gateway{why}")
 
     def _set_over(self, stop: str) -> None:
         self._ending.stop = stop
@@ -103,9 +104,9 @@ class AgentSession:
         if live.last_error is not None:
             ending.last_error = live.last_error
 
-    async def record(self, record: RecordedOutcome) -> None:
-        """Record the outcome at the gateway."""
-        await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
+    async def record(self, record: RecordedOutcome) -> str:
+        """Record the outcome at the gateway. Return why it does not count, or an empty string if it does."""
+        return await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
 
     async def end(self, *, cancelled: bool) -> None:
         """End the session of a rollout that stopped before sealing it."""
@@ -131,18 +132,20 @@ class AgentSession:
 
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
     """Build the settings for opening the session. The settings in `spec.session` take precedence."""
+    attempt = {"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}
     metadata = {
         "task": spec.task.id,
         "agent": spec.agent.name,
         "agent_version": spec.agent.install.version,
         "sandbox": spec.backend.name,
         "group": group,
-        **({"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}),
+        **attempt,
     }
     overrides = dict(spec.session)
     return {
         "model": spec.model,
         "signals": msgspec.to_builtins(resolve_signals(spec.agent.signals, spec.model)),
+        **attempt,
         **({"tools": msgspec.to_builtins(spec.task.tools)} if spec.task.tools else {}),
         **overrides,
         **resolve_settings(overrides, spec.agent.sampling, spec.endpoint_sampling),

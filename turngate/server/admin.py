@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from turngate.client.protocol import NewSession
 from turngate.errors import BadRequest, NotFound
+from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.outcomes import OutcomeRecorder
@@ -69,6 +70,7 @@ class AdminRoutes:
     def __init__(
         self,
         sessions: Sessions,
+        attempts: Attempts,
         directory: SessionDirectory,
         session_views: SessionViews,
         events: Events,
@@ -77,6 +79,7 @@ class AdminRoutes:
         auth: Auth,
     ) -> None:
         self._sessions = sessions
+        self._attempts = attempts
         self._directory = directory
         self._session_views = session_views
         self._events = events
@@ -111,6 +114,8 @@ class AdminRoutes:
             # Stored with the session, so that spans of its turns keep this parent after a restart.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
         session, secret = self._sessions.open(config, body.id)
+        if config.attempt > 1:
+            await self._attempts.cancel_lower(config.rollout)
         return json_response(
             NewSession(**msgspec.structs.asdict(self._directory.describe(session)), api_key=secret), 201
         )
@@ -153,8 +158,9 @@ class AdminRoutes:
     async def record(self, request: Request) -> Response:
         outcome = await decode_body(request, RecordedOutcome)
         session_id = request.path_params["id"]
-        self._outcomes.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
-        return json_response({"id": session_id, "outcome": outcome})
+        replace = request.query_params.get("replace", "") in ("1", "true")
+        excluded = self._outcomes.record(session_id, outcome, replace=replace)
+        return json_response({"id": session_id, "outcome": outcome, "excluded": excluded})
 
     async def tool_calls(self, request: Request) -> Response:
         session = self._sessions.find(request.path_params["id"])

@@ -18,6 +18,7 @@ from turngate.dialects import DIALECTS
 from turngate.engines.base import Engine, Relay
 from turngate.engines.gate import Gate
 from turngate.errors import NotFound, StoreError
+from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Evictor
 from turngate.gateway.feeds import Feeds
@@ -36,6 +37,7 @@ from turngate.gateway.weights import LocalBarrier, WeightUpdates
 from turngate.render import Certificate, Renderer
 from turngate.server.admin import AdminRoutes
 from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
+from turngate.server.attempts import AttemptRoutes
 from turngate.server.auth import Auth, admin_key, metrics_key
 from turngate.server.compat.openenv import OpenEnvRoutes
 from turngate.server.compat.prime import PrimeRoutes
@@ -137,6 +139,7 @@ class Gateway:
             on_close=self.engine.release if self.engine is not None else lambda session_id: None,
             on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
         )
+        self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
         self.outcomes = OutcomeRecorder(self.store, self.sessions, self.events, self.feeds, self.metrics)
@@ -145,7 +148,7 @@ class Gateway:
         self.evictor = Evictor(self.store, self.sessions, config.rest_s)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
         self._housekeeper = Housekeeper(
-            self.sessions, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
+            self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
         )
 
     def _compose_weight_updates(self) -> None:
@@ -232,6 +235,7 @@ class Gateway:
             *ResponseRoutes(self.replies, self.auth).routes(),
             *AdminRoutes(
                 self.sessions,
+                self.attempts,
                 self.directory,
                 self.session_views,
                 self.events,
@@ -239,6 +243,7 @@ class Gateway:
                 self.host_tools,
                 self.auth,
             ).routes(),
+            *AttemptRoutes(self.attempts, self.auth).routes(),
             *FenceRoutes(self.updates, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.feeds, self.auth).routes(),

@@ -227,8 +227,8 @@ class DirectModeClient(GatewayClient):
         self._on_event(kind, data)
         return 0
 
-    async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
-        return
+    async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> str:
+        return ""
 
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True

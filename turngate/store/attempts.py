@@ -40,6 +40,17 @@ AttemptState = Literal["running", "settled", "failed", "superseded"]
 _COLUMNS = "rollout, attempt, session, cell, state, started, ended"
 _MAX_VALUES = 500  # per query
 GIVEN_UP = "superseded: it was given up before its outcome was recorded"
+OF_CANCELLED = "its session was cancelled before its outcome was recorded"
+_SUPERSEDED = (
+    "SELECT sessions.key, mine.attempt,"
+    " (SELECT max(other.attempt) FROM attempts AS other WHERE other.rollout=mine.rollout)"
+    " FROM sessions JOIN attempts AS mine ON mine.session=sessions.id"
+    " WHERE mine.state='superseded' AND sessions.key BETWEEN ? AND ?"
+)
+_CANCELLED = (
+    "SELECT key FROM sessions JOIN outcomes ON outcomes.session=sessions.key"
+    " WHERE status='cancelled' AND key BETWEEN ? AND ?"
+)
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
@@ -73,17 +84,24 @@ class AttemptTable:
         with self._reading() as db:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
-    def explain_superseded(self, first: int, last: int) -> dict[int, str]:
-        """Return why the outcomes of superseded sessions with keys from `first` to `last` do not count, by session key."""
+    def explain_exclusions(self, first: int, last: int) -> dict[int, str]:
+        """Return why sessions with keys from `first` to `last` do not count, by session key. Sessions that do are omitted."""
         if not self._there:
             return {}
-        query = (
-            f"SELECT sessions.key, {_EXPLAINED} JOIN sessions ON sessions.id=mine.session"
-            " WHERE mine.state='superseded' AND sessions.key BETWEEN ? AND ?"
-        )
         with self._reading() as db:
-            rows = db.execute(query, (first, last)).fetchall()
-        return {key: _explain(attempt, newest) for key, attempt, newest in rows}
+            cancelled = db.execute(_CANCELLED, (first, last)).fetchall()
+            superseded = db.execute(_SUPERSEDED, (first, last)).fetchall()
+        return {
+            **{key: OF_CANCELLED for (key,) in cancelled},
+            **{
+                key: f"superseded by attempt {newest}" if newest > attempt else GIVEN_UP
+                for key, attempt, newest in superseded
+            },
+        }
+
+    def find_exclusion(self, session: int) -> str:
+        """Return why a session does not count, or an empty string if it does. `session` is its key."""
+        return self.explain_exclusions(session, session).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
         """Return those of the given session ids whose attempts are superseded."""
@@ -121,9 +139,9 @@ class AttemptTable:
                     (state, now, rollout, attempt),
                 )
                 return msgspec.structs.replace(before, state=state), recorded
-            supersede_attempts(
-                db, "(rollout=? AND attempt=?) OR (session=? AND session!='')", (rollout, attempt, before.session)
-            )
+            sessions = (before.session, session)  # usually the same
+            which = "(rollout=? AND attempt=?) OR (session IN (?,?) AND session!='' AND state!='settled')"
+            supersede_attempts(db, which, (rollout, attempt, *sessions))
             return msgspec.structs.replace(before, state="superseded", ended=now), None
 
 
@@ -214,13 +232,3 @@ def outcome_state(outcome: RecordedOutcome | DamagedOutcome, status: str) -> Att
     """Return the state of an attempt with this outcome. Cancelling a session ends its rollout without a verdict."""
     is_fault = isinstance(outcome, RecordedOutcome) and outcome.kind == "infrastructure fault"
     return "failed" if is_fault or status == "cancelled" else "settled"
-
-
-_EXPLAINED = (
-    "mine.attempt, (SELECT max(other.attempt) FROM attempts AS other WHERE other.rollout=mine.rollout)"
-    " FROM attempts AS mine"
-)
-
-
-def _explain(attempt: int, newest: int) -> str:
-    return f"superseded by attempt {newest}" if newest > attempt else GIVEN_UP

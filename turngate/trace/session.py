@@ -95,13 +95,19 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     show_logprobs: bool = False  # whether the agent may request the log-probabilities of its replies
 
 
-def check_attempt(config: SessionConfig) -> None:
-    """Check the name of a session's rollout. Raise `BadRequest` if it is invalid."""
-    name = config.rollout
+def check_session_id(session_id: str, param: str) -> None:
+    """Raise `BadRequest` if a session's id is invalid. `param` is the name of the field that contains it."""
+    if not SESSION_ID.fullmatch(session_id):
+        raise BadRequest(
+            f"{param} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+            param=param,
+        )
+
+
+def check_rollout(name: str) -> None:
+    """Raise `BadRequest` if the name of a rollout is invalid."""
     if len(name) > MAX_ROLLOUT_CHARS or not name.isprintable():
         raise BadRequest(f"rollout must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
-    if config.attempt > 1 and not name:
-        raise BadRequest("attempt requires rollout; pass the name of the rollout as well", param="rollout")
 
 
 class Session:

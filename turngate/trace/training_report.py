@@ -24,6 +24,7 @@ _NO_CALLS = (
     "the agent made no model call",
     "check that the agent uses the base URL and the key that it was given, and read its output",
 )
+_READ_OTHER = "another attempt at the rollout is trained instead, if there is one"
 _SERVE_CALL = (
     "make the agent request only what the gateway serves, or pass --on-refused train (policy.refused in a session's settings) to train "
     "such rollouts anyway"
@@ -47,11 +48,19 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return "" if self.amount == "most" else f"{amount} tokens are trained: {self.reason}; {self.fix}"
 
 
-def report_training(trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy) -> TrainingReport:
-    """Report how much of a trace is trained. `role_of` has the role of each turn, by node id."""
+def report_training(
+    trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy, excluded: str = ""
+) -> TrainingReport:
+    """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
+
+    `excluded` is the reason why the whole rollout is not trained, whatever is in its trace.
+    """
     reasons = find_untrained(trace, role_of, policy)
     turns = list(trace.turns())
     main = _find_main_turns(turns, role_of, policy)
+    if excluded:
+        main_tokens = sum(turn.size for turn in main)
+        return TrainingReport(amount="none", main_tokens=main_tokens, reason=excluded, fix=_READ_OTHER)
     report = TrainingReport(
         trained_tokens=sum(turn.size for turn in turns if not reasons[turn.id]),
         main_tokens=sum(turn.size for turn in main),

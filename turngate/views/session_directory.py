@@ -33,8 +33,12 @@ class SessionDirectory:
     def list_sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[Summary]:
         rows = self._store.sessions(status=status, before=before, limit=limit)
         outcomes = self._store.outcomes.read(rows[-1].key, rows[0].key) if rows else {}
+        excluded = self._store.attempts.explain_exclusions(rows[-1].key, rows[0].key) if rows else {}
         find_live = self._sessions.find_live
-        return [Summary(**_summarize(row, find_live(row.id), outcomes.get(row.key))) for row in rows]
+        return [
+            Summary(**_summarize(row, find_live(row.id), outcomes.get(row.key), excluded.get(row.key, "")))
+            for row in rows
+        ]
 
     async def show(self, session_id: str) -> Description:
         """Describe a session by its id, without keeping its trace in memory."""
@@ -72,10 +76,11 @@ def describe_session(
     except StoreError as error:
         trace, unreadable = None, error.message
     role_of = {} if trace is None else assign_roles(trace)
+    excluded = store.attempts.find_exclusion(session.key)
     has_begun = trace is not None and (trace.nodes or trace.refused or session.status != "open")
     forks = [] if trace is None else [Fork(n.id, n.info.cause) for n in trace.nodes if n.info.cause is not None]
     return Description(
-        **{**_summarize(row, live, store.outcomes.find(session.key)), "stop": session.stop},
+        **{**_summarize(row, live, store.outcomes.find(session.key), excluded), "stop": session.stop},
         turns=session.turns,
         sampled_tokens=session.sampled_tokens,
         in_flight=session.in_flight,
@@ -85,14 +90,16 @@ def describe_session(
         last_used=session.last_used,
         tokens=None if trace is None else trace.tokens(),
         roles=None if trace is None else dict(Counter(role_of.values())),
-        training=report_training(trace, role_of, session.config.policy) if trace is not None and has_begun else None,
+        training=report_training(trace, role_of, session.config.policy, excluded)
+        if trace is not None and has_begun
+        else None,
         forks=None if trace is None else forks,
         unreadable=unreadable,
     )
 
 
 def _summarize(
-    row: SessionRow, live: Session | None, outcome: RecordedOutcome | DamagedOutcome | None
+    row: SessionRow, live: Session | None, outcome: RecordedOutcome | DamagedOutcome | None, excluded: str
 ) -> dict[str, Json]:
     """Return the fields of a `SessionSummary`."""
     damaged = outcome.message if isinstance(outcome, DamagedOutcome) else ""
@@ -106,4 +113,5 @@ def _summarize(
         "config": row.config,
         "outcome": None if damaged else outcome,
         "damaged": row.damaged or damaged,
+        "excluded": excluded,
     }

@@ -68,7 +68,12 @@ _HANDSHAKE = (
 )
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 # Requests that name their session in the body, if at all.
-_ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
+_ROUTED_BY_BODY = {
+    ("POST", "/admin/sessions"),
+    ("POST", "/admin/events"),
+    ("POST", "/admin/attempts/supersede"),
+    ("POST", "/sessions"),
+}
 FENCE_ROUTES = {
     ("GET", "/admin/fence"),
     ("POST", "/admin/fence/pause"),

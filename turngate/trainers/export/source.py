@@ -54,7 +54,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
     min_reward: float | None = None
     resolved: bool = False  # only resolved rollouts
     unscored: Literal["keep", "drop"] = "keep"  # rollouts without a known reward
-    unfinished: bool = False  # include open and cancelled sessions
+    unfinished: bool = False  # include open, cancelled and superseded sessions
 
     def __post_init__(self) -> None:
         for field in ("groups", "tasks", "sessions"):
@@ -202,6 +202,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         while page := self._store.sessions(before=before, limit=_PAGE):
             before = page[-1].key
             outcomes = self._store.outcomes.read(page[-1].key, page[0].key)
+            excluded = self._store.attempts.explain_exclusions(page[-1].key, page[0].key)
             self._seen += len(page)
             for row in page:
                 stored = outcomes.get(row.key)
@@ -211,9 +212,10 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
                         self._exclusions.add(row.damaged)
                     continue
                 matches = self._filter.matches(row, outcome)
-                if row.status != "sealed" and not self._filter.unfinished:
+                why = excluded.get(row.key) or ("" if row.status == "sealed" else f"its session is {row.status}")
+                if why and not self._filter.unfinished:
                     if matches:
-                        self._exclusions.add(f"its session is {row.status} (--unfinished includes it)")
+                        self._exclusions.add(f"{why} (--unfinished includes it)")
                     continue
                 newest_first.append((find_group(row, outcome), row.key, matches))
         for name, key, matches in reversed(newest_first):

@@ -1,0 +1,60 @@
+"""Attempts at rollouts: give one up, list them, and cancel the sessions of those that no longer count.
+
+The store decides in one transaction whether an attempt counts. Cancelling its session only saves tokens, so it may follow later, in the
+worker that owns the session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from turngate.client.protocol import SupersededAttempt
+from turngate.errors import NotFound, TurngateError
+from turngate.gateway.events import Events
+from turngate.gateway.sessions import Sessions
+from turngate.store.attempts import AttemptRow, AttemptTable
+from turngate.store.outcomes import RecordedOutcome
+from turngate.types import SUPERSEDED
+
+log = logging.getLogger("turngate")
+
+
+class Attempts:
+    def __init__(self, table: AttemptTable, sessions: Sessions, events: Events) -> None:
+        self._table = table
+        self._sessions = sessions
+        self._events = events
+
+    async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
+        """Give up an attempt, even if it was never opened, unless it already has an outcome. Then cancel its session."""
+        row, outcome = self._table.supersede(rollout, attempt, session or self._find_unnamed(rollout))
+        if row.session:
+            self._events.wake(row.session)
+        await self.cancel_superseded([row.session])
+        return SupersededAttempt(row, outcome)
+
+    def list_attempts(self, rollout: str) -> list[AttemptRow]:
+        """Return the attempts at a rollout, lowest first."""
+        found = self._table.list_attempts(rollout)
+        if not found:
+            raise NotFound(f"unknown rollout {rollout!r}; no attempt at it was opened or superseded")
+        return found
+
+    async def cancel_lower(self, rollout: str) -> None:
+        """Cancel the sessions that were superseded because a higher attempt was opened."""
+        await self.cancel_superseded([row.session for row in self._table.list_attempts(rollout)])
+
+    async def cancel_superseded(self, sessions: Iterable[str] | None = None) -> None:
+        """Cancel this worker's open sessions whose attempts are superseded, or those among `sessions`."""
+        opened = self._sessions.open_digests()
+        wanted = [session for session in (opened if sessions is None else sessions) if session in opened]
+        for session_id in self._table.filter_superseded(wanted):
+            try:
+                await self._sessions.end(session_id, "cancelled", SUPERSEDED)
+            except TurngateError as error:
+                log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
+
+    def _find_unnamed(self, rollout: str) -> str:
+        """Return the id of the session that is its own rollout, or an empty string."""
+        return rollout if self._sessions.knows(rollout) else ""

@@ -1,0 +1,51 @@
+"""The admin API for attempts at rollouts, under `/admin/attempts`. Requires the admin key. Any worker can serve these routes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.errors import BadRequest
+from turngate.gateway.attempts import Attempts
+from turngate.server.auth import Auth
+from turngate.server.http import decode_body, json_response, route
+from turngate.trace.session import MAX_ATTEMPT, check_rollout, check_session_id
+
+
+class SupersedeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /admin/attempts/supersede`. `session` is the id that was chosen for the session of the attempt, if any."""
+
+    rollout: str
+    attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
+    session: str = ""
+
+
+class AttemptRoutes:
+    def __init__(self, attempts: Attempts, auth: Auth) -> None:
+        self._attempts = attempts
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/admin/attempts", "GET", self.listing, self._auth),
+            route("/admin/attempts/supersede", "POST", self.supersede, self._auth),
+        ]
+
+    async def listing(self, request: Request) -> Response:
+        rollout = request.query_params.get("rollout", "")
+        if not rollout:
+            raise BadRequest("rollout is missing; pass the name of a rollout", param="rollout")
+        return json_response({"attempts": self._attempts.list_attempts(rollout)})
+
+    async def supersede(self, request: Request) -> Response:
+        body = await decode_body(request, SupersedeBody)
+        if not body.rollout:
+            raise BadRequest("rollout must not be empty; pass the name of the rollout", param="rollout")
+        check_rollout(body.rollout)
+        if body.session:
+            check_session_id(body.session, "session")
+        return json_response(await self._attempts.supersede(body.rollout, body.attempt, body.session))
