@@ -58,6 +58,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_silence_s: Annotated[
         float, _about("Fail a call if the engine sends nothing for this many seconds.", ENGINE)
     ] = 600.0
+    engine_wait_s: Annotated[
+        float,
+        _about("Let a call wait up to this many seconds while all engines are busy; 0 fails it at once.", ENGINE),
+    ] = 300.0
+    engine_load_s: Annotated[
+        float, _about("Read the load of each engine every this many seconds; 0 never reads it.", ENGINE)
+    ] = 2.0
     model_folder: Annotated[
         str,
         _about("Folder with config.json and model.safetensors. Defaults to the tokenizer folder.", LOCAL_ENGINE),
@@ -160,6 +167,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("idle_s", "alive_s", "max_body_mb", "engine_silence_s", "engine_ranks"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
+        for name in ("engine_wait_s", "engine_load_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 or greater, not {getattr(self, name)}", param=name)
         if not self.rest_s >= 0:
             raise ConfigError(f"rest_s must be 0 (never evict) or greater, not {self.rest_s}", param="rest_s")
         if not 1 <= self.workers <= 256:
@@ -186,16 +196,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 param="engine_url",
             )
         for url in self.engine_url:
-            reject_credentials(
-                url,
-                "engine_url",
-                "put the key in an environment variable and set engine_key_env to the variable's name",
-            )
-            if not _is_url(url):
-                raise ConfigError(
-                    f"engine_url must be an http or https URL such as http://127.0.0.1:8000, not {url!r}",
-                    param="engine_url",
-                )
+            check_engine_url(url, "engine_url")
         if self.engine in OBSERVED_ENGINES and len(self.engine_url) > 1:
             raise ConfigError(
                 "engine_url lists several URLs, but observe mode relays to one endpoint; pass one --engine-url",
@@ -234,6 +235,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.engine_slots is not None and self.engine_slots < 1:
             raise ConfigError(f"engine_slots must be at least 1, not {self.engine_slots}", param="engine_slots")
+
+
+def check_engine_url(url: str, param: str) -> None:
+    """Raise ConfigError if the URL of an engine is invalid or contains a password."""
+    reject_credentials(
+        url, param, "put the key in an environment variable and set engine_key_env to the variable's name"
+    )
+    if not _is_url(url):
+        raise ConfigError(
+            f"{param} must be an http or https URL such as http://127.0.0.1:8000, not {url!r}", param=param
+        )
 
 
 def _is_url(text: str) -> bool:

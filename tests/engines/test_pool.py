@@ -25,7 +25,9 @@ from tests.engines.standins import (
 from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.base import Engine, Health
+from turngate.engines.load import EngineLoad
 from turngate.engines.pool import Pool
+from turngate.engines.replica import PoolTiming
 from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.engines.vllm import VLLM
 from turngate.errors import (
@@ -70,7 +72,9 @@ class Replica(Scripted):
 
 @asynccontextmanager
 async def pool_of(*engines: Engine, **settings: Any) -> AsyncIterator[Pool]:
-    pool = Pool(engines, **{"check_s": 0.02, "backoff_s": 0.01, **settings})
+    given = {"check_s": 0.02, "backoff_s": 0.01, **settings}
+    timing = PoolTiming(**{name: given.pop(name) for name in PoolTiming.__struct_fields__ if name in given})
+    pool = Pool(engines, timing=timing, **given)
     await pool.start()
     try:
         yield pool
@@ -131,7 +135,7 @@ async def test_placements_are_bounded() -> None:
             await served_by(pool, f"s{n}")
             assert await served_by(pool, "keeps coming") == first
         assert len(pool._placed) == 10
-        assert sum(lane.sessions for lane in pool._lanes) == 10
+        assert sum(lane.load.sessions for lane in pool._lanes) == 10
         for _ in range(20):
             await served_by(pool)  # calls without a session are not remembered
         assert len(pool._placed) == 10
@@ -302,7 +306,7 @@ async def test_cancel_before_first_chunk_aborts_call() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert hung.aborted == 1 and pool._lanes[0].in_flight == 0
+        assert hung.aborted == 1 and pool._lanes[0].load.in_flight == 0
 
 
 async def test_early_exit_with_pending_read_aborts_call() -> None:
@@ -311,7 +315,7 @@ async def test_early_exit_with_pending_read_aborts_call() -> None:
         async with pool.generate(make_request(session="s")) as chunks:
             pending = asyncio.ensure_future(anext(chunks))
             await eventually(lambda: hung.in_flight)
-        assert hung.aborted == 1 and pool._lanes[0].in_flight == 0
+        assert hung.aborted == 1 and pool._lanes[0].load.in_flight == 0
         pending.cancel()
 
 
@@ -333,7 +337,7 @@ async def test_sessions_spread_over_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 50}]}}
     server = StandIn(answer_stream(event({"choices": [choice]}), DONE), documents)
-    async with serving(server), pool_of(VLLM(server.url, "m", ranks=3), check_s=60) as pool:
+    async with serving(server), pool_of(VLLM(server.url, "m", ranks=3), check_s=60, load_s=0) as pool:
         for _ in range(2):
             for n in range(6):
                 await served_by(pool, f"s{n}")
@@ -359,3 +363,116 @@ async def test_lost_replica_takes_down_its_ranks() -> None:
             server.answer = unavailable
             assert [await served_by(pool, f"s{n}") for n in range(5)] == [1] * 5
     assert len(server.bodies) == 1
+
+
+class ReportingReplica(Replica):
+    """A replica that reports a load."""
+
+    def __init__(self, number: int, report: EngineLoad, **turn: Any) -> None:
+        super().__init__(number, **turn)
+        self.report = report
+        self.reads = 0
+
+    async def load_report(self) -> list[EngineLoad]:
+        self.reads += 1
+        return [self.report]
+
+
+async def test_sessions_move_from_crowded_replica_to_free_one() -> None:
+    first, second = ReportingReplica(0, EngineLoad(0, 0)), ReportingReplica(1, EngineLoad(50, 0))
+    async with pool_of(first, second, load_s=0.01) as pool:
+        await eventually(lambda: first.reads and second.reads)
+        assert [await served_by(pool, f"s{n}") for n in range(4)] == [0] * 4  # replica 1 has other gateways' calls
+        first.report, second.report = EngineLoad(40, 40, 0.99), EngineLoad(3, 0, 0.1)
+        seen = first.reads + 2
+        await eventually(lambda: first.reads >= seen)
+        assert [await served_by(pool, f"s{n}") for n in range(4)] == [0] * 4  # they have no calls there to move
+        assert await served_by(pool, "new") == 1
+        pool._lanes[0].load.moves_left = 2  # as after a report while two of our calls waited
+        assert sorted([await served_by(pool, f"s{n}") for n in range(4)]) == [0, 0, 1, 1]
+
+
+async def test_replica_without_load_report_counts_own_calls() -> None:
+    class Failing(ReportingReplica):
+        async def load_report(self) -> list[EngineLoad]:
+            self.reads += 1
+            raise EngineError("no metrics today")
+
+    replica = Failing(0, EngineLoad(0, 0))
+    async with pool_of(replica, load_s=0.01) as pool:
+        await eventually(lambda: replica.reads > 1)
+        assert await served_by(pool, "s") == 0 and not pool.is_saturated
+
+
+async def test_added_replica_serves_calls_and_removed_one_is_closed() -> None:
+    first, second = Replica(0), Replica(1)
+    async with pool_of(first) as pool:
+        assert await served_by(pool, "old") == 0
+        await pool.add(second)
+        assert await served_by(pool, "new") == 1
+        await pool.remove("replica 0")
+        assert first.closed == 1 and await served_by(pool, "old") == 1
+        await eventually(lambda: second.checks > 2)  # it is watched like the others
+        checks = first.checks
+        await asyncio.sleep(0.05)
+        assert first.checks == checks
+    assert second.closed == 1 and first.closed == 1
+
+
+async def test_draining_replica_finishes_calls_and_its_sessions_move() -> None:
+    slow, other = Replica(0, hang=True), Replica(1)
+    async with pool_of(slow) as pool:
+        running = asyncio.create_task(served_by(pool, "s"))
+        await eventually(lambda: slow.in_flight)
+        await pool.add(other)
+        pool.set_draining("replica 0", True)
+        assert await served_by(pool, "s") == 1  # a second call of the session
+        assert [await served_by(pool, f"new{n}") for n in range(3)] == [1] * 3
+        waiter = asyncio.create_task(pool.wait_until_idle("replica 0"))
+        await asyncio.sleep(0.02)
+        assert not waiter.done() and slow.in_flight == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await waiter
+        pool.set_draining("replica 0", False)
+        assert pool.place("fresh").engine is slow
+
+
+async def test_call_waits_for_busy_engine_then_fails_after_limit() -> None:
+    busy = Replica(0, busy=True)
+    async with pool_of(busy, wait_s=scaled(60)) as pool:
+        call = asyncio.create_task(served_by(pool, "s"))
+        await eventually(lambda: pool.waiting == 1)
+        assert pool.is_saturated and not call.done()
+        busy.turn = {}
+        assert await call == 0
+        assert pool.waiting == 0 and not pool.is_saturated
+        assert (await pool.health())[0].in_flight == 0
+    busy.turn = {"busy": True}
+    async with pool_of(busy, wait_s=0.3) as pool:
+        with pytest.raises(EngineBusy, match=r"waited 0\.3 s"):
+            await served_by(pool, "s")
+        assert (await pool.health())[0].in_flight == 0
+
+
+async def test_call_waits_while_every_replica_drains() -> None:
+    only = Replica(0)
+    async with pool_of(only, wait_s=scaled(60)) as pool:
+        pool.set_draining("replica 0", True)
+        assert pool.is_saturated
+        call = asyncio.create_task(served_by(pool, "s"))
+        await eventually(lambda: pool.waiting == 1)
+        await pool.add(Replica(1))
+        assert await call == 1
+
+
+async def test_replica_with_wrong_weights_is_never_guessed() -> None:
+    class Wrong(Replica):
+        async def health(self) -> list[Health]:
+            return [Health(self.name, False, "has version 1 instead of 2", wrong=True)]
+
+    wrong = Wrong(0)
+    async with pool_of(wrong) as pool:
+        with pytest.raises(EngineUnavailable, match="no engine has the current weights"):
+            await served_by(pool, "s")
+        assert not wrong.received

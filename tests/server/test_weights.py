@@ -20,6 +20,7 @@ from tests.kit import OpenSession, Running, gateway, renderer, say, until
 from tests.server.test_forwarding import crew
 from tests.speed import scaled
 from turngate.engines.pool import Pool
+from turngate.engines.replica import PoolTiming
 from turngate.engines.vllm import VLLM
 from turngate.errors import StoreError
 
@@ -147,7 +148,7 @@ async def engines(count: int = 1) -> AsyncIterator[list[FakeVLLM]]:
 @asynccontextmanager
 async def serve_gateway(count: int = 1, **config: Any) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
     async with engines(count) as fakes:
-        pool = Pool([VLLM(fake.url, "m") for fake in fakes], backoff_s=0.02, check_s=0.2)
+        pool = Pool([VLLM(fake.url, "m") for fake in fakes], timing=PoolTiming(backoff_s=0.02, check_s=0.2))
         async with gateway(engine=pool, model="m", **config) as g:
             yield g, fakes
 
@@ -576,7 +577,7 @@ async def test_gateway_killed_during_load_restores_active_weights(tmp_path: Path
         async with engines(2) as fakes:
 
             def pool(fakes: Any = fakes) -> Pool:
-                return Pool([VLLM(fake.url, "m") for fake in fakes], check_s=0.1)
+                return Pool([VLLM(fake.url, "m") for fake in fakes], timing=PoolTiming(check_s=0.1))
 
             data = tmp_path / str(held)
             data.mkdir()
@@ -659,13 +660,13 @@ async def test_pause_limit_applies_to_all_workers_across_restart(tmp_path: Path)
 async def test_worker_0_crash_during_load_resumes_workers(tmp_path: Path) -> None:
     async with engines(2) as fakes:
         fakes[0].load_gate.clear()
-        pools: Any = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        pools: Any = [Pool([VLLM(f.url, "m") for f in fakes], timing=PoolTiming(check_s=0.1)) for _ in range(2)]
         async with crew(pools, data=tmp_path) as c:
             loading = asyncio.create_task(c[0].admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
             await until(lambda: "/collective_rpc" in fakes[0].control_paths)
             assert all(worker.app.fence.paused for worker in c.workers)
         await asyncio.gather(loading, return_exceptions=True)
-        pools = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        pools = [Pool([VLLM(f.url, "m") for f in fakes], timing=PoolTiming(check_s=0.1)) for _ in range(2)]
         async with crew(pools, data=tmp_path) as c:  # the same run
             await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
             for _ in range(3):  # the replica with the incomplete update gets no calls

@@ -26,6 +26,8 @@ agents_app = typer.Typer(help="List, install and check agents.")
 app.add_typer(agents_app, name="agents")
 tasks_app = typer.Typer(help="List and check tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
+engines_app = typer.Typer(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
+app.add_typer(engines_app, name="engines")
 
 
 def _print_version(requested: bool) -> None:
@@ -308,6 +310,60 @@ def agents_new(
     from turngate.cli.agents import create_agent
 
     _or_exit(lambda: create_agent(name, command, env or [], timeout_s))
+
+
+_GatewayFlag = Annotated[str, typer.Option(help="URL of the gateway. Set TURNGATE_ADMIN_KEY to its key.")]
+_EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="URL of the engine.")]
+_JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_GATEWAY_URL = "http://127.0.0.1:8700"
+
+
+@engines_app.command("list")
+def list_engines(gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+    """List the engines and their load: calls that run and wait there, and the use of the KV cache."""
+    from turngate.cli.engines import change_engines
+
+    _or_exit(lambda: change_engines(gateway, lambda client: client.engines(), as_json))
+
+
+@engines_app.command("add")
+def add_engine(
+    url: _EngineArgument,
+    version: Annotated[
+        Optional[int],
+        typer.Option(help="Current policy version, if the engine already has its weights.", min=0),
+    ] = None,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Add an engine. It loads the current weights before its first call."""
+    from turngate.cli.engines import change_engines
+
+    _or_exit(lambda: change_engines(gateway, lambda client: client.add_engine(url, version), as_json))
+
+
+@engines_app.command("drain")
+def drain_engine(url: _EngineArgument, gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+    """Give an engine no new calls. Its running calls end, and its sessions move to other engines."""
+    from turngate.cli.engines import change_engines
+
+    _or_exit(lambda: change_engines(gateway, lambda client: client.drain_engine(url), as_json))
+
+
+@engines_app.command("remove")
+def remove_engine(
+    url: _EngineArgument,
+    limit_s: Annotated[float, typer.Option(help="Wait up to this many seconds for its calls to end.")] = 600.0,
+    force: Annotated[bool, typer.Option("--force", help="Do not wait; its running calls fail.")] = False,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Drain an engine, and remove it when its calls have ended."""
+    from turngate.cli.engines import change_engines
+
+    _or_exit(
+        lambda: change_engines(gateway, lambda client: client.remove_engine(url, limit_s=limit_s, force=force), as_json)
+    )
 
 
 @tasks_app.command("list")

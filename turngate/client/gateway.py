@@ -14,6 +14,7 @@ from turngate.client.protocol import (
     AttemptList,
     DecodedTrace,
     DeliveryPage,
+    EnginesView,
     EventReceipt,
     FeedConfig,
     FeedList,
@@ -96,6 +97,10 @@ class GatewayClient(GatewayTransport):
         if name:
             body["name"] = name
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
+
+    async def engines(self) -> EnginesView:
+        """Return the engines of the gateway and their load."""
+        return await self._request("GET", "/admin/engines", EnginesView)
 
     async def models(self) -> list[str]:
         """Return the names of the models that the gateway serves."""

@@ -317,6 +317,34 @@ class FenceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str = ""  # the engine's name for this version; empty: the engine's default model
 
 
+# ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EngineState = Literal["active", "draining"]
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine of the pool, with the load that it reports: the calls of all gateways that use it."""
+
+    url: str
+    state: EngineState
+    up: bool
+    in_flight: int  # calls of this gateway
+    sessions: int = 0  # sessions of this gateway that stay there
+    detail: str = ""  # why it is down
+    running: int | None = None
+    waiting: int | None = None
+    kv_use: float | None = None  # from 0 to 1
+    crowded: bool = False  # new sessions avoid it
+
+
+class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The engines of a gateway. While they are saturated, runners start no further rollouts."""
+
+    engines: list[EngineView]
+    waiting: int = 0  # calls that wait in the gateway for a busy engine
+    saturated: bool = False  # more calls would only wait longer
+
+
 # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -437,6 +437,10 @@ class EngineClient:
         body = await self._probe("GET", path, b"")
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
+    async def fetch(self, path: str) -> bytes:
+        """Fetch a document of any kind, with a short timeout."""
+        return await self._probe("GET", path, b"")
+
     async def ping(self, path: str) -> None:
         """Check that a GET of the path returns status 200."""
         await self._probe("GET", path, b"")

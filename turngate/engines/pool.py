@@ -1,46 +1,37 @@
-"""A pool of engines: sessions stay where their prefix is cached, and move when that replica is down.
+"""A pool of engines: sessions stay where their prefix is cached, and move when that replica is down, draining or crowded.
 
-A *replica* is one configured engine, with its own health. A *lane* is a destination for calls: a replica, or one of its
-data-parallel ranks.
+A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
-- A session's first call goes to the lane with the fewest calls in flight, with ties broken by the fewest sessions. Later calls
-  go to the same lane.
+- A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` has the rule.
 - An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
 - A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and its session moves
-  there. This is safe because the caller has not seen any output. If a replica is busy, the call is retried elsewhere once. All
-  other errors, and every error after the first chunk, are raised.
+  there. This is safe because the caller has not seen any output. If a replica is busy, the call is retried elsewhere once.
+- If all replicas are busy or draining, a call waits up to `wait_s` for one of them. The agent sees a slow call, not a failed one.
+- All other errors, and every error after the first chunk, are raised.
+- Replicas are added, drained and removed while the pool serves calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
-
-import msgspec
 
 from turngate.engines.base import Chunk, Engine, Generate, Health
+from turngate.engines.placement import is_saturated, should_move
+from turngate.engines.replica import Lane, PoolTiming, Replica
 from turngate.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable
 
-log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class HasLanes(Protocol):
-    """An engine with several data-parallel ranks. Its lanes share its connections, and only the engine itself is started and closed."""
-
-    def lanes(self) -> Sequence[Engine]: ...
+_WAIT_S = 0.25  # the first pause of a call that waits for a busy engine; it doubles up to `_WAIT_MAX_S`
+_WAIT_MAX_S = 4.0
 
 
 class Pool:
     """An engine that spreads sessions over several engines.
 
-    A replica that is up is checked every `check_s`. One that is down is checked after `backoff_s`, with exponential backoff up to
-    `backoff_max_s`. A replica is marked down after `misses` consecutive failed checks: under load, a single failure means little, and
-    moving sessions loses their caches. A call is tried on at most `attempts` lanes. At most `max_sessions` placements are
+    A call is tried on at most `attempts` lanes, and waits up to `wait_s` seconds for a busy one. At most `max_sessions` placements are
     remembered; the least recently used is forgotten first.
     """
 
@@ -49,39 +40,42 @@ class Pool:
         engines: Sequence[Engine],
         *,
         name: str = "pool",
-        check_s: float = 10.0,
-        backoff_s: float = 0.5,
-        backoff_max_s: float = 30.0,
-        misses: int = 2,
+        timing: PoolTiming | None = None,
         attempts: int = 3,
+        wait_s: float = 0.0,
         max_sessions: int = 100_000,
     ) -> None:
         if not engines:
             raise ConfigError("a pool needs at least one engine")
         self.name = name
-        self._replicas = [_Replica(engine, check_s, backoff_s, backoff_max_s, misses) for engine in engines]
+        self._timing = timing or PoolTiming()
+        self._replicas = [Replica(engine, self._timing) for engine in engines]
         self._lanes = [lane for replica in self._replicas for lane in replica.lanes]
         self._attempts = attempts
         self._max_sessions = max_sessions
-        self._placed: OrderedDict[str, _Lane] = OrderedDict()
-        self._watches: list[asyncio.Task[None]] = []
+        self._placed: OrderedDict[str, Lane] = OrderedDict()
+        self._is_started = False
+        self.wait_s = wait_s
+        self.waiting = 0  # calls that wait for a busy engine
 
     async def start(self) -> None:
         for replica in self._replicas:
             await replica.engine.start()
         await asyncio.gather(*(replica.check() for replica in self._replicas))
-        self._watches = [asyncio.create_task(replica.watch()) for replica in self._replicas]
+        for replica in self._replicas:
+            replica.watch()
+        self._is_started = True
 
     async def close(self) -> None:
-        watches, self._watches = self._watches, []
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        for replica in self._replicas:
-            await replica.engine.close()
+        self._is_started = False
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def engines(self) -> list[Engine]:
         return [replica.engine for replica in self._replicas]
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        return self._replicas
 
     async def check(self) -> None:
         """Check every replica now."""
@@ -91,6 +85,49 @@ class Pool:
         """Return the health of all replicas as of the last check."""
         return [health for replica in self._replicas for health in replica.snapshot()]
 
+    @property
+    def is_saturated(self) -> bool:
+        """Whether more calls would only wait longer."""
+        return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
+
+    # ── replicas that come and go ───────────────────────────────────────────────────────────────────────────────
+
+    async def add(self, engine: Engine) -> None:
+        """Start an engine, check it, and let it serve calls if it is up."""
+        replica = Replica(engine, self._timing)
+        await engine.start()
+        try:
+            await replica.check()
+        except BaseException:
+            await engine.close()
+            raise
+        self._replicas.append(replica)
+        self._lanes += replica.lanes
+        if self._is_started:
+            replica.watch()
+
+    def set_draining(self, address: str, is_draining: bool) -> None:
+        """Stop or resume sending calls to a replica. Calls in flight continue, and sessions move with their next call."""
+        self._find(address).is_draining = is_draining
+
+    async def wait_until_idle(self, address: str) -> None:
+        """Wait until a replica has no calls in flight."""
+        await self._find(address).idle.wait()
+
+    async def remove(self, address: str) -> None:
+        """Remove a replica. Its calls in flight, if any, fail."""
+        replica = self._find(address)
+        self._replicas.remove(replica)
+        self._lanes = [lane for lane in self._lanes if lane.replica is not replica]
+        for session in [session for session, lane in self._placed.items() if lane.replica is replica]:
+            self._forget(session)
+        await replica.close()
+
+    def _find(self, address: str) -> Replica:
+        return next(replica for replica in self._replicas if replica.address == address)
+
+    # ── placement ───────────────────────────────────────────────────────────────────────────────────────────────
+
     def release(self, session: str) -> None:
         lane = self._forget(session)
         if lane is not None:
@@ -99,124 +136,59 @@ class Pool:
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         return _Call(self, request)
 
-    def place(self, session: str) -> _Lane:
-        """Choose the lane for a session's call: the session's own lane if it is up, otherwise the least loaded one."""
+    def place(self, session: str) -> Lane:
+        """Choose the lane for a session's call. Raise `EngineBusy` if no replica accepts calls at the moment."""
         home = self._placed.get(session)
-        if home is not None and home.replica.up:
-            self._placed.move_to_end(session)
-            return home
-        # If all seem down, try one anyway: it may be up again, and a failure costs nothing.
-        return self._settle(session, self._least_loaded(()) or home or min(self._lanes, key=_Lane.load))
+        if home is not None and home.accepts_calls:
+            if not home.load.is_crowded:
+                self._placed.move_to_end(session)
+                return home
+            best = self._least_loaded((home,))
+            if best is None or not should_move(home.load, best.load):
+                self._placed.move_to_end(session)
+                return home
+            home.load.moves_left -= 1
+            return self._settle(session, best)
+        best = self._least_loaded(())
+        if best is None:
+            best = self._guess(home)
+        return self._settle(session, best)
 
-    def place_retry(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:
+    def _guess(self, home: Lane | None) -> Lane:
+        """Choose a lane although all seem down: one may be up again, and a failure costs nothing. Wrong weights would cost data."""
+        lanes = [lane for lane in self._lanes if not lane.replica.is_draining]
+        usable = [lane for lane in lanes if not lane.replica.is_wrong]
+        if usable:
+            return home if home in usable else min(usable, key=lambda lane: lane.load.order())
+        if lanes:
+            raise EngineUnavailable(f"{self.name}: no engine has the current weights; see GET /admin/weights")
+        raise EngineBusy(f"{self.name}: no engine accepts calls; add one with POST /admin/engines")
+
+    def place_retry(self, session: str, tried: Sequence[Lane]) -> Lane | None:
         """Choose a different lane after a failure, or return None if no lane is left to try."""
         lane = self._least_loaded(tried) if len(tried) < self._attempts else None
         return None if lane is None else self._settle(session, lane)
 
-    def _least_loaded(self, tried: Sequence[_Lane]) -> _Lane | None:
-        lanes = [lane for lane in self._lanes if lane.replica.up and lane not in tried]
+    def _least_loaded(self, tried: Sequence[Lane]) -> Lane | None:
+        lanes = [lane for lane in self._lanes if lane.accepts_calls and lane not in tried]
         used = {lane.replica for lane in tried}
         elsewhere = [lane for lane in lanes if lane.replica not in used]  # ranks share their replica's state and queue
-        return min(elsewhere or lanes, key=_Lane.load, default=None)
+        return min(elsewhere or lanes, key=lambda lane: lane.load.order(), default=None)
 
-    def _settle(self, session: str, lane: _Lane) -> _Lane:
+    def _settle(self, session: str, lane: Lane) -> Lane:
         if session:
             self._forget(session)
             self._placed[session] = lane
-            lane.sessions += 1
+            lane.load.sessions += 1
         if len(self._placed) > self._max_sessions:
             self._forget(next(iter(self._placed)))
         return lane
 
-    def _forget(self, session: str) -> _Lane | None:
+    def _forget(self, session: str) -> Lane | None:
         lane = self._placed.pop(session, None)
         if lane is not None:
-            lane.sessions -= 1
+            lane.load.sessions -= 1
         return lane
-
-
-class _Lane:
-    """A replica, or one data-parallel rank of it."""
-
-    def __init__(self, replica: _Replica, engine: Engine) -> None:
-        self.replica = replica
-        self.engine = engine
-        self.in_flight = 0
-        self.sessions = 0
-
-    def load(self) -> tuple[int, int]:
-        return self.in_flight, self.sessions
-
-
-class _Replica:
-    """One engine, its lanes, and whether it is up."""
-
-    def __init__(self, engine: Engine, check_s: float, backoff_s: float, backoff_max_s: float, misses: int) -> None:
-        self.engine = engine
-        self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
-        self.up = True
-        self._was_up = False  # whether it has ever been up
-        self._misses = 0
-        self._allowed = misses
-        self._check_s, self._backoff_s, self._backoff_max_s = check_s, backoff_s, backoff_max_s
-        self._lost = asyncio.Event()
-        self._last_health: list[Health] = []
-
-    def snapshot(self) -> list[Health]:
-        in_flight = sum(lane.in_flight for lane in self.lanes)
-        return [
-            msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=in_flight)
-            for health in self._last_health
-        ]
-
-    def mark_lost(self, error: EngineError) -> None:
-        """Record that a call could not reach the replica."""
-        self._misses = max(self._misses, self._allowed)
-        self._down(error.message)
-        self._lost.set()
-
-    def mark_up(self) -> None:
-        """Record that a call or a check succeeded."""
-        if not self.up:
-            log.warning("%s is up again", self._address())
-        self.up = self._was_up = True
-        self._misses = 0
-
-    async def check(self) -> None:
-        self._last_health = await self.engine.health()
-        missing = next((health for health in self._last_health if not health.ok), None)
-        if missing is None:
-            self.mark_up()
-            return
-        self._misses += 1
-        if self._misses >= self._allowed or not self._was_up or missing.wrong:
-            self._down(missing.detail)
-
-    def _down(self, reason: str) -> None:
-        if self.up:
-            log.warning("%s is down: %s", self._address(), reason)
-        self.up = False
-
-    async def watch(self) -> None:
-        """Check the replica forever: regularly while it is up, and with backoff while it is down."""
-        while True:
-            try:
-                async with asyncio.timeout(self._pause()):
-                    await self._lost.wait()
-                self._lost.clear()
-                await asyncio.sleep(self._backoff_s)  # a check right after a failed call would only repeat the failure
-            except TimeoutError:
-                pass  # the pause is over
-            await self.check()
-
-    def _pause(self) -> float:
-        if self.up:
-            return self._check_s
-        doubled = self._backoff_s * 2.0 ** max(0, min(self._misses - self._allowed, 16))
-        return min(doubled, self._backoff_max_s)
-
-    def _address(self) -> str:
-        return self._last_health[0].url if self._last_health else self.engine.name
 
 
 class _Call:
@@ -225,7 +197,7 @@ class _Call:
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
         self._request = request
-        self._lane: _Lane | None = None  # the lane whose in_flight counts this call
+        self._lane: Lane | None = None  # the lane whose in_flight counts this call
         self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # entered on that lane
         self._chunks: AsyncIterator[Chunk] | None = None
 
@@ -241,7 +213,12 @@ class _Call:
     async def __anext__(self) -> Chunk:
         if self._chunks is not None:
             return await anext(self._chunks)
-        return await self._first()
+        try:
+            return await self._first()
+        except EngineBusy as error:
+            if not self._pool.wait_s:
+                raise
+            return await self._wait(error)
 
     async def leave(self) -> None:
         lane, self._lane = self._lane, None
@@ -251,11 +228,30 @@ class _Call:
                 await generation.__aexit__(None, None, None)
         finally:
             if lane is not None:
-                lane.in_flight -= 1
+                lane.replica.end_call(lane)
+
+    async def _wait(self, busy: EngineBusy) -> Chunk:
+        """Try again until an engine accepts the call, with pauses that grow."""
+        await self.leave()
+        end = time.monotonic() + self._pool.wait_s
+        pause = _WAIT_S
+        self._pool.waiting += 1
+        try:
+            while (left := end - time.monotonic()) > 0:
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, _WAIT_MAX_S)
+                try:
+                    return await self._first()
+                except EngineBusy as error:
+                    busy = error
+                await self.leave()
+        finally:
+            self._pool.waiting -= 1
+        raise EngineBusy(f"{busy.message}; the call waited {self._pool.wait_s:g} s for an engine")
 
     async def _first(self) -> Chunk:
         """Return the first chunk, from the first lane that produces one."""
-        tried: list[_Lane] = []
+        tried: list[Lane] = []
         was_busy = False
         lane = self._pool.place(self._request.session)
         while True:
@@ -276,9 +272,9 @@ class _Call:
                 raise failed
             lane = other
 
-    async def _begin(self, lane: _Lane) -> Chunk:
+    async def _begin(self, lane: Lane) -> Chunk:
         self._lane = lane
-        lane.in_flight += 1
+        lane.replica.begin_call(lane)
         generation = lane.engine.generate(self._request)
         chunks = await generation.__aenter__()
         self._generation = generation

@@ -28,6 +28,7 @@ import orjson
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
+from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
 from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
@@ -71,6 +72,7 @@ class _EchoEvent(_Event):
 
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
+    weight_version: str | None = None  # missing in old versions
 
 
 class _ServerInfo(msgspec.Struct):
@@ -124,6 +126,9 @@ class SGLang:
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
+        self._expected: PolicyWeights | None = None
+        self.reports_weights = False  # only new versions do, and only for whole models
+        self._has_loads = True  # whether the server has the route /v1/loads
 
     def __repr__(self) -> str:
         return f"SGLang({self._client.url!r}, {self.model!r}, rank={self._rank})"
@@ -150,10 +155,21 @@ class SGLang:
             await self._client.ping("/health")
             if self._description is None:  # constant, and expensive: it queries every rank
                 self._description = await self._describe()
+            wrong = await self._wrong_weights()
         except TurngateError as error:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
+        if wrong:
+            return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         served, context = self._description
         return [msgspec.structs.replace(seen, model=self.model or served, max_context=context)]
+
+    async def load_report(self) -> list[EngineLoad]:
+        if self._has_loads:
+            try:
+                return (await self._client.get("/v1/loads?include=core", SGLangLoads)).to_loads()
+            except EngineRejected:
+                self._has_loads = False  # an older version
+        return SGLangLoads(await self._client.get("/get_load", OldSGLangLoads)).to_loads()
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
         if request.constraint is not None and request.reasoning is not None:
@@ -183,7 +199,19 @@ class SGLang:
         return self._client.url
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        """Do nothing: SGLang versions differ in whether they report their weights."""
+        self._expected = weights
+
+    async def _wrong_weights(self) -> str:
+        """Return why the engine must not be used, or an empty string if its weights are as expected or unknown."""
+        expected = self._expected
+        if expected is None or expected.is_adapter:
+            self.reports_weights = False
+            return ""
+        mark = (await self._client.get("/get_model_info", _ModelInfo)).weight_version
+        self.reports_weights = mark is not None
+        if mark is None or mark == str(expected.version):
+            return ""
+        return f"its weight version is {mark!r} instead of {expected.version}; repeat POST /admin/weights"
 
     async def pause(self) -> None:
         await self._command("/pause_generation", {"mode": "in_place"})
@@ -302,7 +330,7 @@ class SGLang:
             new, new_logprobs = self._select_new(event.output_ids, event.meta_info, sampled + len(ids))
             tops = event.meta_info.output_top_logprobs
             if tops is not None:
-                added = self._slice_new(tops, sampled + len(ids), event.meta_info.completion_tokens)
+                added = _slice_new(self.name, tops, sampled + len(ids), event.meta_info.completion_tokens)
                 alternatives += [{t.token_id: t.logprob for t in top or () if t.logprob is not None} for top in added]
             ids += new
             logprobs += new_logprobs
@@ -314,9 +342,9 @@ class SGLang:
         """Return the ids and log-probabilities that an event adds to the `seen` tokens before it."""
         total = meta.completion_tokens
         positions = meta.output_token_logprobs
-        added = None if positions is None else self._slice_new(positions, seen, total)
+        added = None if positions is None else _slice_new(self.name, positions, seen, total)
         if output_ids is not None:
-            ids = list(self._slice_new(output_ids, seen, total))
+            ids = list(_slice_new(self.name, output_ids, seen, total))
         elif added is not None:  # old versions send the ids only with the log-probabilities
             ids = [position.token_id for position in added]
         else:
@@ -327,16 +355,6 @@ class SGLang:
             raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
         return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
-    def _slice_new(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
-        """Return the new items of a list that contains either all `total` items, or only those after the first `seen`."""
-        if len(items) == total:
-            return items[seen:]
-        if len(items) == total - seen:
-            return items
-        raise EngineError(
-            f"{self.name} sent {len(items)} entries; expected all {total}, or the {total - seen} new ones"
-        )
-
     def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:
         if reason is None:
             return None
@@ -345,6 +363,15 @@ class SGLang:
         if reason.type not in _FINISH:
             raise EngineError(f"{self.name} sent the unknown finish reason {reason.type!r}")
         return _FINISH[reason.type]
+
+
+def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
+    """Return the new items of a list that contains either all `total` items, or only those after the first `seen`."""
+    if len(items) == total:
+        return items[seen:]
+    if len(items) == total - seen:
+        return items
+    raise EngineError(f"{name} sent {len(items)} entries; expected all {total}, or the {total - seen} new ones")
 
 
 def _sampling(request: Generate) -> dict[str, Any]:

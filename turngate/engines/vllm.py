@@ -23,6 +23,7 @@ import msgspec
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
+from turngate.engines.load import EngineLoad, parse_vllm_metrics
 from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
@@ -141,7 +142,7 @@ class VLLM:
         self._rank = rank
         self._ranks = ranks
         self._expected: PolicyWeights | None = None
-        self._reports_weights = True  # whether the server reports the version of its weights
+        self.reports_weights = True  # whether the server reports the version of its weights
         root = url.rstrip("/").removesuffix("/v1")
         self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
@@ -177,6 +178,9 @@ class VLLM:
         if wrong := await self._wrong_weights(models):
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
+
+    async def load_report(self) -> list[EngineLoad]:
+        return parse_vllm_metrics(await self._client.fetch("/metrics"))
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,12 +235,12 @@ class VLLM:
             if any(card.id == expected.name for card in served.data):
                 return ""
             return f"adapter {expected.name} is not loaded, probably because the engine restarted; repeat POST /admin/weights"
-        if not self._reports_weights:
+        if not self.reports_weights:
             return ""
         try:
             mark = (await self._client.get("/weight_info", _WeightInfo)).weight_version
         except EngineRejected:
-            self._reports_weights = False  # the route does not exist, so no weights can have been loaded either
+            self.reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
         except TurngateError as error:
             return error.message
@@ -307,7 +311,7 @@ class VLLM:
                     names += scores.tokens
                     logprobs += self._logprobs(scores.tokens, scores)
                 elif choice.text:  # otherwise the event adds nothing
-                    raise self._no_ids()
+                    raise _make_no_ids_error(self.name)
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
             if echo:
@@ -335,16 +339,11 @@ class VLLM:
         """Parse names such as "token_id:123". Parsing them as one JSON list is four times as fast as one by one."""
         joined = ",".join(names)
         if joined.count(_NAMED) != len(names):
-            raise self._no_ids()
+            raise _make_no_ids_error(self.name)
         try:
             return _ids.decode(f"[{joined.replace(_NAMED, '')}]")
         except msgspec.DecodeError:
-            raise self._no_ids() from None
-
-    def _no_ids(self) -> EngineError:
-        return EngineError(
-            f"{self.name} sent no token ids; use a vLLM version that supports return_tokens_as_token_ids"
-        )
+            raise _make_no_ids_error(self.name) from None
 
     def _logprobs(self, ids: Sequence[int | str], scores: _Logprobs | None) -> Sequence[float | None]:
         if scores is None:
@@ -418,6 +417,10 @@ class VLLMGeneration:
         if self._reply.done and not self._started:  # how a `completions` stream ends after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
+
+
+def _make_no_ids_error(name: str) -> EngineError:
+    return EngineError(f"{name} sent no token ids; use a vLLM version that supports return_tokens_as_token_ids")
 
 
 def _prompt(event: _Event) -> list[int] | None:

@@ -40,6 +40,8 @@ class UpdatableReplica(Protocol):
     @property
     def address(self) -> str: ...
 
+    reports_weights: bool  # whether its health reveals which weights it has
+
     async def health(self) -> list[Health]: ...
 
     async def pause(self) -> None:

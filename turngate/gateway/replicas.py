@@ -12,7 +12,7 @@ import msgspec
 from turngate.engines.base import Engine, Health
 from turngate.engines.pool import Pool
 from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
-from turngate.errors import Conflict, EngineError, StoreError, TurngateError
+from turngate.errors import Conflict, EngineError, EngineUnavailable, StoreError, TurngateError
 from turngate.gateway.fence_state import FenceState
 
 log = logging.getLogger("turngate")
@@ -52,9 +52,41 @@ class ReplicaSet:
 
     def expect(self, version: int) -> None:
         """Treat replicas without the weights of `version` as down, if the store has a record of those weights."""
-        load = self._state.read_weights(version)
+        load = self._read_loadable(version)
         for replica in list_updatable_replicas(self._engine):
-            replica.expect(load if load is not None and (load.path or load.lora_path) else None)
+            replica.expect(load)
+
+    def expect_of(self, engine: Engine, version: int) -> None:
+        """Like `expect`, for an engine that is about to join."""
+        if isinstance(engine, UpdatableReplica):
+            engine.expect(self._read_loadable(version))
+
+    def _read_loadable(self, version: int) -> PolicyWeights | None:
+        """Return the weights of a version if the gateway knows where they are."""
+        load = self._state.read_weights(version)
+        return load if load is not None and (load.path or load.lora_path) else None
+
+    async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
+        """Load the current weights into an engine that is about to join. Raise if it is not ready for calls.
+
+        If another program moves the weights, `claimed` must be the current version: only that program knows which weights the engine has.
+        """
+        load = self._read_loadable(version)
+        if load is None and version > 0 and claimed != version:
+            raise Conflict(
+                f"the gateway cannot load version {version} into a new engine, because another program loaded it into the others; "
+                f"load it there too, and state it with version {version}",
+                param="version",
+            )
+        self.expect_of(engine, version)
+        health = await engine.health()
+        if load is not None and isinstance(engine, UpdatableReplica) and all(one.ok or one.wrong for one in health):
+            if claimed != version and not (engine.reports_weights and all(one.ok for one in health)):
+                await engine.load(load, frozen=False)
+            health = await engine.health()
+        for one in health:
+            if not one.ok:
+                raise EngineUnavailable(f"{one.url} cannot be added: {one.detail}")
 
     async def prepare(self, version: int, *, check: bool) -> None:
         """Prepare for a version that is about to become current. With `check`, ask every replica which weights it has."""

@@ -114,7 +114,7 @@ class WeightUpdates:
         self._events = events
         self._replicas = replicas
         self._barrier = barrier
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()  # also held while engines are added or removed
         self._timer: asyncio.Task[None] | None = None  # ends a pause at its time limit, or retries a failed resume
 
     async def start(self) -> None:
@@ -155,7 +155,7 @@ class WeightUpdates:
     # ── pause and resume, for a trainer that updates the engines itself ─────────────────────────────────────────
 
     async def pause(self, mode: PauseMode, limit_s: float | None) -> FenceView:
-        async with self._lock:
+        async with self.lock:
             await self._hold(mode, limit_s)
         if mode == "drain":
             await self._barrier.drain()
@@ -163,7 +163,7 @@ class WeightUpdates:
         return await self._barrier.describe()
 
     async def resume(self, version: int | None, model: str | None) -> FenceView:
-        async with self._lock:
+        async with self.lock:
             self._fence.check(version, model)
             if version is not None and version > self._fence.version:
                 self._state.write_weights(PolicyWeights(version=version, name=model or ""))
@@ -228,7 +228,7 @@ class WeightUpdates:
 
     async def _keep_thawing(self) -> None:
         while True:
-            async with self._lock:
+            async with self.lock:
                 if not self._replicas.is_frozen:
                     return
                 try:
@@ -257,7 +257,7 @@ class WeightUpdates:
         """Resume calls at the current version, retrying until it succeeds."""
         while True:
             try:
-                async with self._lock:
+                async with self.lock:
                     await self._replicas.undo_unfinished_load(self._fence.version)
                     await self._barrier.open(None, None, expired=expired, check=True)
                 break
@@ -275,7 +275,7 @@ class WeightUpdates:
         If `mode` is None, calls are drained for a model and held for an adapter. `limit_s` limits the time for calls in flight to end.
         """
         mode = mode or ("drain" if load.path else "hold")
-        async with self._lock:
+        async with self.lock:
             before = self._check_load(load, mode)
             each = self._replicas.require("load weights")
             began = time.monotonic()

@@ -17,8 +17,11 @@ from turngate.config import ServeConfig
 from turngate.dialects import DIALECTS
 from turngate.engines.base import Engine, Relay
 from turngate.engines.gate import Gate
+from turngate.engines.pool import Pool
 from turngate.errors import NotFound, StoreError
 from turngate.gateway.attempts import Attempts
+from turngate.gateway.engine_changes import EngineChanges, EngineGroup, LocalEngines
+from turngate.gateway.engine_list import EngineList
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Evictor
 from turngate.gateway.feeds import Feeds
@@ -41,7 +44,8 @@ from turngate.server.attempts import AttemptRoutes
 from turngate.server.auth import Auth, admin_key, metrics_key
 from turngate.server.compat.openenv import OpenEnvRoutes
 from turngate.server.compat.prime import PrimeRoutes
-from turngate.server.engine_factory import build_engine, build_renderer
+from turngate.server.engine_factory import build_engine, build_renderer, build_replica, list_engine_addresses
+from turngate.server.engines import EngineRoutes
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
 from turngate.server.host_tools import HostToolRoutes
@@ -92,8 +96,11 @@ class Gateway:
             self.admin_key = admin_key(Path(config.data))
             self._metrics_key = metrics_key()
             self.renderer, self.certificate = renderer or build_renderer(config)
+            self.engine_list = EngineList(self.store, list_engine_addresses(config, engine))
             self.engine, self.relay = (
-                build_engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
+                build_engine(config, self.renderer, list(self.engine_list.read()))
+                if engine is None and relay is None
+                else (engine, relay)
             )
         except BaseException:
             self.store.close()
@@ -157,6 +164,19 @@ class Gateway:
         self.replicas.expect(self.fence.version)
         self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
         self.updates = WeightUpdates(self.fence, self.fence_state, self.events, self.replicas, self.barrier)
+        self.local_engines = self._compose_engines(self.engine) if isinstance(self.engine, Pool) else None
+        self.engine_changes = self.change_engines(self.updates, self.local_engines)
+
+    def _compose_engines(self, pool: Pool) -> LocalEngines:
+        return LocalEngines(
+            pool, self.engine_list, lambda url: build_replica(self.config, url), self.replicas, self.fence
+        )
+
+    def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
+        """Return the changes of the engine list that are applied through `group`."""
+        return EngineChanges(
+            self.local_engines, group, self.engine_list, updates, self.replicas, self.fence, self.events
+        )
 
     def _compose_routes(self) -> None:
         self.auth = Auth(
@@ -245,6 +265,7 @@ class Gateway:
             ).routes(),
             *AttemptRoutes(self.attempts, self.auth).routes(),
             *FenceRoutes(self.updates, self.auth).routes(),
+            *EngineRoutes(self.engine_changes, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.feeds, self.auth).routes(),
             *PrimeRoutes(self.sessions, self.session_views, self.auth).routes(),
@@ -270,6 +291,9 @@ class Gateway:
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.start()
+        if self.local_engines is not None:
+            self.engine_list.warn_about_removed()
+            await self.local_engines.sync()  # restores which engines are draining
         if self.config.max_context is None and self.engine is not None:
             limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
             if limits:

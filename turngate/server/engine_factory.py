@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from turngate.engines.observe.gemini import GeminiRelay
 from turngate.engines.observe.openai import OpenAIRelay
 from turngate.engines.observe.responses import ResponsesRelay
 from turngate.engines.pool import Pool
+from turngate.engines.replica import PoolTiming
 from turngate.engines.scripted import DEFAULT_CONTEXT, Script, Scripted, ScriptedTurn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
@@ -31,31 +33,33 @@ def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | 
     return load_renderer(folder, model=config.model, family=config.family)
 
 
-def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
-    """Build the engine, or the relay for observe mode."""
+def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
+    """Build one engine of a pool."""
+    key, ranks, silence_s = read_engine_key(config), config.engine_ranks, config.engine_silence_s
+    if config.engine == "sglang":
+        return SGLang(url, config.model, key=key, ranks=ranks, silence_s=silence_s)
+    return VLLM(url, config.model, api=config.engine_api, key=key, ranks=ranks, silence_s=silence_s)
+
+
+def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
+    """Return the addresses of the engines of a pool as configured, or as given, in the form by which the pool knows them."""
+    if isinstance(engine, Pool):
+        return [replica.address for replica in engine.replicas]
+    if config.engine not in ("vllm", "sglang"):
+        return []
+    return [build_replica(config, url).address for url in config.engine_url]
+
+
+def build_engine(
+    config: ServeConfig, renderer: Renderer | None, urls: Sequence[str] = ()
+) -> tuple[Engine | None, Relay | None]:
+    """Build the engine, or the relay for observe mode. `urls` replace the configured ones of a pool."""
     key = read_engine_key(config)
     match config.engine:
-        case "vllm":
-            return Pool(
-                [
-                    VLLM(
-                        url,
-                        config.model,
-                        api=config.engine_api,
-                        key=key,
-                        ranks=config.engine_ranks,
-                        silence_s=config.engine_silence_s,
-                    )
-                    for url in config.engine_url
-                ]
-            ), None
-        case "sglang":
-            return Pool(
-                [
-                    SGLang(url, config.model, key=key, ranks=config.engine_ranks, silence_s=config.engine_silence_s)
-                    for url in config.engine_url
-                ]
-            ), None
+        case "vllm" | "sglang":
+            timing = PoolTiming(load_s=config.engine_load_s)
+            replicas = [build_replica(config, url) for url in urls or config.engine_url]
+            return Pool(replicas, name=config.engine, timing=timing, wait_s=config.engine_wait_s), None
         case "openai":
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, OpenAIRelay(url, key, capture=config.capture, silence_s=silence)

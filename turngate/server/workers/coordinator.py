@@ -16,8 +16,10 @@ from starlette.routing import Route
 
 from turngate.client.protocol import FenceView
 from turngate.errors import Stopping
+from turngate.gateway.engine_changes import LocalEngines
 from turngate.gateway.weights import WeightUpdates
 from turngate.server.app import Gateway
+from turngate.server.engines import EngineRoutes
 from turngate.server.http import decode_body, json_response, route
 from turngate.server.weights import FenceRoutes
 from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
@@ -42,18 +44,26 @@ class WorkerResume(msgspec.Struct, frozen=True):
     check: bool
 
 
+class WorkerEngine(msgspec.Struct, frozen=True):
+    """A request to wait until the worker has no calls at an engine."""
+
+    url: str
+
+
 class Coordinator:
-    """The part of a worker that acts for all workers. It implements `Barrier` for weight updates."""
+    """The part of a worker that acts for all workers: a `Barrier` for weight updates, and an `EngineGroup` for changes of the pool."""
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
         self._peers = peers
         self.updates = WeightUpdates(gateway.fence, gateway.fence_state, gateway.events, gateway.replicas, self)
+        self.engine_changes = gateway.change_engines(self.updates, self)
 
     def routes(self) -> list[Route]:
         """Return the public routes that concern all workers."""
         return [
             *FenceRoutes(self.updates, self._gateway.auth).routes(),
+            *EngineRoutes(self.engine_changes, self._gateway.auth).routes(),
             self._gateway.metrics_endpoint.route(self._collect_metrics),
         ]
 
@@ -64,6 +74,8 @@ class Coordinator:
             route("/worker/fence/pause", "POST", self.worker_pause, None),
             route("/worker/fence/drained", "GET", self.worker_drain, None),
             route("/worker/fence/resume", "POST", self.worker_resume, None),
+            route("/worker/engines/sync", "POST", self.worker_sync_engines, None),
+            route("/worker/engines/idle", "POST", self.worker_wait_for_engine, None),
             route("/worker/metrics", "GET", self.worker_metrics, None),
         ]
 
@@ -107,6 +119,25 @@ class Coordinator:
         await self._ask_all("POST", "/worker/fence/resume", WorkerResume(new, model, check))
         self._gateway.barrier.resume(new, model, expired=expired)
 
+    # ── the engines of all workers ──────────────────────────────────────────────────────────────────────────────
+
+    async def sync(self) -> None:
+        await self._local_engines.sync()
+        await self._ask_all("POST", "/worker/engines/sync")
+
+    async def wait_until_idle(self, url: str) -> None:
+        body = WorkerEngine(url)
+        await asyncio.gather(
+            self._ask_all("POST", "/worker/engines/idle", body), self._local_engines.wait_until_idle(url)
+        )
+
+    @property
+    def _local_engines(self) -> LocalEngines:
+        assert self._gateway.local_engines is not None, "only called for a pool"
+        return self._gateway.local_engines
+
+    # ── requests between workers ────────────────────────────────────────────────────────────────────────────────
+
     async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
         """Send a request to all other workers and return their answers. Raise `Stopping` if one does not answer."""
 
@@ -122,7 +153,7 @@ class Coordinator:
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
         # Draining takes as long as the longest model call. Other requests are quick unless the worker hangs.
-        limit = None if target.endswith("/drained") else RESTART_WAIT_S
+        limit = None if target.endswith(("/drained", "/idle")) else RESTART_WAIT_S
         try:
             async with (
                 asyncio.timeout(limit),
@@ -173,6 +204,15 @@ class Coordinator:
         await self._gateway.replicas.prepare(body.version, check=body.check)
         self._gateway.fence.resume(body.version, body.model)
         self._gateway.stale.cancel_in_background()
+        return self._fence_response()
+
+    async def worker_sync_engines(self, request: Request) -> Response:
+        await self._local_engines.sync()
+        return self._fence_response()
+
+    async def worker_wait_for_engine(self, request: Request) -> Response:
+        body = await decode_body(request, WorkerEngine)
+        await self._local_engines.wait_until_idle(body.url)
         return self._fence_response()
 
     async def worker_metrics(self, request: Request) -> Response:

@@ -74,12 +74,16 @@ _ROUTED_BY_BODY = {
     ("POST", "/admin/attempts/supersede"),
     ("POST", "/sessions"),
 }
-FENCE_ROUTES = {
+SHARED_ROUTES = {  # served by worker 0 for all workers
     ("GET", "/admin/fence"),
     ("POST", "/admin/fence/pause"),
     ("POST", "/admin/fence/resume"),
     ("GET", "/admin/weights"),
     ("POST", "/admin/weights"),
+    ("GET", "/admin/engines"),
+    ("POST", "/admin/engines"),
+    ("POST", "/admin/engines/drain"),
+    ("POST", "/admin/engines/remove"),
 }
 METRICS_ROUTE = ("GET", "/metrics")
 
@@ -188,7 +192,7 @@ class ForwardingApp:
             send = add_security_headers(send)
         if scope["path"].startswith(INTERNAL_PREFIX):
             await self._gateway(scope, receive, send)  # responds with 404
-        elif route in FENCE_ROUTES:
+        elif route in SHARED_ROUTES:
             await self._serve_at(0, scope, receive, send, local=self._shared)
         elif route == METRICS_ROUTE:
             await self._shared(scope, receive, send)

@@ -30,9 +30,9 @@ from turngate.server.asgi import App, Receive, Scope, Send, add_gateway_header
 from turngate.server.run import GatewayServer, log_renderer, trace_spans, tune_garbage_collector, uvicorn_config
 from turngate.server.workers.coordinator import Coordinator
 from turngate.server.workers.forwarding import (
-    FENCE_ROUTES,
     INTERNAL_PREFIX,
     RUN_HEADER,
+    SHARED_ROUTES,
     ForwardingApp,
     PeerWorkers,
     restore_client,
@@ -104,12 +104,12 @@ class WorkerGateway:
         await self.gateway.stop()
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve requests between workers, forwarded requests and, in worker 0, the shared fence."""
+        """Serve requests between workers, forwarded requests and, in worker 0, the shared fence and engines."""
         if scope["type"] == "websocket":
             await self.gateway(scope, receive, send)
         elif scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
             await self._internal(scope, receive, send)
-        elif self._number == 0 and (scope["method"], scope["path"]) in FENCE_ROUTES:
+        elif self._number == 0 and (scope["method"], scope["path"]) in SHARED_ROUTES:
             await self._shared(scope, receive, send)
         else:
             await self.gateway(scope, receive, send)

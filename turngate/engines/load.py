@@ -1,0 +1,89 @@
+"""The load of an engine as it reports it: calls that run, calls that wait, and the use of its KV cache.
+
+Every gateway that uses an engine reads the same report, so that all of them share one view of its load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The load of one engine, or of one of its data-parallel ranks."""
+
+    running: int
+    waiting: int
+    kv_use: float | None = None  # from 0 to 1; None if the engine does not report it
+
+    @property
+    def calls(self) -> int:
+        return self.running + self.waiting
+
+
+@runtime_checkable
+class ReportsLoad(Protocol):
+    """An engine that reports its load."""
+
+    async def load_report(self) -> list[EngineLoad]:
+        """Return the load of each data-parallel rank, or an empty list if this server reports none."""
+
+
+# The names of vLLM's gauges, in 0.32 and in older versions. Each data-parallel rank has its own `engine` label.
+_VLLM_GAUGE = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{([^}]*)\})? ([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+_VLLM_RANK = re.compile(rb'(?:^|,)engine="(\d+)"')
+_KV_GAUGES = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
+
+
+def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
+    """Read the load of each data-parallel rank from vLLM's `/metrics`. Return an empty list if the gauges are missing."""
+    by_rank: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
+    for name, labels, value in _VLLM_GAUGE.findall(text):
+        rank = _VLLM_RANK.search(labels)
+        by_rank[int(rank[1]) if rank else 0][name] = float(value)
+    loads = []
+    for _, gauges in sorted(by_rank.items()):
+        if b"num_requests_running" not in gauges or b"num_requests_waiting" not in gauges:
+            return []
+        loads.append(
+            EngineLoad(
+                running=int(gauges[b"num_requests_running"]),
+                waiting=int(gauges[b"num_requests_waiting"]),
+                kv_use=next((gauges[name] for name in _KV_GAUGES if name in gauges), None),
+            )
+        )
+    return loads
+
+
+class _SGLangRank(msgspec.Struct):
+    """One data-parallel rank in SGLang's `/v1/loads`, or in the older `/get_load`, which counts only all requests."""
+
+    dp_rank: int = 0
+    num_running_reqs: int | None = None
+    num_waiting_reqs: int = 0
+    num_reqs: int | None = None
+    token_usage: float | None = None
+
+    def to_load(self) -> EngineLoad:
+        running = self.num_running_reqs
+        if running is None:
+            running = max(0, (self.num_reqs or 0) - self.num_waiting_reqs)
+        return EngineLoad(running, self.num_waiting_reqs, self.token_usage)
+
+
+class SGLangLoads(msgspec.Struct):
+    """The reply of SGLang's `/v1/loads`."""
+
+    loads: list[_SGLangRank]
+
+    def to_loads(self) -> list[EngineLoad]:
+        return [rank.to_load() for rank in sorted(self.loads, key=lambda rank: rank.dp_rank)]
+
+
+OldSGLangLoads = list[_SGLangRank]  # the reply of `/get_load`

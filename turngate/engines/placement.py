@@ -1,0 +1,75 @@
+"""The rule that chooses a lane of the pool for a call, from the loads that the engines report.
+
+- A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
+- A lane is crowded if its KV cache is at least 90 % full and a call waits for it, or if its queue is long: at least 4 calls wait, and
+  at least one for every 4 that run.
+- A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because it has to compute its
+  whole prefix again there. Between two reports, a gateway moves at most its own share of the calls that wait.
+- A new session goes to a lane that is not crowded and has the fewest calls, then the fewest of this gateway's sessions.
+
+Everything here is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from turngate.engines.load import EngineLoad
+
+FULL_KV = 0.9
+LONG_QUEUE = 4
+RUNNING_PER_WAITING = 4
+
+
+class LaneLoad(msgspec.Struct):
+    """The load of one lane: this gateway's own calls and sessions, and the engine's last report, which includes all gateways' calls."""
+
+    in_flight: int = 0
+    sessions: int = 0
+    report: EngineLoad | None = None
+    in_flight_then: int = 0  # when the report was made
+    moves_left: int = 0  # sessions that may still leave the lane before the next report
+    is_crowded: bool = False
+
+    def update(self, report: EngineLoad | None) -> None:
+        """Store a new report."""
+        self.report = report
+        self.in_flight_then = self.in_flight
+        self.is_crowded = report is not None and is_crowded(report)
+        self.moves_left = count_moves(report, self.in_flight) if report is not None else 0
+
+    @property
+    def calls(self) -> int:
+        """The calls in the lane: those of the last report, and this gateway's since then."""
+        if self.report is None:
+            return self.in_flight
+        return max(self.in_flight, self.report.calls + self.in_flight - self.in_flight_then)
+
+    def order(self) -> tuple[bool, int, int]:
+        """Return the sort key of the lanes for a new session, best first."""
+        return self.is_crowded, self.calls, self.sessions
+
+
+def is_crowded(load: EngineLoad) -> bool:
+    if load.kv_use is not None and load.kv_use >= FULL_KV and load.waiting:
+        return True
+    return load.waiting >= LONG_QUEUE and load.waiting * RUNNING_PER_WAITING >= load.running
+
+
+def count_moves(load: EngineLoad, own_calls: int) -> int:
+    """Return how many sessions a gateway with `own_calls` calls in a lane may move away: its share of the calls that wait, rounded up."""
+    if not load.calls or not own_calls:
+        return 0
+    return -(-load.waiting * min(own_calls, load.calls) // load.calls)
+
+
+def should_move(home: LaneLoad, best: LaneLoad) -> bool:
+    """Return whether a session leaves its lane for the least loaded other one."""
+    return home.is_crowded and home.moves_left > 0 and not best.is_crowded and 2 * best.calls <= home.calls
+
+
+def is_saturated(lanes: Sequence[LaneLoad]) -> bool:
+    """Return whether every lane is crowded, so that more calls would only wait longer. Without lanes, there is nothing to wait for."""
+    return all(lane.is_crowded for lane in lanes)

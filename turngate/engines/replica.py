@@ -1,0 +1,211 @@
+"""One engine of a pool: whether it is up, its lanes, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from turngate.engines.base import Engine, Health
+from turngate.engines.load import EngineLoad, ReportsLoad
+from turngate.engines.placement import LaneLoad
+from turngate.errors import EngineError, TurngateError
+
+log = logging.getLogger(__name__)
+_POLL_SHARE = 50  # a load report is requested at most this share (1/50) of the time
+
+
+@runtime_checkable
+class HasLanes(Protocol):
+    """An engine with several data-parallel ranks. Its lanes share its connections, and only the engine itself is started and closed."""
+
+    def lanes(self) -> Sequence[Engine]: ...
+
+
+@runtime_checkable
+class HasAddress(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
+class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a pool checks its replicas and reads their load, in seconds.
+
+    A replica that is up is checked every `check_s`. One that is down is checked after `backoff_s`, with exponential backoff up to
+    `backoff_max_s`. It is marked down after `misses` consecutive failed checks: under load, a single failure means little, and moving
+    sessions loses their caches. The load is read every `load_s`, less often if the engine answers slowly, and never if it is 0.
+    """
+
+    check_s: float = 10.0
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+    misses: int = 2
+    load_s: float = 2.0
+
+
+class Lane:
+    """A destination for calls: a replica, or one data-parallel rank of it."""
+
+    def __init__(self, replica: Replica, engine: Engine) -> None:
+        self.replica = replica
+        self.engine = engine
+        self.load = LaneLoad()
+
+    @property
+    def accepts_calls(self) -> bool:
+        return self.replica.up and not self.replica.is_draining
+
+
+class Replica:
+    """One engine, its lanes, and whether it is up."""
+
+    def __init__(self, engine: Engine, timing: PoolTiming) -> None:
+        self.engine = engine
+        self.lanes = [Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
+        self.up = True
+        self.is_draining = False  # gets no new calls
+        self.is_wrong = False  # responds, but must not be used
+        self.idle = asyncio.Event()  # set while it has no calls in flight
+        self.idle.set()
+        self._timing = timing
+        self._was_up = False  # whether it has ever been up
+        self._misses = 0
+        self._lost = asyncio.Event()
+        self._last_health: list[Health] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @staticmethod
+    def address_of(engine: Engine) -> str:
+        return engine.address if isinstance(engine, HasAddress) else engine.name
+
+    @property
+    def address(self) -> str:
+        return self.address_of(self.engine)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(lane.load.in_flight for lane in self.lanes)
+
+    def begin_call(self, lane: Lane) -> None:
+        lane.load.in_flight += 1
+        self.idle.clear()
+
+    def end_call(self, lane: Lane) -> None:
+        lane.load.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def watch(self) -> None:
+        """Start to check the replica and to read its load, until `close`."""
+        self._tasks.append(asyncio.create_task(self._keep_checking()))
+        if self._timing.load_s > 0 and isinstance(self.engine, ReportsLoad):
+            self._tasks.append(asyncio.create_task(self._keep_reading_load(self.engine)))
+
+    async def close(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.engine.close()
+
+    # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def snapshot(self) -> list[Health]:
+        """Return its health as of the last check."""
+        return [
+            msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=self.in_flight)
+            for health in self._last_health
+        ]
+
+    def mark_lost(self, error: EngineError) -> None:
+        """Record that a call could not reach the replica."""
+        self._misses = max(self._misses, self._timing.misses)
+        self._mark_down(error.message)
+        self._lost.set()
+
+    def mark_up(self) -> None:
+        """Record that a call or a check succeeded."""
+        if not self.up:
+            log.warning("%s is up again", self.address)
+        self.up = self._was_up = True
+        self._misses = 0
+
+    async def check(self) -> None:
+        self._last_health = await self.engine.health()
+        missing = next((health for health in self._last_health if not health.ok), None)
+        self.is_wrong = missing is not None and missing.wrong
+        if missing is None:
+            self.mark_up()
+            return
+        self._misses += 1
+        if self._misses >= self._timing.misses or not self._was_up or missing.wrong:
+            self._mark_down(missing.detail)
+
+    def _mark_down(self, reason: str) -> None:
+        if self.up:
+            log.warning("%s is down: %s", self.address, reason)
+        self.up = False
+
+    async def _keep_checking(self) -> None:
+        """Check the replica regularly while it is up, and with backoff while it is down."""
+        while True:
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._lost.wait()
+                self._lost.clear()
+                await asyncio.sleep(self._timing.backoff_s)  # checking at once would only repeat the failure
+            except TimeoutError:
+                pass  # the pause is over
+            await self.check()
+
+    def _pause(self) -> float:
+        timing = self._timing
+        if self.up:
+            return timing.check_s
+        doubled = timing.backoff_s * 2.0 ** max(0, min(self._misses - timing.misses, 16))
+        return min(doubled, timing.backoff_max_s)
+
+    # ── load ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def read_load(self, engine: ReportsLoad) -> None:
+        """Ask the engine for its load. Without an answer, only this gateway's own calls count."""
+        try:
+            reports = await engine.load_report() if self.up else []
+        except TurngateError:  # the health check decides whether it is down
+            reports = []
+        self._update_loads(reports)
+
+    def _update_loads(self, reports: Sequence[EngineLoad]) -> None:
+        if len(reports) == len(self.lanes):
+            for lane, report in zip(self.lanes, reports, strict=True):
+                lane.load.update(report)
+            return
+        # One lane for all ranks, or a server that reports only some of them. Ranks fill evenly; the fullest one is the limit.
+        merged = merge_loads(reports) if len(self.lanes) == 1 else None
+        for lane in self.lanes:
+            lane.load.update(merged)
+
+    async def _keep_reading_load(self, engine: ReportsLoad) -> None:
+        while True:
+            began = time.monotonic()
+            await self.read_load(engine)
+            took = time.monotonic() - began
+            await asyncio.sleep(max(self._timing.load_s, _POLL_SHARE * took))
+
+
+def merge_loads(loads: Sequence[EngineLoad]) -> EngineLoad | None:
+    """Return the load of an engine from those of its ranks: the calls of all, and the KV use of the fullest."""
+    if not loads:
+        return None
+    known = [load.kv_use for load in loads if load.kv_use is not None]
+    return EngineLoad(
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        kv_use=max(known, default=None),
+    )

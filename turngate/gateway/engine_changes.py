@@ -1,0 +1,196 @@
+"""Change the engine pool while the gateway runs: add an engine, drain it, remove it.
+
+    add     load the current weights into the engine, record it, and let every process use it
+    drain   give it no new calls: calls in flight end there, and sessions move with their next call
+    remove  drain it, wait until its calls have ended, and forget it
+
+The list in the store is the truth (`engine_list.py`). `LocalEngines` makes the pool of this process equal to it. A change is applied
+through an `EngineGroup`, which is this process or all workers together. Changes and weight updates exclude each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from turngate.client.protocol import EngineState, EnginesView, EngineView
+from turngate.engines.base import Engine
+from turngate.engines.pool import Pool
+from turngate.engines.replica import Replica, merge_loads
+from turngate.errors import Conflict, EngineTimeout, NotFound
+from turngate.gateway.engine_list import EngineList
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.weights import WeightUpdates
+
+MakeEngine = Callable[[str], Engine]
+REMOVE_S = 600.0  # how long a removal waits for calls in flight, by default
+
+
+class EngineGroup(Protocol):
+    """The pools that use the list: that of one process or of several."""
+
+    async def sync(self) -> None:
+        """Make every pool equal to the stored list."""
+
+    async def wait_until_idle(self, url: str) -> None:
+        """Wait until no pool has a call in flight at this engine."""
+
+
+class LocalEngines:
+    """The pool of this process."""
+
+    def __init__(
+        self, pool: Pool, listed: EngineList, make_engine: MakeEngine, replicas: ReplicaSet, fence: Fence
+    ) -> None:
+        self.pool = pool
+        self.make_engine = make_engine
+        self._listed = listed
+        self._replicas = replicas
+        self._fence = fence
+        self._lock = asyncio.Lock()
+
+    async def sync(self) -> None:
+        async with self._lock:
+            states = self._listed.read()
+            present = {replica.address for replica in self.pool.replicas}
+            for url in [url for url in states if url not in present]:
+                engine = self.make_engine(url)
+                self._replicas.expect_of(engine, self._fence.version)
+                await self.pool.add(engine)
+            for url in present - states.keys():
+                await self.pool.remove(url)
+            for url, state in states.items():
+                self.pool.set_draining(url, state == "draining")
+
+    async def wait_until_idle(self, url: str) -> None:
+        if any(replica.address == url for replica in self.pool.replicas):
+            await self.pool.wait_until_idle(url)
+
+    def describe(self) -> EnginesView:
+        return EnginesView(
+            engines=[_describe(replica) for replica in self.pool.replicas],
+            waiting=self.pool.waiting,
+            saturated=self.pool.is_saturated,
+        )
+
+
+class EngineChanges:
+    """Changes of the list, carried out one at a time."""
+
+    def __init__(
+        self,
+        local: LocalEngines | None,
+        group: EngineGroup | None,
+        listed: EngineList,
+        updates: WeightUpdates,
+        replicas: ReplicaSet,
+        fence: Fence,
+        events: Events,
+    ) -> None:
+        self._local = local
+        self._group = group
+        self._listed = listed
+        self._updates = updates
+        self._replicas = replicas
+        self._fence = fence
+        self._events = events
+
+    def describe(self) -> EnginesView:
+        """Return the engines and their load. A gateway without a pool has none."""
+        return EnginesView(engines=[]) if self._local is None else self._local.describe()
+
+    async def add(self, url: str, version: int | None = None) -> EnginesView:
+        """Add an engine, or end its draining. `version` states that the engine already has the weights of this version."""
+        local, group = self._require()
+        address = _address(local.make_engine(url))
+        async with self._updates.lock:
+            self._require_open()
+            if self._listed.read().get(address) == "active":
+                return local.describe()
+            await self._prepare(local, url, version)
+            await self._apply(group, address, "active")
+        return local.describe()
+
+    async def drain(self, url: str) -> EnginesView:
+        """Give an engine no new calls."""
+        local, group = self._require()
+        async with self._updates.lock:
+            await self._apply(group, self._find(local, url), "draining")
+        return local.describe()
+
+    async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
+        """Drain an engine and remove it. With `force`, do not wait: its calls in flight fail."""
+        local, group = self._require()
+        address = self._find(local, url)
+        if len(self._listed.read()) == 1:
+            raise Conflict(f"{address} is the only engine; add another one before you remove it", param="url")
+        if not force:
+            await self.drain(url)
+            try:
+                async with asyncio.timeout(limit_s):
+                    await group.wait_until_idle(address)
+            except TimeoutError:
+                raise EngineTimeout(
+                    f"{address} still has calls after {limit_s:g} s, so it is draining and not removed; repeat the request, "
+                    "or set force to end its calls"
+                ) from None
+        async with self._updates.lock:
+            if self._listed.read().get(address) == "active" and not force:
+                raise Conflict(f"{address} was added again while it was drained, so it is not removed", param="url")
+            await self._apply(group, address, None)
+        return local.describe()
+
+    async def _prepare(self, local: LocalEngines, url: str, version: int | None) -> None:
+        engine = local.make_engine(url)
+        await engine.start()
+        try:
+            await self._replicas.load_into_new(engine, self._fence.version, claimed=version)
+        finally:
+            await engine.close()
+
+    async def _apply(self, group: EngineGroup, address: str, state: EngineState | None) -> None:
+        self._listed.write(address, state)
+        await group.sync()
+        self._events.add("", "engine", {"url": address, "state": state or "removed"})
+
+    def _require(self) -> tuple[LocalEngines, EngineGroup]:
+        if self._local is None or self._group is None:
+            raise Conflict("this gateway's engine has no replicas to add or remove; only vllm and sglang have")
+        return self._local, self._group
+
+    def _require_open(self) -> None:
+        if self._fence.paused:
+            raise Conflict(
+                "calls are paused for a weight update, which would not reach a new engine; add it when they have resumed"
+            )
+
+    def _find(self, local: LocalEngines, url: str) -> str:
+        address = _address(local.make_engine(url))
+        listed = self._listed.read()
+        if address not in listed:
+            raise NotFound(f"engine {address} is not in the pool; it has {', '.join(listed)}", param="url")
+        return address
+
+
+def _address(engine: Engine) -> str:
+    return Replica.address_of(engine)
+
+
+def _describe(replica: Replica) -> EngineView:
+    health = replica.snapshot()
+    load = merge_loads([lane.load.report for lane in replica.lanes if lane.load.report is not None])
+    return EngineView(
+        url=replica.address,
+        state="draining" if replica.is_draining else "active",
+        up=replica.up,
+        detail=next((one.detail for one in health if one.detail), ""),
+        in_flight=replica.in_flight,
+        sessions=sum(lane.load.sessions for lane in replica.lanes),
+        running=None if load is None else load.running,
+        waiting=None if load is None else load.waiting,
+        kv_use=None if load is None else load.kv_use,
+        crowded=any(lane.load.is_crowded for lane in replica.lanes),
+    )

@@ -1,0 +1,59 @@
+"""The stored list of engines: the configured ones, and what was changed while the gateway ran.
+
+A change outlives a restart. An engine that was removed stays removed, even if it is still configured, until it is added again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from turngate.client.protocol import EngineState
+from turngate.store.sqlite import Store
+
+log = logging.getLogger("turngate")
+_SETTING = "engines"
+StoredState = EngineState | None  # None: removed
+_ACTIVE: StoredState = "active"
+
+
+def merge_engines(configured: Sequence[str], stored: Mapping[str, StoredState]) -> dict[str, EngineState]:
+    """Return the engines to use and their states: the configured ones first, then those added later."""
+    states: dict[str, StoredState] = {**dict.fromkeys(configured, _ACTIVE), **stored}
+    return {url: state for url, state in states.items() if state is not None}
+
+
+class EngineList:
+    """The engines of a gateway by address, in the store's settings. All processes that share the store see the same list."""
+
+    def __init__(self, store: Store, configured: Sequence[str]) -> None:
+        self._store = store
+        self._configured = list(configured)
+
+    def read(self) -> dict[str, EngineState]:
+        return merge_engines(self._configured, self._read_stored(self._store.setting(_SETTING)))
+
+    def write(self, url: str, state: StoredState) -> None:
+        """Record the state of an engine. The list then contains all engines, so that it no longer depends on the configuration."""
+
+        def change(value: str | None) -> str:
+            stored: dict[str, StoredState] = {**merge_engines(self._configured, self._read_stored(value))}
+            removed = {url: None for url, state in self._read_stored(value).items() if state is None}
+            return msgspec.json.encode({**removed, **stored, url: state}).decode()
+
+        self._store.change_setting(_SETTING, change)
+
+    def warn_about_removed(self) -> None:
+        """Log the configured engines that are not used."""
+        stored = self._read_stored(self._store.setting(_SETTING))
+        for url in [url for url in self._configured if url in stored and stored[url] is None]:
+            log.warning(
+                "engine %s is configured but not used, because it was removed; to use it, run `turngate engines add %s`",
+                url,
+                url,
+            )
+
+    def _read_stored(self, value: str | None) -> dict[str, StoredState]:
+        return msgspec.json.decode(value, type=dict[str, EngineState | None]) if value else {}
