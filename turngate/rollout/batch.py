@@ -133,7 +133,7 @@ class Batch:
         they run in this process.
         """
         self._plan = plan
-        self._executor = executor or LocalExecutor(PlanResolver(plan), gateway, connector, plan.backend)
+        self._executor = executor or LocalExecutor(PlanResolver(plan), gateway, connector)
         concurrency = Concurrency(plan.bounds)
         self.progress = BatchProgress(total=plan.total, states=concurrency.states)
         self._stop = stop = StopSignal(self._note)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -65,23 +66,26 @@ class OrderResolver(Protocol):
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         """Build the spec of an attempt. Raise `TurngateError` if this machine cannot run it."""
 
+    @property
+    def backends(self) -> Collection[Backend]:
+        """The backends of all specs so far, and those that will be needed."""
+
 
 class LocalExecutor:
     """Runs attempts in this process."""
 
-    def __init__(
-        self, resolver: OrderResolver, gateway: GatewayClient, connector: GatewayConnector, backend: Backend
-    ) -> None:
+    def __init__(self, resolver: OrderResolver, gateway: GatewayClient, connector: GatewayConnector) -> None:
         self._resolver = resolver
         self._gateway = gateway
         self._connector = connector
-        self._backend = backend
 
     async def check(self) -> None:
-        await self._backend.check()
+        for backend in self._resolver.backends:
+            await backend.check()
 
     async def sweep(self) -> None:
-        await self._backend.sweep()
+        for backend in self._resolver.backends:
+            await backend.sweep()
 
     def prepare(
         self,

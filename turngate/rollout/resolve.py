@@ -1,18 +1,38 @@
-"""Turn an order into the spec of a rollout: add what belongs to the machine that runs it."""
+"""Turn an order into the spec of a rollout: add what belongs to the machine that runs it.
+
+    task      its files, unpacked from the archive of that name; a missing archive is fetched from the machine that made the order
+    agent     its installation, in this machine's cache
+    sandbox   a backend, with this machine's own folders
+    env       values from this machine's environment; the order has only their names
+
+A failure here is never the agent's fault: another machine may well be able to run the order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installation
-from turngate.rollout.order import RolloutOrder
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.spec import AgentSpec
+from turngate.errors import AgentError, ConfigError
+from turngate.rollout.order import RolloutOrder, SandboxChoice
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.spec import RolloutSpec
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
+from turngate.tasks.archive import PackedTask, function_names
+from turngate.tasks.archive_cache import ArchiveCache, ArchiveError
+from turngate.tasks.host_env import read_variable
 from turngate.tasks.task import Task
+
+log = logging.getLogger(__name__)
 
 
 class MachineParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +80,10 @@ class PlanResolver:
         self._plan = plan
         self._tasks = {task.id: task for task in plan.tasks}
 
+    @property
+    def backends(self) -> Collection[Backend]:
+        return (self._plan.backend,)
+
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         plan = self._plan
         parts = MachineParts(
@@ -70,3 +94,101 @@ class PlanResolver:
             folder=plan.folder / "rollouts",
         )
         return build_spec(order, parts)
+
+
+ArchiveFetcher = Callable[[str], Awaitable[bytes]]  # SHA-256 → archive
+
+
+async def refuse_to_fetch(digest: str) -> bytes:
+    """Fetch no archives: the machine must already have them."""
+    raise ArchiveError(f"archive {digest[:12]} is not on this machine, and there is no machine to fetch it from")
+
+
+class MachineResolver:
+    """Resolves orders that were made on any machine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        archives: ArchiveCache,
+        fetch: ArchiveFetcher = refuse_to_fetch,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        install: Callable[[AgentSpec], Installation] = lambda agent: ensure_installed(agent, log.info),
+    ) -> None:
+        """Prepare a resolver. `folder` is for the agents' files; `environment` has the values that orders refer to by name."""
+        self._folder = folder
+        self._archives = archives
+        self._fetch = fetch
+        self._environment = environment
+        self._install = install
+        self._installing: dict[bytes, asyncio.Lock] = {}  # by the agent's recipe
+        self._installations: dict[bytes, Installation] = {}
+        self._fetching: dict[str, asyncio.Lock] = {}  # by the archive's digest
+        self._backends: dict[bytes, Backend] = {}  # by name and settings
+
+    @property
+    def backends(self) -> Collection[Backend]:
+        return self._backends.values()
+
+    async def resolve(self, order: RolloutOrder) -> RolloutSpec:
+        parts = MachineParts(
+            task=await self._open_task(order.task),
+            installed=await self._install_agent(order.agent),
+            backend=self._find_backend(order.sandbox),
+            env={name: read_variable(name, self._environment, f"rollout {order.rollout}") for name in order.env},
+            folder=self._folder,
+        )
+        return build_spec(order, parts)
+
+    async def _open_task(self, packed: PackedTask) -> Task:
+        await self._fetch_missing(packed.archive)
+        try:
+            task = await asyncio.to_thread(self._archives.open_task, packed, self._environment)
+        except ArchiveError:
+            if self._archives.has(packed.archive):
+                raise
+            await self._fetch_missing(packed.archive)  # it was damaged
+            task = await asyncio.to_thread(self._archives.open_task, packed, self._environment)
+        _check_modules(task)
+        return task
+
+    async def _fetch_missing(self, digest: str) -> None:
+        if not digest:
+            return
+        async with self._fetching.setdefault(digest, asyncio.Lock()):
+            if not self._archives.has(digest):
+                data = await self._fetch(digest)
+                await asyncio.to_thread(self._archives.add, digest, data)
+
+    async def _install_agent(self, agent: AgentSpec) -> Installation:
+        """Install the agent once. `ensure_installed` is too slow to call it for each attempt: it starts processes."""
+        key = msgspec.json.encode([agent.name, agent.install, agent.uses("node")])
+        async with self._installing.setdefault(key, asyncio.Lock()):
+            if key not in self._installations:
+                try:
+                    self._installations[key] = await asyncio.to_thread(self._install, agent)
+                except AgentError as error:
+                    raise ConfigError(
+                        f"agent {agent.name} cannot be installed on this machine: {error.message}", param="agent"
+                    ) from None
+            return self._installations[key]
+
+    def _find_backend(self, sandbox: SandboxChoice) -> Backend:
+        key = msgspec.json.encode(sandbox, order="deterministic")
+        if key not in self._backends:
+            self._backends[key] = get_backend(sandbox.name, sandbox.settings)
+        return self._backends[key]
+
+
+def _check_modules(task: Task) -> None:
+    """Check that this machine has the modules of grading functions, which do not travel with the task."""
+    for name in function_names(task.grader):
+        location = name.rpartition(":")[0]
+        module = location.partition(".")[0]
+        if not location.endswith(".py") and find_spec(module) is None:
+            raise ConfigError(
+                f"the grader of task {task.id} needs the Python module {module}, which this machine does not have; install it, or "
+                "put the function into a file in the task's folder",
+                param="grader",
+            )

@@ -168,7 +168,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
                 special.add(tuple(path))
                 skipped.add(member.name, "not a file or folder")
     for place, target in links.items():
-        if place and _stays_inside(len(place) - 1, target):
+        if place and stays_inside(len(place) - 1, target):
             _make_symlink(root, list(place), target)
         else:
             skipped.add("/".join(place), "the link points outside the folder")
@@ -202,7 +202,7 @@ def _split_path(name: str) -> list[str]:
     return parts
 
 
-def _stays_inside(depth: int, target: str) -> bool:
+def stays_inside(depth: int, target: str) -> bool:
     """Return whether a link `depth` folders deep stays inside: its target may go up through real folders, then only down."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))

@@ -2,6 +2,9 @@
 
 An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link. As
 when files are uploaded into a sandbox, devices, pipes and sockets are left out. `archive_cache.py` stores archives and unpacks them.
+
+What a task's file took from a variable of this machine (`${NAME}` in a Harbor task) is not packed. The machine that unpacks the task reads
+the variable from its own environment.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +22,8 @@ import msgspec
 
 from turngate.errors import TaskError
 from turngate.tasks.grading.function import find_function_file
-from turngate.tasks.task import Function, Grader, Part, Rubric, Script, Task
+from turngate.tasks.host_env import remove_host_values
+from turngate.tasks.task import Function, Grader, Rubric, Script, Task, change_graders
 
 TASK_FOLDER = "task"  # the task's own folder, if the archive contains all of it
 
@@ -46,11 +50,12 @@ class ArchiveFiles:
         self.roots[name] = path
         return Path(name)
 
-    def write(self, into: IO[bytes]) -> None:
-        """Write the archive. Raise OSError if a file cannot be read."""
+    def write(self, into: IO[bytes], check: Callable[[tarfile.TarInfo], None] = lambda member: None) -> None:
+        """Write the archive. `check` is called with each member first. Raise OSError if a file cannot be read."""
         with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, root in self.roots.items():
                 for member, path in _walk(name, root):
+                    check(member)
                     if member.isreg():
                         _add_file(tar, member, path)
                     else:
@@ -103,7 +108,7 @@ class TaskPacker:
             packing = self._packed[task.id] = asyncio.ensure_future(asyncio.to_thread(pack_task, task))
         try:
             return await asyncio.shield(packing)
-        except TaskError:
+        except Exception:
             self._packed.pop(task.id, None)
             raise
 
@@ -121,7 +126,7 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
     """
     files = ArchiveFiles()
     folder = Path(task.source).absolute() if task.source else None
-    modules = (find_function_file(task, name) for name in _function_names(task.grader))
+    modules = (find_function_file(task, name) for name in function_names(task.grader))
     if folder is not None and any(file is not None and folder in file.absolute().parents for file in modules):
         files.add(folder, TASK_FOLDER)
 
@@ -129,37 +134,8 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
         file = find_function_file(task, name)
         return name if file is None else f"{files.add(file, f'{place}/{file.name}')}:{name.rpartition(':')[2]}"
 
-    moved = move_paths(without_host_values(task), files.add, move_function)
+    moved = move_paths(remove_host_values(task), files.add, move_function)
     return msgspec.structs.replace(moved, source=""), files
-
-
-def without_host_values(task: Task) -> Task:
-    """Remove the environment values that were read from this machine's variables. `task.host_env` still names the variables."""
-    removed = {(variable.place, variable.name) for variable in task.host_env}
-    if not removed:
-        return task
-
-    def keep(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
-        return {name: value for name, value in env.items() if (place, name) not in removed}
-
-    return change_env(task, keep)
-
-
-def change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
-    """Return the task with each of its environments changed: that of the sandbox, the grader and the solution."""
-
-    def change_script(script: Script, _: str) -> Script:
-        return msgspec.structs.replace(script, env=change("grader", script.env))
-
-    solution = task.solution
-    if solution is not None:
-        solution = msgspec.structs.replace(solution, env=change("solution", solution.env))
-    return msgspec.structs.replace(
-        task,
-        env=change("environment", task.env),
-        grader=_change_graders(task.grader, change_script, lambda function, _: function),
-        solution=solution,
-    )
 
 
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
@@ -178,47 +154,13 @@ def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Cal
         task,
         files=None if task.files is None else move(task.files, "files"),
         dockerfile=None if task.dockerfile is None else move(task.dockerfile, "environment"),
-        grader=_change_graders(task.grader, move_script, rename_function),
+        grader=change_graders(task.grader, move_script, rename_function),
         solution=solution,
     )
 
 
-def _change_graders(
-    grader: Grader | None,
-    change_script: Callable[[Script, str], Script],
-    change_function: Callable[[Function, str], Function],
-) -> Grader | None:
-    """Change every script and function of a grader. Each has a name that is unique in the task."""
-    match grader:
-        case Script():
-            return change_script(grader, "tests")
-        case Function():
-            return change_function(grader, "tests")
-        case Rubric():
-            return Rubric(
-                parts=tuple(
-                    _change_part(part, f"tests-{number}", change_script, change_function)
-                    for number, part in enumerate(grader.parts, 1)
-                )
-            )
-    return grader
-
-
-def _change_part(
-    part: Part,
-    name: str,
-    change_script: Callable[[Script, str], Script],
-    change_function: Callable[[Function, str], Function],
-) -> Part:
-    match part.grader:
-        case Script():
-            return msgspec.structs.replace(part, grader=change_script(part.grader, name))
-        case Function():
-            return msgspec.structs.replace(part, grader=change_function(part.grader, name))
-    return part
-
-
-def _function_names(grader: Grader | None) -> list[str]:
+def function_names(grader: Grader | None) -> list[str]:
+    """Return the names of a grader's functions."""
     graders = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
     return [one.name for one in graders if isinstance(one, Function)]
 
@@ -244,9 +186,9 @@ def _walk(name: str, root: Path) -> Iterator[tuple[tarfile.TarInfo, Path]]:
 def _build_member(name: str, path: Path, status: os.stat_result) -> tarfile.TarInfo | None:
     member = tarfile.TarInfo(name)
     if stat.S_ISREG(status.st_mode):
-        member.size, member.mode = status.st_size, status.st_mode & 0o755 | 0o600  # as `unpack` writes it
+        member.size, member.mode = status.st_size, status.st_mode & 0o777 | 0o400
     elif stat.S_ISDIR(status.st_mode):
-        member.type, member.mode = tarfile.DIRTYPE, 0o755
+        member.type, member.mode = tarfile.DIRTYPE, status.st_mode & 0o777 | 0o700
     elif stat.S_ISLNK(status.st_mode):
         member.type, member.mode, member.linkname = tarfile.SYMTYPE, 0o777, str(path.readlink())
     else:

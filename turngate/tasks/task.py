@@ -7,7 +7,7 @@ and solutions never enter the agent's sandbox, except where a scripted model rep
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -81,10 +81,15 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}  # for solve.sh
 
 
+HostPlace = Literal[
+    "environment", "grader", "solution"
+]  # an environment of a task: of its sandbox, its grader or its solution
+
+
 class HostVariable(msgspec.Struct, frozen=True, kw_only=True):
     """An environment value that the loader read from a variable of this machine: `${NAME}` or `${NAME:-default}` in the task's file."""
 
-    place: Literal["environment", "grader", "solution"]  # which of the task's environments has the value
+    place: HostPlace
     name: str  # in that environment
     variable: str  # on this machine
     default: str | None = None
@@ -116,6 +121,29 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 def task_from_prompt(instruction: str) -> Task:
     """Create a task that consists only of an instruction."""
     return Task(id="prompt", instruction=check_instruction(instruction, "prompt"), source="--prompt")
+
+
+def change_graders(
+    grader: Grader | None,
+    change_script: Callable[[Script, str], Script],
+    change_function: Callable[[Function, str], Function] = lambda function, name: function,
+) -> Grader | None:
+    """Return the grader with its scripts and functions changed. The changes also receive a name that is unique within the task."""
+
+    def change(one: Script | Function | Swe, name: str) -> Script | Function | Swe:
+        match one:
+            case Script():
+                return change_script(one, name)
+            case Function():
+                return change_function(one, name)
+        return one
+
+    if isinstance(grader, Rubric):
+        parts = enumerate(grader.parts, 1)
+        return Rubric(
+            parts=tuple(msgspec.structs.replace(part, grader=change(part.grader, f"tests-{n}")) for n, part in parts)
+        )
+    return None if grader is None else change(grader, "tests")
 
 
 def check_instruction(instruction: str, where: str) -> str:

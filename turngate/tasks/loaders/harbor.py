@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -30,6 +30,8 @@ from turngate.errors import BadRequest, TaskError
 from turngate.tasks.task import (
     Function,
     Grader,
+    HostPlace,
+    HostVariable,
     Part,
     Rubric,
     Script,
@@ -136,6 +138,7 @@ def load_task(path: Path) -> Task:
     settings = _load_settings(path / "task.toml")
     _check_supported(path, settings)
     environment, own = settings.environment, settings.turngate
+    grader, solution = _grader(path, settings), _solution(path, settings)
     setup, files, dockerfile = path / "setup.sh", path / "files", path / "environment" / "Dockerfile"
     return Task(
         id=to_task_id(path.absolute().name),
@@ -149,10 +152,11 @@ def load_task(path: Path) -> Task:
         cpus=environment.cpus,
         memory_mb=_memory(path, environment),
         timeout_s=settings.agent.timeout_sec,
-        grader=_grader(path, settings),
-        solution=_solution(path, settings),
+        grader=grader,
+        solution=solution,
         tools=_tools(path, own),
         env=_resolve_env(path, "environment.env", environment.env),
+        host_env=tuple(_find_host_variables(settings, grader, solution)),
         metadata=msgspec.to_builtins(settings.metadata),
         source=str(path),
     )
@@ -250,6 +254,23 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
             f"refers to the environment variable {variable}, which is not set; set it, or write ${{{variable}:-default}}",
         )
     return resolved
+
+
+def _find_host_variables(
+    settings: _TaskFile, grader: Grader | None, solution: Solution | None
+) -> Iterator[HostVariable]:
+    """Yield the values that `_resolve_env` took from the host's environment."""
+    parts = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
+    has_script = any(isinstance(part, Script) for part in parts)
+    envs: dict[HostPlace, Mapping[str, str]] = {
+        "environment": settings.environment.env,
+        "grader": settings.verifier.env if has_script else {},
+        "solution": settings.solution.env if solution is not None else {},
+    }
+    for place, env in envs.items():
+        for name, value in env.items():
+            if (match := _FROM_HOST.fullmatch(value)) is not None:
+                yield HostVariable(place=place, name=name, variable=match[1], default=match[2])
 
 
 def _grader(folder: Path, settings: _TaskFile) -> Grader | None:

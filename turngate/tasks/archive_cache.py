@@ -1,0 +1,249 @@
+"""Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
+
+Files are written under a temporary name and renamed, so that no process sees an incomplete one. Whatever is read is checked first: an
+archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
+it. An archive is refused if it is too large or contains a link that points outside. The folder may be removed while no rollout runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from turngate.agents.install import cache_folder
+from turngate.errors import SandboxError, TaskError, TurngateError
+from turngate.sandboxes.archive import CHUNK_BYTES, stays_inside, unpack
+from turngate.tasks.archive import PackedTask, lay_out, move_paths, unreadable
+from turngate.tasks.host_env import add_host_values
+from turngate.tasks.task import Task
+
+MAX_BYTES = 256_000_000  # of an archive
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ArchiveError(TurngateError):
+    """This machine does not have a task's archive, or cannot use it. The task itself may be valid."""
+
+    kind = "archive_error"
+
+
+class ArchiveCache:
+    """The archives of one folder, which several processes may use at the same time."""
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = folder or cache_folder() / "archives"
+        self._max_bytes = max_bytes
+        self._unpacking = threading.Lock()
+
+    def store(self, task: Task) -> PackedTask:
+        """Pack a task, and keep its archive. Raise `TaskError` if other machines could not use it."""
+        packed, files = lay_out(task)
+        if not files.roots:
+            return PackedTask(task=packed)
+
+        def check(member: tarfile.TarInfo) -> None:
+            if member.issym() and not stays_inside(member.name.count("/"), member.linkname):
+                raise TaskError(
+                    f"task: {task.id}: {member.name} is a link to {member.linkname}, which is outside the task's files, so "
+                    "the task cannot be sent to another machine; replace the link with a file",
+                    param="task",
+                )
+
+        with self._write_file() as new:
+            writer = _BoundedWriter(new, self._max_bytes, task.id)
+            try:
+                files.write(writer, check)  # type: ignore[arg-type]  # tarfile only writes to it
+            except OSError as error:
+                raise unreadable(task, error) from None
+            digest = writer.digest.hexdigest()
+            self._keep(new, digest)
+        return PackedTask(task=packed, archive=digest)
+
+    def has(self, digest: str) -> bool:
+        """Return whether the archive is here. It may still be damaged."""
+        return self._path(digest).is_file()
+
+    def read(self, digest: str) -> bytes:
+        """Return the bytes of an archive, to send them to another machine."""
+        with self._open(digest) as file:
+            return file.read()
+
+    def add(self, digest: str, data: bytes) -> None:
+        """Keep an archive from another machine."""
+        if len(data) > self._max_bytes:
+            raise ArchiveError(f"archive {digest[:12]} has {len(data)} bytes; the limit is {self._max_bytes}")
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ArchiveError(f"archive {digest[:12]} arrived damaged: its content does not match its SHA-256")
+        with self._write_file() as new:
+            new.write(data)
+            self._keep(new, digest)
+
+    def open_task(self, packed: PackedTask, environment: Mapping[str, str]) -> Task:
+        """Return the task with paths on this machine and values from `environment`. Unpack its archive if necessary."""
+        task = add_host_values(packed.task, environment)
+        root = self._unpack(packed.archive) if packed.archive else None
+
+        def move(path: Path, _: str) -> Path:
+            if root is None:
+                raise ArchiveError(f"task {task.id} refers to {path}, but its order has no archive")
+            return root / path
+
+        def move_function(name: str, _: str) -> str:
+            location, _, attribute = name.rpartition(":")
+            return f"{move(Path(location), '')}:{attribute}" if location.endswith(".py") else name
+
+        return move_paths(task, move, move_function)
+
+    # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _path(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise ArchiveError(f"{digest[:80]!r} is not the name of an archive: it must be a SHA-256 in hex")
+        return self._folder / f"{digest}.tar"
+
+    @contextmanager
+    def _write_file(self) -> Iterator[IO[bytes]]:
+        """Create a temporary file, which `_keep` moves into place."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
+                try:
+                    yield new
+                finally:
+                    Path(new.name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ArchiveError(f"{self._folder} cannot be written ({error.strerror})") from None
+
+    def _keep(self, new: IO[bytes], digest: str) -> None:
+        new.flush()
+        Path(new.name).rename(self._path(digest))
+
+    @contextmanager
+    def _open(self, digest: str) -> Iterator[IO[bytes]]:
+        """Open an archive whose content matches its name. A damaged one is removed, so that it is fetched again."""
+        path = self._path(digest)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise ArchiveError(f"archive {digest[:12]} is not in {self._folder}") from None
+        except OSError as error:
+            raise ArchiveError(f"{path} cannot be read ({error.strerror})") from None
+        with file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                path.unlink(missing_ok=True)
+                raise ArchiveError(f"{path} was damaged and has been removed: its content did not match its SHA-256")
+            file.seek(0)
+            yield file
+
+    # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _unpack(self, digest: str) -> Path:
+        """Return the folder with the archive's content. Write it anew if it is missing or differs from the archive."""
+        folder = self._folder / digest
+        with self._open(digest) as file:
+            if _matches(file, folder):
+                return folder
+            with self._unpacking:
+                if not _matches(file, folder):  # another thread may have been faster
+                    self._replace(file, folder)
+        return folder
+
+    def _replace(self, file: IO[bytes], folder: Path) -> None:
+        scratch = Path(tempfile.mkdtemp(prefix=".unpack-", dir=self._folder))
+        try:
+            file.seek(0)
+            if skipped := unpack(file, scratch / "new", limit=self._max_bytes):
+                raise ArchiveError(f"archive {folder.name[:12]} is not safe to unpack: {'; '.join(skipped)}")
+            _set_modes(file, scratch / "new")
+            if folder.exists():
+                folder.rename(scratch / "old")
+            (scratch / "new").rename(folder)
+        except SandboxError as error:
+            raise ArchiveError(f"archive {folder.name[:12]} cannot be unpacked: {error.message}") from None
+        except OSError as error:
+            if not _matches(file, folder):  # otherwise another process was faster
+                raise ArchiveError(f"{folder} cannot be written ({error.strerror})") from None
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _BoundedWriter:
+    """Writes to a file, hashes what it writes, and stops at a limit."""
+
+    def __init__(self, file: IO[bytes], limit: int, task: str) -> None:
+        self._file, self._limit, self._task = file, limit, task
+        self._size = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._size += len(data)
+        if self._size > self._limit:
+            raise TaskError(
+                f"task: {self._task}: its files have more than {self._limit / 1e6:.0f} MB, so the task cannot be sent to another "
+                "machine; put large files into an image",
+                param="task",
+            )
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._size
+
+
+def _read_members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            yield tar, member
+
+
+def _set_modes(file: IO[bytes], folder: Path) -> None:
+    """Set the permissions that `unpack` does not keep. The folder is new, so no other process has changed it."""
+    for _, member in _read_members(file):
+        if member.isreg() or member.isdir():
+            (folder / member.name).chmod(member.mode)
+
+
+def _matches(file: IO[bytes], folder: Path) -> bool:
+    """Return whether a folder contains exactly what the archive does."""
+    if not folder.is_dir():
+        return False
+    expected: set[Path] = set()
+    for tar, member in _read_members(file):
+        path = folder / member.name
+        expected.update((path, *(parent for parent in path.parents if folder in parent.parents)))
+        if not _is_same(tar, member, path):
+            return False
+    found = {Path(place, name) for place, folders, names in os.walk(folder) for name in (*folders, *names)}
+    return found == expected
+
+
+def _is_same(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bool:
+    try:
+        status = path.lstat()
+        if member.issym():
+            return stat.S_ISLNK(status.st_mode) and str(path.readlink()) == member.linkname
+        if stat.S_IMODE(status.st_mode) != member.mode:
+            return False
+        if member.isdir():
+            return stat.S_ISDIR(status.st_mode)
+        content = tar.extractfile(member)
+        if content is None or not stat.S_ISREG(status.st_mode) or status.st_size != member.size:
+            return False
+        with path.open("rb") as file:
+            while chunk := content.read(CHUNK_BYTES):
+                if file.read(CHUNK_BYTES) != chunk:
+                    return False
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,73 @@
+"""Environment values that belong to a machine: a task's file may refer to them by name, so that it contains no secrets.
+
+They do not leave the machine. A task that is sent elsewhere names the variables, and the machine that runs it has its own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from turngate.errors import ConfigError
+from turngate.tasks.task import Script, Task, change_graders
+
+RESERVED_PREFIXES = ("TURNGATE_", "PG")  # keys of this machine's gateway and of its database
+
+
+def remove_host_values(task: Task) -> Task:
+    """Remove the values that are this machine's. `task.host_env` still names their variables."""
+    removed = {(variable.place, variable.name) for variable in task.host_env}
+
+    def keep(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: value for name, value in env.items() if (place, name) not in removed}
+
+    return _change_env(task, keep) if removed else task
+
+
+def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
+    """Add the values that `remove_host_values` removed, from the variables of this machine."""
+    values = {
+        (one.place, one.name): read_variable(one.variable, environment, f"task {task.id}", one.default)
+        for one in task.host_env
+    }
+
+    def add(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
+        return {**env, **{name: value for (where, name), value in values.items() if where == place}}
+
+    return _change_env(task, add) if values else task
+
+
+def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
+    """Return a variable of this machine. `user` names in errors what needs it."""
+    if name.startswith(RESERVED_PREFIXES):
+        raise ConfigError(
+            f"{user} must not use the environment variable {name}, because names that start with "
+            f"{' or '.join(RESERVED_PREFIXES)} are reserved for keys of Turngate and its database; use a different name",
+            param=name,
+        )
+    value = environment.get(name, default)
+    if value is None:
+        raise ConfigError(
+            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment in which "
+            "its cell starts",
+            param=name,
+        )
+    return value
+
+
+def _change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
+    """Change each of the task's environments: that of the sandbox, of the grader and of the solution."""
+
+    def change_script(script: Script, _: str) -> Script:
+        return msgspec.structs.replace(script, env=change("grader", script.env))
+
+    solution = task.solution
+    if solution is not None:
+        solution = msgspec.structs.replace(solution, env=change("solution", solution.env))
+    return msgspec.structs.replace(
+        task,
+        env=change("environment", task.env),
+        grader=change_graders(task.grader, change_script),
+        solution=solution,
+    )
