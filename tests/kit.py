@@ -232,7 +232,7 @@ class Running:
 
     @property
     def database(self) -> Path:
-        return self.app.store.path
+        return self.app.store.database.path
 
     def http(self, key: str = "") -> httpx.AsyncClient:
         """A plain HTTP client, for what the openai client cannot send or show."""

@@ -86,23 +86,27 @@ class Builder:
         settings = SessionConfig(**{"model": MODEL, **config})
         row = (name, name.encode() * 2, msgspec.json.encode(settings), opened, closed, status, self.vocabulary, stop)
         key = self._db.execute(
-            "INSERT INTO sessions (id, secret, config, opened, closed, status, vocabulary, stop) VALUES (?,?,?,?,?,?,?,?)",
+            "INSERT INTO sessions (id, secret, config, opened, closed, status, vocabulary, stop) VALUES (?,?,?,?,?,?,?,?)"
+            " RETURNING key",
             row,
-        ).lastrowid
+        ).fetchone()[0]
         if with_event:
             self.event(name, "opened", {"mode": settings.mode, "model": settings.model}, opened)
         return int(key)
 
-    def event(self, name: str, kind: str, data: Json, at: float) -> int:
-        return insert_event(self._db, NewEvent(name, kind, msgspec.json.encode(data), at))
+    def event(self, name: str, kind: str, data: Json, at: float) -> None:
+        insert_event(self._db, NewEvent(name, kind, msgspec.json.encode(data), at))
 
     def node(self, key: int, node: Node, messages: Json) -> None:
         row = _node_row(key, node, msgspec.json.encode(messages))
-        self._db.execute(_INSERT_CONTEXT if isinstance(node, Context) else _INSERT_SAMPLED, row)
+        if isinstance(node, Context):
+            self._db.execute(_INSERT_CONTEXT, row)
+        else:
+            self._db.execute(_INSERT_SAMPLED, (*row, key))
 
     def outcome(self, key: int, name: str, outcome: RecordedOutcome, at: float) -> None:
         written = outcome.encode()
-        self._db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (key, at, written))
+        self._db.execute("INSERT INTO outcomes VALUES (?,?,?)", (key, at, written))
         self.event(name, "outcome", outcome.event_data(), at)
         self._store.feeds.enter(self._db, key, name, written)
 

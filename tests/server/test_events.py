@@ -143,7 +143,7 @@ async def test_turn_and_event_are_stored_atomically(tmp_path: Path) -> None:
     """If one of the two cannot be written, neither is stored."""
     async with gateway(HELLO, data=tmp_path) as g:
         session = await g.open()
-        g.app.store._db.execute(
+        g.app.store.database._db.execute(
             "CREATE TRIGGER broken BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'broken'); END"
         )
         response = await g.http(session.key).post(
@@ -151,7 +151,7 @@ async def test_turn_and_event_are_stored_atomically(tmp_path: Path) -> None:
         )
         assert response.status_code == 503
         assert await g.turns(session.id) == []
-        g.app.store._db.execute("DROP TRIGGER broken")
+        g.app.store.database._db.execute("DROP TRIGGER broken")
         await g.ask(session.key, "Hi")
         assert kinds(await read_events(g)) == ["opened", "turn"] and len(await g.turns(session.id)) == 1
 
@@ -239,7 +239,7 @@ async def test_event_days_removes_old_events(tmp_path: Path) -> None:
         session = await g.open()
         [first] = await read_events(g)
     db = Store(tmp_path)
-    db._db.execute("UPDATE events SET time=?", (time.time() - 3 * 86400,))
+    db.database._db.execute("UPDATE events SET time=?", (time.time() - 3 * 86400,))
     db.close()
     async with gateway(data=tmp_path) as g:
         assert len(await read_events(g)) == 1  # by default, they stay

@@ -351,7 +351,7 @@ async def test_session_keys_without_or_with_wrong_slot_work(tmp_path: Path) -> N
     async with kit.gateway(data=tmp_path) as before:
         for session, key in zip(sessions, keys, strict=True):
             digest = hashlib.sha256(key.encode()).digest()
-            before.app.store._db.execute("UPDATE sessions SET secret=? WHERE id=?", (digest, session.id))
+            before.app.store.database._db.execute("UPDATE sessions SET secret=? WHERE id=?", (digest, session.id))
     async with crew(data=tmp_path) as c:
         for session, key in zip(sessions, keys, strict=True):
             for worker, text in zip(c.workers, ("Hello.", "Again."), strict=True):

@@ -530,7 +530,7 @@ async def test_read_only_store_refuses_calls() -> None:
     """Turns are recorded before delivery, so a call that cannot be recorded is not answered."""
     async with gateway([say("Lost."), say("Kept.")]) as g:
         session = await g.open()
-        db = g.app.store._db
+        db = g.app.store.database._db
         db.execute("PRAGMA query_only=ON")  # like a disk that became read-only
         error = await expect_error(g, session.key, openai.InternalServerError)
         assert error.status_code == 503 and error.code == "store_error"
@@ -545,14 +545,14 @@ async def test_read_only_store_refuses_calls() -> None:
 async def test_unstorable_stream_ends_with_error() -> None:
     async with gateway([say("Lost words.")]) as g:
         session = await g.open()
-        g.app.store._db.execute("PRAGMA query_only=ON")
+        g.app.store.database._db.execute("PRAGMA query_only=ON")
         stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
         finishes = []
         with pytest.raises(openai.APIError):
             async for chunk in stream:
                 finishes.append(chunk.choices[0].finish_reason)
         assert set(finishes) == {None}
-        g.app.store._db.execute("PRAGMA query_only=OFF")
+        g.app.store.database._db.execute("PRAGMA query_only=OFF")
 
 
 async def test_parallel_calls_fail_independently() -> None:

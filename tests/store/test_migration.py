@@ -22,7 +22,8 @@ from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
-from turngate.store.sqlite import SCHEMA_VERSION, Store
+from turngate.store.schema import SCHEMA_VERSION
+from turngate.store.sqlite import Store
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory

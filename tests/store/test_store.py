@@ -32,7 +32,7 @@ async def test_full_disk_refuses_calls_without_data_loss(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b")
-    db = world.gateway.store._db
+    db = world.gateway.store.database._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count={pages}")
     agent.messages.append(user("x" * 100_000))
@@ -54,7 +54,7 @@ async def test_full_disk_refuses_calls_without_data_loss(world: World) -> None:
 async def test_unrecordable_stream_ends_with_error_event(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("x" * 200_000)]
-    db = world.gateway.store._db
+    db = world.gateway.store.database._db
     db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
     world.queue.append(say(world, "text that flows"))
     body = json.dumps({"model": "m", "messages": agent.messages, "stream": True}).encode()
@@ -72,7 +72,7 @@ async def test_damaged_trace_refuses_only_its_session(tmp_path: Path, renderers:
         for agent in (damaged, intact):
             agent.messages = [SYSTEM, user("work")]
             await talk(agent, "a")
-        world.gateway.store._db.execute(
+        world.gateway.store.database._db.execute(
             "UPDATE nodes SET ids=zeroblob(length(ids)) WHERE session=? AND kind='sampled'", (damaged.session.key,)
         )
     async with World.of(tmp_path, renderers("builtin")) as world:

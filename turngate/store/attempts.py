@@ -10,7 +10,6 @@ transactions of a database with row locks cannot both decide.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -18,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import Conflict
-from turngate.store.connection import Connect
+from turngate.store.connection import LOCK_FEEDS, Connect, StoreConnection
 from turngate.store.events import insert_event, new_event
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome, decode_outcome
 
@@ -145,7 +144,7 @@ class AttemptTable:
             return msgspec.structs.replace(before, state="superseded", ended=now), None
 
 
-def _read_outcome(db: sqlite3.Connection, session: str) -> tuple[RecordedOutcome | None, str]:
+def _read_outcome(db: StoreConnection, session: str) -> tuple[RecordedOutcome | None, str]:
     """Return the outcome and the status of a session. A damaged outcome is treated as missing, because it cannot be adopted."""
     query = (
         "SELECT CAST(outcome AS BLOB), status FROM sessions JOIN outcomes ON outcomes.session=sessions.key WHERE id=?"
@@ -159,7 +158,7 @@ def _read_outcome(db: sqlite3.Connection, session: str) -> tuple[RecordedOutcome
 
 
 def register_attempt(
-    db: sqlite3.Connection, rollout: str, attempt: int, session: str, started: float, cell: str = ""
+    db: StoreConnection, rollout: str, attempt: int, session: str, started: float, cell: str = ""
 ) -> None:
     """Register an attempt whose session is being opened, and supersede lower attempts.
 
@@ -189,7 +188,7 @@ def register_attempt(
         raise Conflict(f"{which} was superseded by attempt {other}", param="attempt")
 
 
-def settle_attempt(db: sqlite3.Connection, session: str, outcome: bytes) -> bool:
+def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
     """Note that a session has an outcome. Return whether the outcome counts.
 
     The outcome of a cancelled session does not count either: cancelling ends a rollout without a verdict.
@@ -203,20 +202,20 @@ def settle_attempt(db: sqlite3.Connection, session: str, outcome: bytes) -> bool
     return status != "cancelled" and db.execute(superseded, (session,)).fetchone() is None
 
 
-def release_attempt(db: sqlite3.Connection, session: str) -> None:
+def release_attempt(db: StoreConnection, session: str) -> None:
     """Forget the session of an attempt because it is being deleted. Its id can be reused, but the attempt of a named rollout cannot."""
     supersede_attempts(db, "session=? AND rollout!=session", (session,))
     db.execute("DELETE FROM attempts WHERE session=? AND rollout=session", (session,))
     db.execute("UPDATE attempts SET session='' WHERE session=?", (session,))
 
 
-def find_rollout(db: sqlite3.Connection, session: str) -> str:
+def find_rollout(db: StoreConnection, session: str) -> str:
     """Return the name of a session's rollout, or an empty string if it has none."""
     row = db.execute("SELECT rollout FROM attempts WHERE session=? AND rollout!=session", (session,)).fetchone()
     return "" if row is None else row[0]
 
 
-def supersede_attempts(db: sqlite3.Connection, where: str, values: Sequence[object]) -> None:
+def supersede_attempts(db: StoreConnection, where: str, values: Sequence[object]) -> None:
     """Mark attempts as superseded, and announce it in the events of their sessions."""
     query = (
         f"UPDATE attempts SET state='superseded', ended=? WHERE ({where}) AND state!='superseded'"
@@ -224,6 +223,7 @@ def supersede_attempts(db: sqlite3.Connection, where: str, values: Sequence[obje
     )
     for rollout, attempt, session in db.execute(query, (time.time(), *values)).fetchall():
         if session:
+            db.execute(LOCK_FEEDS).fetchall()
             db.execute("DELETE FROM rolled WHERE id=? AND number IS NULL", (session,))
             insert_event(db, new_event(session, "superseded", {"rollout": rollout, "attempt": attempt}))
 

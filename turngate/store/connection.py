@@ -1,9 +1,68 @@
-"""The type of the connection factory that each table class receives."""
+"""The seam below the store: a database with short transactions. `database.py` implements it on SQLite, `shared/` on PostgreSQL.
+
+The SQL of the table modules runs on both. It uses `?` for values, `ON CONFLICT` and `RETURNING`, and the locks below.
+"""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
 
-Connect = Callable[[], AbstractContextManager[sqlite3.Connection]]
+Durability = Literal["process", "disk"]
+
+# The locks last until the end of the transaction. They are comments to SQLite, where only one transaction writes at a time.
+# To prevent deadlocks, transactions lock sessions first, then attempts, then feeds, and write events last.
+FOR_UPDATE = "/* FOR UPDATE */"  # after a SELECT: lock its rows
+# So that outcomes enter one after the other, and a group completes exactly once.
+LOCK_FEEDS = f"SELECT key FROM feeds ORDER BY key {FOR_UPDATE}"
+LOCK_FEEDS_TABLE = (
+    "/* LOCK TABLE feeds IN EXCLUSIVE MODE */"  # wait for all transactions that have locked feeds, and block new ones
+)
+
+
+class Cursor(Protocol):
+    """The result of a statement."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class StoreConnection(Protocol):
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> Cursor: ...
+
+
+Connect = Callable[[], AbstractContextManager[StoreConnection]]
+
+
+class Database(Protocol):
+    """A database that holds the store's tables."""
+
+    durability: Durability
+
+    @property
+    def version(self) -> int:
+        """The version of the tables, as in `schema.py`. It is older than this program's only if the database is read-only."""
+
+    def writing(self) -> AbstractContextManager[StoreConnection]:
+        """Run a write transaction. It is rolled back if the block raises."""
+
+    def reading(self) -> AbstractContextManager[StoreConnection]:
+        """Run single reads, each of which sees the newest data."""
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Make all reads inside the block see the same data. Only for a database with its own connection (`Store.open_reader`)."""
+
+    def newest_event(self) -> int:
+        """Return the highest event number ever assigned, even if that event was removed."""
+
+    def change_count(self) -> int:
+        """Return a number that changes when another process writes events."""
+
+    def close(self) -> None: ...

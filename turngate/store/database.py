@@ -10,24 +10,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
+from turngate.store.connection import Durability
 from turngate.store.lock import lock_folder
 from turngate.store.migration import finish_upgrade, prepare_upgrade
 from turngate.store.schema import BEFORE_EVENTS, READABLE_VERSIONS, SCHEMA, SCHEMA_VERSION
 
-Durability = Literal["process", "disk"]
 log = logging.getLogger("turngate")
 
 
-class Database:
+class SqliteDatabase:
     """One SQLite file with one connection for writing and one for reading. Transactions are short and synchronous."""
+
+    durability: Durability
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
+        self.version = SCHEMA_VERSION
         # If several workers share the folder, the front process has locked the folder, and each worker locks its writes instead.
         shared = shard.workers > 1
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
@@ -60,8 +63,14 @@ class Database:
             self._checkpoints = threading.Thread(target=self._run_checkpoints, name="turngate-checkpoint", daemon=True)
             self._checkpoints.start()
 
-    def _open_for_reading(self, folder: Path) -> int:
-        """Open the file read-only and return its schema version. Another process may be using the folder."""
+    @classmethod
+    def open_for_reading(cls, folder: Path) -> SqliteDatabase:
+        """Open a folder read-only. Another process may be writing to it."""
+        database = cls.__new__(cls)
+        database._connect_for_reading(folder)
+        return database
+
+    def _connect_for_reading(self, folder: Path) -> None:
         path = folder / "turngate.db"
         if not path.is_file():
             raise ConfigError(f"data: no {path.name} in {folder}; pass the --data folder of a gateway", param="data")
@@ -84,7 +93,7 @@ class Database:
         self._checkpoints = None
         self._lock_file = None
         self._shared = False
-        return int(version)
+        self.version = int(version)
 
     def _prepare(self) -> None:
         self.path.chmod(0o600)
@@ -123,15 +132,15 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Make all reads inside the block see the same snapshot. Only for a store with its own connection (`reading`)."""
-        with self._reading() as db:
+        """Make all reads inside the block see the same snapshot. Only for a database with its own connection (`Store.open_reader`)."""
+        with self.reading() as db:
             db.execute("BEGIN")
             try:
                 yield
             finally:
                 db.execute("ROLLBACK")
 
-    def _writing(self) -> _Transaction:
+    def writing(self) -> _Transaction:
         return _Transaction(self)
 
     def begin(self) -> sqlite3.Connection:
@@ -178,11 +187,21 @@ class Database:
             log.warning("could not roll back a transaction: %s", error)
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> Iterator[sqlite3.Connection]:
         try:
             yield self._reader
         except sqlite3.Error as error:
             raise StoreError(f"the store cannot be read ({error})") from error
+
+    def newest_event(self) -> int:
+        with self.reading() as db:
+            row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def change_count(self) -> int:
+        with self.reading() as db:
+            (version,) = db.execute("PRAGMA data_version").fetchone()
+        return int(version)
 
     def _run_checkpoints(self) -> None:
         """Periodically move the write-ahead log into the database, over a separate connection."""
@@ -202,7 +221,7 @@ class _Transaction:
 
     __slots__ = ("_store",)
 
-    def __init__(self, store: Database) -> None:
+    def __init__(self, store: SqliteDatabase) -> None:
         self._store = store
 
     def __enter__(self) -> sqlite3.Connection:

@@ -5,12 +5,11 @@ An event that describes another write, such as a turn or the end of a session, i
 
 from __future__ import annotations
 
-import sqlite3
 import time
 
 import msgspec
 
-from turngate.store.connection import Connect
+from turngate.store.connection import Database, StoreConnection
 from turngate.types import Json
 
 # Event numbers increase in commit order across all workers, so a reader that has read up to a number has not missed any.
@@ -29,7 +28,7 @@ _PRUNED = 1000  # rows that one transaction examines
 _LAST_PRUNED = "events_pruned"  # name of the setting with the number of the newest removed event
 _NOTE_PRUNED = (
     "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"
-    " SET value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+    " SET value=CASE WHEN CAST(settings.value AS BIGINT)>CAST(excluded.value AS BIGINT) THEN settings.value ELSE excluded.value END"
 )
 
 
@@ -54,27 +53,31 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
     return NewEvent(session, kind, msgspec.json.encode(data), time.time())
 
 
-def insert_event(db: sqlite3.Connection, event: NewEvent) -> int:
-    """Insert an event in the caller's transaction, and return its number."""
-    written = db.execute(_EVENT, (event.time, event.session, event.kind, event.data)).lastrowid
-    assert written is not None
-    return written
+def insert_event(db: StoreConnection, event: NewEvent) -> None:
+    """Insert an event in the caller's transaction.
+
+    In the shared store, this makes other transactions wait to number their events. So it comes after all other locks.
+    """
+    db.execute(_EVENT, (event.time, event.session, event.kind, event.data))
 
 
-def insert_optional_event(db: sqlite3.Connection, event: NewEvent | None) -> None:
+def insert_optional_event(db: StoreConnection, event: NewEvent | None) -> None:
     """Insert an event unless it is None."""
     if event is not None:
         insert_event(db, event)
 
 
 class EventTable:
-    def __init__(self, writing: Connect, reading: Connect) -> None:
-        self._writing = writing
-        self._reading = reading
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._writing = database.writing
+        self._reading = database.reading
 
     def add(self, event: NewEvent) -> int:
+        """Write an event and return its number."""
         with self._writing() as db:
-            return insert_event(db, event)
+            row = db.execute(f"{_EVENT} RETURNING seq", (event.time, event.session, event.kind, event.data)).fetchone()
+            return int(row[0])
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
         """Return the oldest events after a number, of one session, or of all sessions if `session` is empty."""
@@ -86,9 +89,7 @@ class EventTable:
 
     def newest(self) -> int:
         """Return the highest event number ever assigned, even if that event was removed."""
-        with self._reading() as db:
-            row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
-        return 0 if row is None else row[0]
+        return self._database.newest_event()
 
     def knows(self, session: str) -> bool:
         """Return whether a session has events other than its deletion."""
@@ -97,10 +98,8 @@ class EventTable:
             return db.execute(query, (session,)).fetchone() is not None
 
     def state(self) -> int:
-        """Return a number that changes when another process writes to the file."""
-        with self._reading() as db:
-            (version,) = db.execute("PRAGMA data_version").fetchone()
-        return int(version)
+        """Return a number that changes when another process writes events."""
+        return self._database.change_count()
 
     def prune(self, before: float) -> int:
         """Remove events older than a time, and return how many. Works in short transactions, so that no turn waits long."""

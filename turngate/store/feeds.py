@@ -7,13 +7,12 @@ even after a crash. All workers write to the same file, so numbers are unique. `
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 
 import msgspec
 
 from turngate.store.attempts import find_rollout
-from turngate.store.connection import Connect
+from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, LOCK_FEEDS_TABLE, Connect, StoreConnection
 from turngate.store.events import insert_event, new_event
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, RecordedOutcome, decode_outcome
 from turngate.types import Json
@@ -106,6 +105,8 @@ class FeedLog:
         With `from_start`, a new feed must then be filled with earlier outcomes (`fill`).
         """
         with self._writing() as db:
+            # Every outcome either sees this feed or is recorded before it, so none is missed.
+            db.execute(LOCK_FEEDS_TABLE)
             if (existing := _find(db, name)) is not None:
                 return existing
             row = (name, config, n, prefix, time.time())
@@ -128,6 +129,7 @@ class FeedLog:
         numbers are the same as if all outcomes had been added in one transaction.
         """
         with self._writing() as db:
+            _lock_feed(db, feed)
             row = db.execute(
                 "SELECT recorded, filling.session, name, n, prefix FROM filling JOIN feeds ON key=feed WHERE feed=?",
                 (feed,),
@@ -194,15 +196,19 @@ class FeedLog:
 
     def delete(self, feed: int) -> None:
         with self._writing() as db:
+            _lock_feed(db, feed)
             for table in ("rolled", "filling", "later"):
                 db.execute(f"DELETE FROM {table} WHERE feed=?", (feed,))
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
     # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def enter(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
+    def enter(self, db: StoreConnection, session: int, session_id: str, outcome: bytes) -> None:
         """Add an outcome to every feed that accepts its group, in the transaction that records or replaces it."""
-        feeds = "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key"
+        db.execute(LOCK_FEEDS).fetchall()
+        feeds = (
+            "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
+        )
         for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
             if is_filling is None:
                 _add_rollout(db, (key, name, n, prefix), session, session_id, outcome)
@@ -216,11 +222,12 @@ class FeedLog:
         """
         closed = []
         with self._writing() as db:
+            db.execute(LOCK_FEEDS).fetchall()
             for (key,) in db.execute("SELECT feed FROM filling").fetchall():
                 _postpone(db, key, None, group, None)
             feeds = (
                 "SELECT DISTINCT key, name FROM feeds JOIN rolled ON feed=key WHERE number IS NULL AND team=?"
-                " AND key NOT IN (SELECT feed FROM filling)"
+                " AND key NOT IN (SELECT feed FROM filling) ORDER BY key"
             )
             for key, name in db.execute(feeds, (group,)).fetchall():
                 closed.append((name, _assign_number(db, key, name, group)))
@@ -246,8 +253,8 @@ class FeedLog:
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
         """Record that deliveries up to a number are handed to a reader. Return False if another reader has replaced it."""
         with self._writing() as db:
-            query = "UPDATE feeds SET handed=max(handed, ?) WHERE key=? AND reader=?"
-            return db.execute(query, (number, feed, reader)).rowcount == 1
+            query = "UPDATE feeds SET handed=CASE WHEN handed<? THEN ? ELSE handed END WHERE key=? AND reader=?"
+            return db.execute(query, (number, number, feed, reader)).rowcount == 1
 
     def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
         """Commit up to a number, provided it was handed out to this reader or an earlier one.
@@ -255,19 +262,26 @@ class FeedLog:
         Return the feed, or None if it was deleted or has another reader.
         """
         with self._writing() as db:
-            query = "UPDATE feeds SET committed=max(committed, iif(?1<=handed, ?1, 0)) WHERE key=?2 AND reader=?3"
-            if db.execute(query, (number, feed, reader)).rowcount != 1:
+            query = (
+                "UPDATE feeds SET committed=CASE WHEN ?<=handed AND ?>committed THEN ? ELSE committed END"
+                " WHERE key=? AND reader=?"
+            )
+            if db.execute(query, (number, number, number, feed, reader)).rowcount != 1:
                 return None
             return FeedRow(*db.execute(f"SELECT {_FEED} FROM feeds WHERE key=?", (feed,)).fetchone())
 
 
-def _find(db: sqlite3.Connection, name: str) -> FeedRow | None:
+def _find(db: StoreConnection, name: str) -> FeedRow | None:
     row = db.execute(f"SELECT {_FEED} FROM feeds WHERE name=?", (name,)).fetchone()
     return None if row is None else FeedRow(*row)
 
 
+def _lock_feed(db: StoreConnection, feed: int) -> None:
+    db.execute(f"SELECT key FROM feeds WHERE key=? {FOR_UPDATE}", (feed,)).fetchall()
+
+
 def _add_rollout(
-    db: sqlite3.Connection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
+    db: StoreConnection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
 ) -> None:
     """Add a rollout to a feed. If this completes its group, assign the group a number."""
     key, name, n, prefix = feed
@@ -295,19 +309,18 @@ def _add_rollout(
         _assign_number(db, key, name, recorded.group)
 
 
-def _has_waiting(db: sqlite3.Connection, feed: int, group: str) -> bool:
+def _has_waiting(db: StoreConnection, feed: int, group: str) -> bool:
     query = "SELECT 1 FROM rolled WHERE feed=? AND team=? AND number IS NULL LIMIT 1"
     return db.execute(query, (feed, group)).fetchone() is not None
 
 
-def _postpone(db: sqlite3.Connection, feed: int, session: int | None, known_as: str, outcome: bytes | None) -> None:
+def _postpone(db: StoreConnection, feed: int, session: int | None, known_as: str, outcome: bytes | None) -> None:
     db.execute("INSERT INTO later (feed, session, id, outcome) VALUES (?,?,?,?)", (feed, session, known_as, outcome))
 
 
-def _assign_number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
+def _assign_number(db: StoreConnection, feed: int, name: str, group: str) -> int:
     """Assign the next number to the waiting rollouts of a group, and return it."""
-    db.execute("UPDATE feeds SET newest=newest+1 WHERE key=?", (feed,))
-    (number,) = db.execute("SELECT newest FROM feeds WHERE key=?", (feed,)).fetchone()
+    (number,) = db.execute("UPDATE feeds SET newest=newest+1 WHERE key=? RETURNING newest", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
     count = db.execute(query, (number, feed, group)).rowcount
     insert_event(db, new_event("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
@@ -324,7 +337,7 @@ def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
     return RecordedOutcome(kind="infrastructure fault", message=DAMAGED_OUTCOME, group=group, task=task)
 
 
-def _read_metadata(db: sqlite3.Connection, session: int) -> tuple[str, str]:
+def _read_metadata(db: StoreConnection, session: int) -> tuple[str, str]:
     """Read the group and task that a session was opened with. Both are empty if its settings are damaged too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:

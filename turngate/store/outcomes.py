@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 
 from turngate.errors import BadRequest
-from turngate.store.connection import Connect
+from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
 from turngate.store.events import NewEvent, insert_event
 from turngate.types import Json
 
@@ -78,6 +77,10 @@ class DamagedOutcome(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(RecordedOutcome)
+_WRITE = (
+    "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?)"
+    " ON CONFLICT (session) DO UPDATE SET recorded=excluded.recorded, outcome=excluded.outcome"
+)
 
 
 def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
@@ -88,18 +91,24 @@ def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
 
 
 class Outcomes:
-    """The outcomes table. It calls `enter` with the session's key and id in each transaction that writes an outcome."""
+    """The outcomes table.
+
+    In each transaction that writes an outcome, it calls `settle` with the session's id, which returns whether the outcome counts, and
+    `enter` with the session's key and id if it does.
+    """
 
     def __init__(
         self,
         writing: Connect,
         reading: Connect,
-        enter: Callable[[sqlite3.Connection, int, str, bytes], None],
+        settle: Callable[[StoreConnection, str, bytes], bool],
+        enter: Callable[[StoreConnection, int, str, bytes], None],
         *,
         there: bool = True,
     ) -> None:
         self._writing = writing
         self._reading = reading
+        self._settle = settle
         self._enter = enter
         self._there = there  # False: a read-only file of an older version, without this table
 
@@ -119,10 +128,13 @@ class Outcomes:
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
         """Write an outcome, and return the previous one. Without `replace`, an existing outcome is kept."""
         with self._writing() as db:
+            db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall()
             row = db.execute("SELECT CAST(outcome AS BLOB) FROM outcomes WHERE session=?", (session,)).fetchone()
             before: bytes | None = None if row is None else row[0]
             if before is None or (replace and before != outcome):
-                db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (session, event.time, outcome))
+                db.execute(_WRITE, (session, event.time, outcome))
+                counts = self._settle(db, event.session, outcome)
                 insert_event(db, event)
-                self._enter(db, session, event.session, outcome)
+                if counts:
+                    self._enter(db, session, event.session, outcome)
             return before

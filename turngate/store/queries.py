@@ -120,7 +120,7 @@ class RolloutQueries:
 
     def last_stages(self) -> list[RawEvent]:
         """Return the last stage event of every session."""
-        return self._facts("kind='stage' AND session!='' GROUP BY session", ", max(seq)")
+        return self._facts("seq IN (SELECT max(seq) FROM events WHERE kind='stage' AND session!='' GROUP BY session)")
 
     def first_stage(self, session: str) -> RawEvent | None:
         return next(iter(self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 1", values=(session,))), None)
@@ -148,16 +148,17 @@ class RolloutQueries:
 
     def list_changed(self, after: int, limit: int) -> list[str]:
         """Return the ids of sessions with events after event number `after`, without duplicates. Return at most `limit` + 1."""
-        query = "SELECT DISTINCT session FROM (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) LIMIT ?"
+        query = (
+            "SELECT DISTINCT session FROM"
+            " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
+        )
         with self._reading() as db:
             return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
 
-    def _facts(self, where: str, more: str = "", values: Sequence[object] = ()) -> list[RawEvent]:
+    def _facts(self, where: str, values: Sequence[object] = ()) -> list[RawEvent]:
         with self._reading() as db:
-            rows = db.execute(
-                f"SELECT seq, time, session, kind, data{more} FROM events WHERE {where}", values
-            ).fetchall()
-        return [RawEvent(*row[:5]) for row in rows]
+            rows = db.execute(f"SELECT seq, time, session, kind, data FROM events WHERE {where}", values).fetchall()
+        return [RawEvent(*row) for row in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
         """Count turns and outcomes per interval of `seconds`, as far back as events go."""

@@ -40,7 +40,7 @@ class StoreReader:
     def _run_in_thread(self, work: Callable[[Store], T]) -> T:
         self._require_open()
         if self._reading is None:
-            self._reading = Store.reading(self._store.path.parent)
+            self._reading = self._store.open_reader()
         return work(self._reading)
 
     def _require_open(self) -> None:

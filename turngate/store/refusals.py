@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
-
-from turngate.store.connection import Connect
+from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
 from turngate.store.events import insert_event, new_event
 from turngate.trace.tree import RefusedCalls
 
@@ -35,9 +33,9 @@ class Refusals:
         without the digest of its conversation, so it counts even if it is repeated successfully.
         """
         with self._writing() as db:
+            exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None
             (last,) = db.execute("SELECT coalesce(max(call), 0) FROM refusals WHERE session=?", (session,)).fetchone()
-            rows = db.execute("SELECT request FROM refusals WHERE session=? AND NOT repeated", (session,)).fetchall()
-            exists = db.execute("SELECT 1 FROM sessions WHERE key=?", (session,)).fetchone() is not None
+            rows = db.execute("SELECT request FROM refusals WHERE session=? AND repeated=0", (session,)).fetchall()
             is_full = len(rows) >= MAX_CALLS
             if exists and not (is_full and ((request,) in rows or (None,) in rows)):
                 known = None if is_full else request
@@ -47,7 +45,7 @@ class Refusals:
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
         """Mark the refused calls with the same conversation as a call that was answered. Return the other refused calls."""
-        where = "session=? AND request=? AND NOT repeated"
+        where = "session=? AND request=? AND repeated=0"
         with self._writing() as db:
             calls = db.execute(f"SELECT call FROM refusals WHERE {where} ORDER BY call", (session, request)).fetchall()
             db.execute(f"UPDATE refusals SET repeated=1 WHERE {where}", (session, request))
@@ -63,7 +61,7 @@ class Refusals:
             return _read(db, session)
 
 
-def _read(db: sqlite3.Connection, session: int) -> RefusedCalls | None:
-    query = "SELECT status, message FROM refusals WHERE session=? AND NOT repeated ORDER BY call"
+def _read(db: StoreConnection, session: int) -> RefusedCalls | None:
+    query = "SELECT status, message FROM refusals WHERE session=? AND repeated=0 ORDER BY call"
     rows = db.execute(query, (session,)).fetchall()
     return RefusedCalls(len(rows), *rows[0]) if rows else None

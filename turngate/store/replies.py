@@ -34,12 +34,12 @@ CREATE TABLE IF NOT EXISTS reply_echoes (
 # The nodes from a turn to its root. A turn may have several replies only if an older store was edited by hand.
 _PATH = """
 WITH RECURSIVE path(id, parent, kind, info, messages) AS (
-    SELECT id, parent, kind, info, messages FROM nodes WHERE session=?1 AND id=?2
+    SELECT id, parent, kind, info, messages FROM nodes WHERE session=? AND id=?
     UNION ALL
-    SELECT n.id, n.parent, n.kind, n.info, n.messages FROM path JOIN nodes n ON n.session=?1 AND n.id=path.parent
+    SELECT n.id, n.parent, n.kind, n.info, n.messages FROM path JOIN nodes n ON n.session=? AND n.id=path.parent
 )
 SELECT path.id, kind, info, messages, replies.tail FROM path
-LEFT JOIN replies ON replies.session=?1 AND replies.node=path.id
+LEFT JOIN replies ON replies.session=? AND replies.node=path.id
 """
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
 
@@ -77,7 +77,9 @@ class ReplyTable:
         row = (session, record.id, node, record.head, digest, record.tail, record.tools)
         with self._writing() as db:
             if not known:
-                db.execute("INSERT OR IGNORE INTO reply_echoes VALUES (?,?,?)", (session, digest, record.echo))
+                db.execute(
+                    "INSERT INTO reply_echoes VALUES (?,?,?) ON CONFLICT DO NOTHING", (session, digest, record.echo)
+                )
             db.execute("INSERT INTO replies VALUES (?,?,?,?,?,?,?)", row)
         return digest
 
@@ -98,7 +100,7 @@ class ReplyTable:
     def path(self, session: int, node: int) -> list[PathNode]:
         """Return the nodes from the root to a turn."""
         with self._reading() as db:
-            rows = db.execute(_PATH, (session, node)).fetchall()
+            rows = db.execute(_PATH, (session, node, session, session)).fetchall()
         by_id = {
             node_id: PathNode(_context_info.decode(info).dialect if kind == "context" else "", messages, tail)
             for node_id, kind, info, messages, tail in rows

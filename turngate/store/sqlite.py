@@ -7,7 +7,6 @@ durability setting.
 from __future__ import annotations
 
 import logging
-import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +18,15 @@ import numpy as np
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import StoreError
 from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
-from turngate.store.database import Database, Durability
+from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Database, Durability, StoreConnection
+from turngate.store.database import SqliteDatabase
 from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
-from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, SCHEMA_VERSION
+from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -68,24 +68,41 @@ class NewTurn(msgspec.Struct, frozen=True):
     event: NewEvent | None = None  # the event that announces this turn
 
 
-class Store(Database):
+class Store:
     """Sessions, their traces, and settings. Methods are synchronous and short. Each method that writes uses one transaction."""
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
-        super().__init__(folder, durability, shard)
-        self._add_tables()
+        self._use(SqliteDatabase(folder, durability, shard))
 
     @classmethod
     def reading(cls, folder: Path) -> Store:
         """Open a folder read-only. Another process may be writing to it."""
         store = cls.__new__(cls)
-        store._add_tables(store._open_for_reading(folder))
+        store._use(SqliteDatabase.open_for_reading(folder))
         return store
 
-    def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
-        self.events = EventTable(self._writing, self._reading)
+    def open_reader(self) -> Store:
+        """Open the same data read-only, over another connection."""
+        assert isinstance(self.database, SqliteDatabase)
+        return Store.reading(self.database.path.parent)
+
+    def _use(self, database: Database) -> None:
+        self.database = database
+        self.durability = database.durability
+        self._writing, self._reading, self.snapshot, self.close = (
+            database.writing,
+            database.reading,
+            database.snapshot,
+            database.close,
+        )
+        self._add_tables(database.version)
+
+    def _add_tables(self, version: int) -> None:
+        self.events = EventTable(self.database)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
-        self.outcomes = Outcomes(self._writing, self._reading, self._enter_outcome, there=version > BEFORE_EVENTS)
+        self.outcomes = Outcomes(
+            self._writing, self._reading, self._settle_outcome, self.feeds.enter, there=version > BEFORE_EVENTS
+        )
         self.attempts = AttemptTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.replies = ReplyTable(self._writing, self._reading)
@@ -104,16 +121,16 @@ class Store(Database):
         """Add a session with its attempt, and return its key. Raise `KeyError` if the id is taken, `Conflict` if the attempt is."""
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
-            try:
-                cursor = db.execute(
-                    "INSERT INTO sessions (id, secret, config, opened, status, vocabulary) VALUES (?,?,?,?,?,?)", row
-                )
-            except sqlite3.IntegrityError:
-                raise KeyError(session_id) from None
-            assert cursor.lastrowid is not None
+            added = db.execute(
+                "INSERT INTO sessions (id, secret, config, opened, status, vocabulary) VALUES (?,?,?,?,?,?)"
+                " ON CONFLICT DO NOTHING RETURNING key",
+                row,
+            ).fetchone()
+            if added is None:
+                raise KeyError(session_id)
             register_attempt(db, config.rollout or session_id, config.attempt, session_id, opened)
             insert_optional_event(db, event)
-            return cursor.lastrowid
+            return int(added[0])
 
     def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
@@ -136,10 +153,12 @@ class Store(Database):
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
             insert_optional_event(db, event)
 
-    def _enter_outcome(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
-        """Settle the attempt of an outcome that is being written and, if the outcome counts, add it to the feeds."""
-        if settle_attempt(db, session_id, outcome):
-            self.feeds.enter(db, session, session_id, outcome)
+    def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
+        """Settle the attempt of an outcome that is being written. Return whether the outcome counts; if so, lock the feeds."""
+        counts = settle_attempt(db, session_id, outcome)
+        if counts:
+            db.execute(LOCK_FEEDS).fetchall()
+        return counts
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)
@@ -199,12 +218,12 @@ class Store(Database):
         with self._writing() as db:
             for turn in turns:
                 if turn.preamble is not None:
-                    db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
+                    db.execute(_INSERT_PREAMBLE, (turn.session, *turn.preamble))
                 if turn.context is not None:  # a repeated call may already have stored it
                     row = _node_row(turn.session, turn.context, turn.context_messages)
                     db.execute(_INSERT_CONTEXT, row)
                 row = _node_row(turn.session, turn.sampled, turn.message)
-                if db.execute(_INSERT_SAMPLED, row).rowcount != 1:
+                if db.execute(_INSERT_SAMPLED, (*row, turn.session)).rowcount != 1:
                     raise StoreError("cannot record the turn: its session was deleted")
                 insert_optional_event(db, turn.event)
 
@@ -212,9 +231,9 @@ class Store(Database):
         with self._writing() as db:
             # SQLite has no XOR operator; (a | b) - (a & b) is equivalent.
             db.execute(
-                "UPDATE nodes SET delivered=0, checksum=(checksum | ?1) - (checksum & ?1)"
-                " WHERE session=?2 AND id=?3 AND delivered=1",
-                (_UNDELIVERED, session, node),
+                "UPDATE nodes SET delivered=0, checksum=(checksum | ?) - (checksum & ?)"
+                " WHERE session=? AND id=? AND delivered=1",
+                (_UNDELIVERED, _UNDELIVERED, session, node),
             )
 
     def load(self, row: SessionRow) -> Session:
@@ -270,7 +289,10 @@ class Store(Database):
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
         """Return the numbers of turns and roots of sessions with keys from `first` to `last`. Sessions without nodes are omitted."""
-        query = "SELECT session, sum(kind='sampled'), sum(parent IS NULL) FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
+        query = (
+            "SELECT session, count(*) FILTER (WHERE kind='sampled'), count(*) FILTER (WHERE parent IS NULL)"
+            " FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
+        )
         with self._reading() as db:
             return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
 
@@ -290,20 +312,17 @@ class Store(Database):
     def set_settings(self, values: Mapping[str, str], event: NewEvent | None = None) -> None:
         """Write several settings in one transaction."""
         with self._writing() as db:
-            db.executemany(
-                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
-                values.items(),
-            )
+            for setting in values.items():
+                db.execute(_SET_SETTING, setting)
             insert_optional_event(db, event)
 
     def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
         """Compute a new value from the old one in one transaction, so that no concurrent change is lost."""
         with self._writing() as db:
-            row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
-            db.execute(
-                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
-                (name, change(None if row is None else row[0])),
-            )
+            # A setting that does not exist cannot be locked, so it is added first.
+            is_new = db.execute("INSERT INTO settings VALUES (?,'') ON CONFLICT DO NOTHING", (name,)).rowcount == 1
+            (old,) = db.execute(f"SELECT value FROM settings WHERE name=? {FOR_UPDATE}", (name,)).fetchone()
+            db.execute(_SET_SETTING, (name, change(None if is_new else old)))
 
     def probe(self) -> None:
         """Test whether the store can write as much as a large turn. Raise `StoreError` if not."""
@@ -312,11 +331,11 @@ class Store(Database):
 
 
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
-_INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
+_INSERT_CONTEXT = f"INSERT {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT DO NOTHING"
 # Inserts only if the session exists. A separate query for this check would double the cost.
-_INSERT_SAMPLED = (
-    f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
-)
+_INSERT_SAMPLED = f"INSERT {_INTO_NODES} SELECT ?,?,?,?,?,?,?,?,? WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?)"
+_INSERT_PREAMBLE = "INSERT INTO preambles VALUES (?,?,?,?) ON CONFLICT DO NOTHING"
+_SET_SETTING = "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
 
 
 def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.store.connection import Connect
+from turngate.store.connection import FOR_UPDATE, Connect
 from turngate.store.events import insert_event, new_event
 
 TOOL_CALL_TABLES = """
@@ -51,6 +51,7 @@ class ToolCalls:
     ) -> HostToolCall | None:
         """Add a call and its event. Return None if the session already has `most` calls. `name` is the session's id."""
         with self._writing() as db:
+            db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall()
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
             if count >= most:
                 return None

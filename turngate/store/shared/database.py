@@ -1,0 +1,217 @@
+"""The shared store's database: connections to PostgreSQL, transactions, and errors in plain words.
+
+Statements are never prepared on the server, and no state of a database session is used. So it works behind PgBouncer in transaction mode.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from turngate.errors import ConfigError, StoreError
+from turngate.store.connection import Durability
+from turngate.store.schema import SCHEMA_VERSION
+from turngate.store.shared import tables
+from turngate.store.shared.failures import describe_error
+from turngate.store.shared.translation import translate_statement
+from turngate.store.shared.url import DatabaseUrl
+
+if TYPE_CHECKING:
+    import psycopg
+
+_BEGIN = "BEGIN; SET LOCAL lock_timeout='20s'; SET LOCAL idle_in_transaction_session_timeout='60s'"
+_SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+
+def import_psycopg() -> Any:
+    try:
+        import psycopg
+    except ImportError:
+        raise ConfigError(
+            'data: a PostgreSQL store needs the extra "postgres"; run: pip install "turngate[postgres]"', param="data"
+        ) from None
+    return psycopg
+
+
+class SharedConnection:
+    """A connection to PostgreSQL that takes the store's SQL."""
+
+    __slots__ = ("_cursors",)
+
+    def __init__(self, db: psycopg.Connection) -> None:
+        self._cursors = db.cursor
+
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> psycopg.Cursor:
+        return self._cursors(binary=True).execute(translate_statement(sql).encode(), values)
+
+
+class _ReadConnection:
+    """The connection for reading. It connects again after an interruption, since a read can be repeated."""
+
+    __slots__ = ("_database",)
+
+    def __init__(self, database: SharedDatabase) -> None:
+        self._database = database
+
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> psycopg.Cursor:
+        return self._database.execute_read(sql, values)
+
+
+class SharedDatabase:
+    """One PostgreSQL database with one connection for writing and one for reading. Both reconnect after an interruption."""
+
+    durability: Durability = "disk"  # PostgreSQL syncs every commit
+    version = SCHEMA_VERSION
+
+    def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
+        self.url = url
+        self._psycopg = import_psycopg()
+        self._read_only = read_only
+        self._writer: psycopg.Connection | None = None
+        self._reader: psycopg.Connection | None = None
+        self._mutex = threading.RLock()
+        self._reader_mutex = threading.RLock()
+        self._in_snapshot = False
+        self._closed = False
+        try:
+            self._open()
+        except self._psycopg.Error as error:
+            self.close()
+            raise ConfigError(f"data: {self._describe(error)}", param="data") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        if not self._read_only:
+            tables.prepare(self._require_writer(), self.url.name)
+            return
+        version = tables.read_version(self._require_reader())
+        tables.check_version(version, self.url.name)
+        if version != tables.SHARED_VERSION:
+            found = f"has version {version}" if version else "has no tables"
+            raise ConfigError(
+                f"data: the shared store {self.url.name} {found}; "
+                f"start `turngate serve --data {self.url.name}` once to bring it to version {tables.SHARED_VERSION}",
+                param="data",
+            )
+
+    def close(self) -> None:
+        self._closed = True
+        for db in (self._writer, self._reader):
+            if db is not None:
+                db.close()
+        self._writer = self._reader = None
+
+    # ── transactions ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def writing(self) -> Iterator[SharedConnection]:
+        if self._read_only:
+            raise StoreError("the shared store was opened read-only")
+        with self._mutex:
+            try:
+                db = self._begin()
+                yield SharedConnection(db)
+                db.execute("COMMIT")
+            except self._psycopg.Error as error:
+                self._roll_back()
+                raise StoreError(f"cannot write to the shared store: {self._describe(error)}") from error
+            except BaseException:
+                self._roll_back()
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[_ReadConnection]:
+        with self._reader_mutex:
+            try:
+                yield _ReadConnection(self)
+            except self._psycopg.Error as error:
+                raise StoreError(f"cannot read the shared store: {self._describe(error)}") from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        with self._reader_mutex, self.reading() as db:
+            db.execute(_SNAPSHOT)
+            self._in_snapshot = True
+            try:
+                yield
+            finally:
+                self._in_snapshot = False
+                if self._reader is not None and not self._reader.closed:
+                    db.execute("ROLLBACK")
+
+    def newest_event(self) -> int:
+        with self.reading() as db:
+            row = db.execute("SELECT newest FROM event_counter").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def change_count(self) -> int:
+        return self.newest_event()
+
+    # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> psycopg.Connection:
+        """Begin a transaction. If the connection was interrupted in the meantime, connect again."""
+        db = self._require_writer()
+        try:
+            db.execute(_BEGIN)
+        except self._psycopg.OperationalError:
+            if not db.closed:
+                raise
+            db = self._require_writer()
+            db.execute(_BEGIN)
+        return db
+
+    def _roll_back(self) -> None:
+        """Roll back, or drop the connection if that fails; PostgreSQL then rolls back."""
+        db = self._writer
+        if db is None or db.closed:
+            return
+        try:
+            db.execute("ROLLBACK")
+        except self._psycopg.Error:
+            db.close()
+
+    def execute_read(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
+        """Run a read. If the connection was interrupted, connect again, except inside a snapshot, which would then see other data."""
+        db = self._require_reader()
+        try:
+            return SharedConnection(db).execute(sql, values)
+        except self._psycopg.OperationalError:
+            if self._in_snapshot or not db.closed:
+                raise
+            return SharedConnection(self._require_reader()).execute(sql, values)
+
+    def _require_writer(self) -> psycopg.Connection:
+        if self._writer is None or self._writer.closed:
+            self._writer = self._connect()
+        return self._writer
+
+    def _require_reader(self) -> psycopg.Connection:
+        if self._reader is None or self._reader.closed:
+            if self._in_snapshot:
+                raise StoreError("the connection to the shared store was interrupted; try again")
+            self._reader = self._connect()
+        return self._reader
+
+    def _connect(self) -> psycopg.Connection:
+        if self._closed:
+            raise StoreError("the shared store is closed")
+        db: psycopg.Connection = self._psycopg.connect(
+            self.url.value,
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=10,
+            keepalives_idle=10,
+            keepalives_interval=5,
+            keepalives_count=3,
+            tcp_user_timeout=30_000,
+            fallback_application_name="turngate",
+        )
+        return db
+
+    def _describe(self, error: psycopg.Error) -> str:
+        return describe_error(error, self.url.name)

@@ -1,0 +1,57 @@
+"""Errors of PostgreSQL in plain words, with what to do about them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psycopg
+
+# By SQLSTATE, or by its class (the first two characters).
+_BY_STATE = {
+    "25006": "{name} is read-only; connect to the primary server, as a role that may write",
+    "28": "{name} refused the login ({error}); set PGPASSWORD, or PGPASSFILE to a file with the password",
+    "3D000": "{name} does not exist; create the database first: createdb",
+    "42501": "{name} refused access ({error}); grant the role the rights on this database",
+    "53100": "{name} has no disk space left",
+    "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
+    "55P03": "another process holds a lock in {name} for too long; try again",
+    "57": "{name} is stopping or starting ({error}); it is used again as soon as it answers",
+}
+# libpq reports a failed connection without a SQLSTATE.
+_BY_TEXT = (
+    ("password authentication failed", "28"),
+    ("no password supplied", "28"),
+    ("no pg_hba.conf entry", "28"),
+    ("role ", "28"),
+    ("too many clients", "53300"),
+    ("remaining connection slots", "53300"),
+    ("too many connections", "53300"),
+    ("no more connections allowed", "53300"),
+    ("starting up", "57"),
+    ("shutting down", "57"),
+)
+_UNREACHABLE = "cannot connect to {name} ({error}); check that PostgreSQL runs there and accepts connections"
+
+
+def describe_error(error: psycopg.Error, name: str) -> str:
+    """Describe an error. `name` is the database without its password. Messages of libpq and of the server contain no password."""
+    text = _first_line(error)
+    state = error.sqlstate or _guess_state(text)
+    template = _BY_STATE.get(state) or _BY_STATE.get(state[:2])
+    if template is None:
+        template = "{error}" if error.sqlstate else _UNREACHABLE
+    return template.format(name=name, error=text)
+
+
+def _guess_state(text: str) -> str:
+    if "database " in text and "does not exist" in text:
+        return "3D000"
+    return next((state for part, state in _BY_TEXT if part in text), "")
+
+
+def _first_line(error: psycopg.Error) -> str:
+    """Return the message on one line, from the server's own part on."""
+    text = " ".join(str(error).split())
+    _, fatal, rest = text.partition("FATAL: ")
+    return (rest if fatal else text).strip() or type(error).__name__

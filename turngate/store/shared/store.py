@@ -1,0 +1,23 @@
+"""The store of many machines: the same class as on one machine, on PostgreSQL."""
+
+from __future__ import annotations
+
+from turngate.store.shared.database import SharedDatabase
+from turngate.store.shared.queries import SharedQueries
+from turngate.store.shared.url import DatabaseUrl
+from turngate.store.sqlite import Store
+
+
+class SharedStore(Store):
+    """A store in PostgreSQL. Several processes on several machines may read and write it at once."""
+
+    def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
+        self.url = url
+        self._use(SharedDatabase(url, read_only=read_only))
+
+    def open_reader(self) -> SharedStore:
+        return SharedStore(self.url, read_only=True)
+
+    def _add_tables(self, version: int) -> None:
+        super()._add_tables(version)
+        self.queries = SharedQueries(self._reading)

@@ -1,0 +1,83 @@
+"""The tables of the shared store, and their migration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from turngate.errors import ConfigError
+from turngate.store.schema import SCHEMA
+from turngate.store.shared.translation import translate_tables
+
+if TYPE_CHECKING:
+    from psycopg import Connection
+
+SHARED_VERSION = 1
+_MIGRATION_LOCK = (
+    7_466_721_083  # any constant; two processes that start at once take this advisory lock one after the other
+)
+# A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
+_EVENT_NUMBERS = """
+CREATE TABLE event_counter (newest BIGINT NOT NULL);
+INSERT INTO event_counter VALUES (0);
+CREATE FUNCTION next_event() RETURNS BIGINT LANGUAGE sql VOLATILE AS
+    'UPDATE event_counter SET newest=newest+1 RETURNING newest';
+ALTER TABLE events ALTER seq DROP IDENTITY;
+ALTER TABLE events ALTER seq SET DEFAULT next_event();
+"""
+# The data of an event is JSON. Damaged data is NULL here, and does not fail the query.
+_EVENT_JSON = """
+CREATE FUNCTION event_json(data BYTEA) RETURNS JSON LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
+BEGIN
+    RETURN convert_from(data, 'UTF8')::json;
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;
+"""
+# Statements that bring a store of a version to the next one. Tables that are new in a version need none.
+_MIGRATIONS: dict[int, str] = {}
+
+
+def prepare(db: Connection, where: str) -> None:
+    """Create the tables, or migrate those of an older version. Other processes that start at the same time wait."""
+    with db.transaction():
+        db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
+        version = read_version(db)
+        check_version(version, where)
+        if version == SHARED_VERSION:
+            return
+        if not version:
+            _require_empty(db, where)
+            db.execute("CREATE TABLE turngate_version (version INTEGER NOT NULL)")
+            db.execute("INSERT INTO turngate_version VALUES (0)")
+        for step in range(version or SHARED_VERSION, SHARED_VERSION):
+            db.execute(_MIGRATIONS[step].encode())
+        db.execute(translate_tables(SCHEMA).encode())
+        if not version:
+            db.execute((_EVENT_NUMBERS + _EVENT_JSON).encode())
+        db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))
+
+
+def read_version(db: Connection) -> int:
+    """Return the version of the tables, or 0 if there are none."""
+    row = db.execute("SELECT to_regclass('turngate_version')::text").fetchone()
+    if row is None or row[0] is None:
+        return 0
+    found = db.execute("SELECT version FROM turngate_version").fetchone()
+    return 0 if found is None else int(found[0])
+
+
+def check_version(version: int, where: str) -> None:
+    if version > SHARED_VERSION:
+        raise ConfigError(
+            f"data: the shared store {where} has version {version}, but this turngate supports {SHARED_VERSION}; "
+            "use the turngate version that wrote it, or a newer one",
+            param="data",
+        )
+
+
+def _require_empty(db: Connection, where: str) -> None:
+    row = db.execute("SELECT to_regclass('sessions')::text, to_regclass('events')::text").fetchone()
+    if row is not None and any(row):
+        raise ConfigError(
+            f"data: {where} has tables of another program; create an empty database for the shared store", param="data"
+        )
