@@ -108,4 +108,5 @@ def test_settings_mean_the_same() -> None:
         (config.load_config(RECORDED / "serve.toml", {}), "serve"),
         (service_config.load_config(RECORDED / "service.toml"), "service"),
     ):
-        assert json.loads(msgspec.json.encode(settings)) == expected[name]
+        found = json.loads(msgspec.json.encode(settings))  # settings that were added since then have their defaults
+        assert {key: found.get(key) for key in expected[name]} == expected[name]

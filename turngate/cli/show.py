@@ -24,6 +24,7 @@ from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
+from turngate.trace.session import CacheUse
 from turngate.trace.training_report import list_warnings
 from turngate.types import Message
 from turngate.views.session import encode_json, load_session_view
@@ -197,12 +198,20 @@ def _print_head(view: ShownSession, console: Console) -> None:
         ("model", summary.config.model or "any"),
         ("turns", f"{summary.turns} ({roles})" if roles else "0"),
         ("tokens", f"{summary.tokens} stored, {summary.sampled_tokens} sampled"),
+        ("cache", _describe_cache(summary.cache)),
         ("outcome", summary.damaged or _describe_outcome(summary.outcome)),
         *(("warning", warning) for warning in list_warnings(summary.training, summary.refused)),
     ]
     for name, value in lines:
         if value:
             say(console, Text.assemble((f"{name:8}", "dim"), sanitize_line(str(value))))
+
+
+def _describe_cache(cache: CacheUse | None) -> str:
+    """Describe how much of the prompts the engine had cached. Return an empty string if it did not report that."""
+    if cache is None or cache.rate is None:
+        return ""
+    return f"{cache.rate:.0%} of prompt tokens were cached ({cache.cached_tokens} of {cache.prompt_tokens})"
 
 
 def _describe_outcome(outcome: RecordedOutcome | None) -> str:

@@ -20,7 +20,7 @@ from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
 from turngate.trace.sample import RowSpan
-from turngate.trace.session import CallError, Status
+from turngate.trace.session import CacheUse, CallError, Status
 from turngate.trace.training_report import TrainingReport
 from turngate.trace.tree import RefusedCalls
 from turngate.types import Constraint, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
@@ -100,6 +100,7 @@ class SessionDescription(
 
     turns: int
     sampled_tokens: int
+    cache: CacheUse | None = None  # None: the engine did not report it
     in_flight: int
     last_error: CallError | None
     refused: RefusedCalls | None = None  # model calls that were refused because of what was asked
@@ -213,6 +214,9 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
     fault: str
     engine: str
     lost: tuple[str, ...]
+    # What the engine reported, if anything: prompt tokens in its cache, and (policy version, tokens) of all sampled tokens.
+    cached: int | msgspec.UnsetType = msgspec.UNSET
+    version_runs: tuple[tuple[int, int], ...] | msgspec.UnsetType = msgspec.UNSET
     delivered: bool
 
     def decode_message(self) -> Message:

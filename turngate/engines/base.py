@@ -29,6 +29,8 @@ from turngate.types import (
     ids_to_json,
 )
 
+VersionRuns = tuple[tuple[int, int], ...]  # (policy version, number of tokens), in the order of sampling
+
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request."""
@@ -61,7 +63,8 @@ class Chunk(msgspec.Struct, frozen=True):
     `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
     `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
     of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
-    log-probabilities, if requested.
+    log-probabilities, if requested. `cached` is the number of prompt tokens that the engine had in its cache, if it reports it.
+    `version_runs` lists the policy versions of all tokens of the reply so far as (version, tokens), if the engine reports them.
     """
 
     ids: Sequence[int]
@@ -70,6 +73,8 @@ class Chunk(msgspec.Struct, frozen=True):
     prompt: Sequence[int] | None = None
     versions: tuple[int, int] | None = None
     alternatives: Sequence[Mapping[int, float]] | None = None
+    cached: int | None = None
+    version_runs: VersionRuns | None = None
 
 
 def refuse_top_logprobs(name: str, request: Generate) -> None:

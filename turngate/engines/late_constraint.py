@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 import msgspec
 import numpy as np
 
-from turngate.engines.base import Chunk, Generate, check_echo
+from turngate.engines.base import Chunk, Generate, VersionRuns, check_echo
 from turngate.types import ID_DTYPE, Ids, PromptIds, ReasoningTokens, ids_to_json
 
 Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
@@ -38,6 +38,7 @@ async def _generate(
         request_id=f"{request.request_id}-reasoning",
     )
     sampled: list[int] = []
+    runs: VersionRuns | None = None  # of the reasoning
     async with generate(reasoning) as chunks:
         async for chunk in chunks:
             if not sampled and not tokens.is_open and list(chunk.ids[:1]) != [tokens.opening]:
@@ -46,6 +47,7 @@ async def _generate(
                 continue
             sampled += chunk.ids
             if chunk.finish == "stop" and sampled[-1:] == [tokens.closing]:
+                runs = chunk.version_runs
                 yield msgspec.structs.replace(chunk, finish=None)
                 break
             yield chunk
@@ -59,7 +61,11 @@ async def _generate(
     async with generate(rest) as chunks:
         async for chunk in chunks:
             check_echo(chunk, rest)
-            yield msgspec.structs.replace(chunk, prompt=None)
+            rest_runs = chunk.version_runs
+            if sampled and rest_runs is not None:
+                rest_runs = None if runs is None else runs + rest_runs
+            cached = None if sampled else chunk.cached  # the reply's prompt is that of the reasoning
+            yield msgspec.structs.replace(chunk, prompt=None, cached=cached, version_runs=rest_runs)
 
 
 def _extend(prompt: Ids | PromptIds, sampled: Sequence[int]) -> Ids | PromptIds:

@@ -29,7 +29,7 @@ from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
-from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
+from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -56,6 +56,8 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[_Position] | None = None
     output_top_logprobs: list[list[_Position] | None] | None = None  # only if requested
+    cached_tokens: int | None = None
+    weight_versions: list[VersionSpan] | None = None  # of all tokens so far; missing in old versions
 
 
 class _Event(msgspec.Struct):
@@ -126,7 +128,7 @@ class SGLang:
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
-        self._expected: PolicyWeights | None = None
+        self._expected = ExpectedWeights()
         self.reports_weights = False  # only new versions do, and only for whole models
         self._has_loads = True  # whether the server has the route /v1/loads
 
@@ -199,11 +201,11 @@ class SGLang:
         return self._client.url
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        self._expected = weights
+        self._expected.weights = weights
 
     async def _wrong_weights(self) -> str:
         """Return why the engine must not be used, or an empty string if its weights are as expected or unknown."""
-        expected = self._expected
+        expected = self._expected.weights
         if expected is None or expected.is_adapter:
             self.reports_weights = False
             return ""
@@ -300,7 +302,7 @@ class SGLang:
         batches = reply.events() if request.stream else reply.whole()
         sampled, echo = 0, request.echo_prompt
         async for batch in batches:
-            chunk = self._chunk(batch, sampled, echo)
+            chunk = self._chunk(batch, sampled, echo, request)
             if not chunk.ids and chunk.finish is None and chunk.prompt is None:
                 continue
             sampled += len(chunk.ids)
@@ -313,20 +315,22 @@ class SGLang:
                 return
         raise EngineUnavailable(f"{self.name} ended its reply before the generation finished")
 
-    def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool) -> Chunk:
+    def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool, request: Generate) -> Chunk:
         """Merge the events of one read into one chunk. `sampled` is the number of tokens before it."""
         ids: list[int] = []
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         alternatives: list[dict[int, float]] = []
+        meta = _Meta(0)
         for data in batch:
             event = self._client.decode(_decode_echo if echo else _decode, data)
             if is_present(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=400)
             if event.meta_info is None:
                 raise EngineError(f"{self.name} sent an event without meta_info")
-            finish = self._finish(event.meta_info.finish_reason)
+            meta = event.meta_info
+            finish = self._finish(meta.finish_reason)
             new, new_logprobs = self._select_new(event.output_ids, event.meta_info, sampled + len(ids))
             tops = event.meta_info.output_top_logprobs
             if tops is not None:
@@ -336,7 +340,8 @@ class SGLang:
             logprobs += new_logprobs
             if isinstance(event, _EchoEvent):
                 prompt = event.prompt_token_ids
-        return Chunk(ids, logprobs, finish, prompt, alternatives=alternatives or None)
+        runs = self._expected.read_runs(meta.weight_versions, request)
+        return Chunk(ids, logprobs, finish, prompt, None, alternatives or None, meta.cached_tokens, runs)
 
     def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
         """Return the ids and log-probabilities that an event adds to the `seen` tokens before it."""

@@ -13,18 +13,20 @@ All sampling fields are sent, even neutral ones: vLLM takes missing ones from th
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Literal
 
 import msgspec
 
+from turngate.engines import http
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, parse_vllm_metrics
-from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
+from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
 
@@ -56,6 +58,17 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None  # of the whole reply, at its end; only in the `generate` API
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """The usage at the end of a reply. vLLM reports cached tokens if it was started with `--enable-prompt-tokens-details`."""
+
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -63,6 +76,7 @@ class _Event(msgspec.Struct):
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()
+    usage: _Usage | None = None
 
 
 class _EchoChoice(_Choice):
@@ -141,7 +155,7 @@ class VLLM:
         self._api = api
         self._rank = rank
         self._ranks = ranks
-        self._expected: PolicyWeights | None = None
+        self._expected = ExpectedWeights()
         self.reports_weights = True  # whether the server reports the version of its weights
         root = url.rstrip("/").removesuffix("/v1")
         self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
@@ -189,7 +203,7 @@ class VLLM:
         return self._client.url
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        self._expected = weights
+        self._expected.weights = weights
 
     async def pause(self) -> None:
         await self._command("/pause?mode=keep")
@@ -230,7 +244,7 @@ class VLLM:
 
     async def _wrong_weights(self, served: _Models) -> str:
         """Return why the engine must not be used, or an empty string if its weights are as expected."""
-        expected = self._expected
+        expected = self._expected.weights
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
                 return ""
@@ -282,6 +296,8 @@ class VLLM:
     def _body(self, request: Generate) -> bytes:
         prompt, body = _completions(request) if self._api == "completions" else _generate(request)
         body["stream"] = request.stream
+        if request.stream:
+            body["stream_options"] = {"include_usage": True}  # for the number of cached tokens
         if model := request.model or self.model:
             body["model"] = model
         if request.cache_salt:
@@ -291,13 +307,16 @@ class VLLM:
     def post(self, request: Generate) -> Reply:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
 
-    def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
+    def chunk(self, batch: Sequence[bytes], request: Generate) -> Chunk | None:
         """Merge the events of one read into one chunk. Return None if they add nothing."""
+        echo = request.echo_prompt
         ids: list[int] = []
         names: list[str] = []  # of the ids that follow; parsed together, because a stream has one per event
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
+        cached: int | None = None
+        spans: list[VersionSpan] | None = None
         for event in self._client.decode_all(_decode_echo if echo else _decode, batch):
             if event.error and is_present(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
@@ -314,12 +333,16 @@ class VLLM:
                     raise _make_no_ids_error(self.name)
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
+                    spans = choice.weight_versions
+            if event.usage is not None and event.usage.prompt_tokens_details is not None:
+                cached = event.usage.prompt_tokens_details.cached_tokens
             if echo:
                 prompt = prompt or _prompt(event)
         ids += self._parse_names(names)
-        if not ids and finish is None and prompt is None:
+        if not ids and finish is None and prompt is None and cached is None:
             return None
-        return Chunk(ids, clean_logprobs(logprobs), finish, prompt)
+        runs = self._expected.read_runs(spans, request)
+        return Chunk(ids, clean_logprobs(logprobs), finish, prompt, cached=cached, version_runs=runs)
 
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
         """Return the `count` most likely ids at each position of the events. vLLM also lists a sampled token that is not among them."""
@@ -395,7 +418,7 @@ class VLLMGeneration:
         batch: list[bytes] = []
         while chunk is None:
             batch = await self._batch()
-            chunk = self._engine.chunk(batch, self._request.echo_prompt)
+            chunk = self._engine.chunk(batch, self._request)
         if self._request.top_logprobs:
             alternatives = self._engine.alternatives(batch, self._request.top_logprobs)
             chunk = msgspec.structs.replace(chunk, alternatives=alternatives)
@@ -403,7 +426,20 @@ class VLLMGeneration:
         self._started = self._started or bool(chunk.ids)
         if chunk.finish == "abort" and not self._started:
             raise make_abort_error(self._engine.name)
+        if self._reply.finished and self._request.stream and chunk.cached is None:
+            cached = await self._read_usage()
+            return chunk if cached is None else msgspec.structs.replace(chunk, cached=cached)
         return chunk
+
+    async def _read_usage(self) -> int | None:
+        """Read the reply to its end, where the usage is. Leaving it would drain it in any case."""
+        with suppress(TurngateError, TimeoutError):  # the generation is complete
+            async with asyncio.timeout(http.DRAIN_S):
+                while (batch := await self._reply.batch()) is not None:
+                    last = self._engine.chunk(batch, self._request)
+                    if last is not None and last.cached is not None:
+                        return last.cached
+        return None
 
     async def _batch(self) -> list[bytes]:
         """Return the next events. A reply that is not streamed is a single event."""

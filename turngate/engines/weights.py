@@ -6,11 +6,12 @@ the trainer's process is updated by the trainer itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from turngate.engines.base import Engine, Health
+from turngate.engines.base import Engine, Generate, Health, VersionRuns
 from turngate.engines.pool import Pool
 
 LOAD_S = 1800.0  # timeout for loading a model
@@ -67,6 +68,52 @@ class UpdatableReplica(Protocol):
 
     def expect(self, weights: PolicyWeights | None) -> None:
         """Report the replica as unhealthy unless it has these weights. `None` accepts any weights."""
+
+
+class VersionSpan(msgspec.Struct):
+    """Tokens `start` to `end` of a reply, and the label of the weights that sampled them, as vLLM and SGLang report them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ExpectedWeights:
+    """The weights that a replica should have. All its lanes share this object."""
+
+    def __init__(self) -> None:
+        self.weights: PolicyWeights | None = None
+
+    def read_runs(self, spans: Sequence[VersionSpan] | None, request: Generate) -> VersionRuns | None:
+        """Convert reported spans to policy versions. Labels are ours only if the gateway loaded the weights, and not as an adapter."""
+        if not spans or self.weights is None or self.weights.is_adapter or request.model:
+            return None
+        return parse_version_spans(spans, request.version, self.weights.version)
+
+
+def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int) -> VersionRuns | None:
+    """Return (version, tokens) for each span, or None if the labels are not policy versions up to `newest`.
+
+    An engine has a label of its own, such as "default", for the weights that it was started with. They are the version at which the
+    call began.
+    """
+    runs: list[tuple[int, int]] = []
+    at = 0
+    for span in spans:
+        if span.start != at or span.end < span.start:
+            return None
+        at = span.end
+        is_number = span.version.isascii() and span.version.isdigit()
+        if not is_number and runs:
+            return None
+        version = int(span.version) if is_number else begun_at
+        if version > max(newest, begun_at) or (runs and version < runs[-1][0]):
+            return None
+        if runs and runs[-1][0] == version:
+            runs[-1] = version, runs[-1][1] + span.end - span.start
+        elif span.end > span.start:
+            runs.append((version, span.end - span.start))
+    return tuple(runs) or None
 
 
 def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:

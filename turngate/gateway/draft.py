@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from turngate.engines.base import RelayChunk
+from turngate.engines.base import RelayChunk, VersionRuns
 from turngate.gateway.prompt import Prompt
 from turngate.telemetry.metrics import CallTiming
 from turngate.trace.session import Session
@@ -44,6 +44,7 @@ class TurnDraft:
         "_live",
         "begun_at",
         "biases",
+        "cached",
         "call",
         "capture",
         "emit",
@@ -59,6 +60,7 @@ class TurnDraft:
         "timing",
         "verbatim",
         "version_end",
+        "version_runs",
         "version_start",
     )
 
@@ -84,6 +86,8 @@ class TurnDraft:
         self.begun_at = version  # the policy version at the start of the call
         self.version_start = version
         self.version_end = version
+        self.version_runs: VersionRuns = ()  # of the tokens so far, if the engine reports them
+        self.cached = -1  # prompt tokens that the engine had in its cache; -1: not reported
         self.capture: Capture = "tokens"
         self.biases: tuple[str, ...] = ()  # in addition to those of the sampling parameters
         self.engine = ""  # the endpoint, in observe mode
@@ -107,6 +111,18 @@ class TurnDraft:
         self._live += len(ids)
         self.session.live_tokens += len(ids)
 
+    def note_report(self, cached: int | None, runs: VersionRuns | None) -> None:
+        """Keep what the engine reports about the call: cached tokens, and the policy versions of all tokens so far."""
+        if cached is not None:
+            self.cached = cached
+        if runs is not None:
+            self.version_runs = runs
+
+    def read_versions(self) -> tuple[int, int, VersionRuns]:
+        """Return the policy versions of the first and last token, and those of all tokens if the engine reported them."""
+        runs = cut_runs(self.version_runs, len(self.ids))
+        return (runs[0][0], runs[-1][0], runs) if runs else (self.version_start, self.version_end, ())
+
     def settle(self) -> None:
         """Stop counting the tokens as live. Safe to call twice."""
         self.session.live_tokens -= self._live
@@ -127,6 +143,17 @@ class TurnDraft:
             log.warning("the engine returned an invalid log-probability (%r); the turn is not trained", example)
             logprobs[invalid] = np.nan
         return logprobs
+
+
+def cut_runs(runs: VersionRuns, size: int) -> VersionRuns:
+    """Cut the versions of a reply to its first `size` tokens. Return none if they do not cover them."""
+    cut: list[tuple[int, int]] = []
+    left = size
+    for version, count in runs:
+        if left:
+            cut.append((version, min(count, left)))
+            left -= cut[-1][1]
+    return () if left else tuple(cut)
 
 
 class ObservedReply:

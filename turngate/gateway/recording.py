@@ -109,6 +109,8 @@ class TurnRecorder:
         """Report a recorded turn in metrics, span, events and log."""
         session, finish, prompt_size = draft.session, sampled.info.finish, sampled.parent.length
         self._metrics.count_turn(draft.call.dialect, session.config.mode, finish, prompt_size, sampled.size)
+        if sampled.info.cached >= 0:
+            self._metrics.count_cache(sampled.info.cached, prompt_size)
         if draft.timing.span is not None:
             draft.timing.span.set_result(sampled.id, finish, prompt_size, sampled.size, draft.version_end)
         self._events.wake(session.id)
@@ -190,13 +192,15 @@ def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ..
 def _build_info(
     draft: TurnDraft, message: Message, finish: Finish, cause: Cause | None, reasoning_open: bool, fault: str
 ) -> SampledInfo:
+    version_start, version_end, version_runs = draft.read_versions()
+    sampled_from = len(draft.prompt.ids) if draft.cached > 0 else 0
     return SampledInfo(
         meaning=meaning_digest((message,), {}),
         reasoning=reasoning_digest(message.reasoning),
         exact=exact_digest(message),
         finish=finish,
-        version_start=draft.version_start,
-        version_end=draft.version_end,
+        version_start=version_start,
+        version_end=version_end,
         started=draft.started,
         ended=time.time(),
         biases=draft.biases + draft.sampling.biases() + find_constraint_bias(draft.call),
@@ -212,6 +216,8 @@ def _build_info(
         verbatim=draft.verbatim,
         excerpts=take_excerpts(message),
         text_size=len(message.content),
+        cached=draft.cached if draft.cached <= sampled_from else -1,
+        version_runs=version_runs,
     )
 
 

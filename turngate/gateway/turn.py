@@ -316,6 +316,7 @@ class TurnPipeline:
         now = self._fence.version_now(draft.begun_at)
         versions = chunk.versions or (now, now)
         draft.add(ids[:end], None if logprobs is None else logprobs[:end], *versions)
+        draft.note_report(chunk.cached, chunk.version_runs)
         if not by_token:
             events = reader.feed(ids[:end])
         if call.top_logprobs is not None and self._renderer is not None:

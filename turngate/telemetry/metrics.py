@@ -82,6 +82,12 @@ FAMILIES = (
         about="Prompt tokens of recorded turns.",
     ),
     MetricFamily(
+        name="turngate_engine_prompt_tokens_total",
+        kind="counter",
+        labels=("source",),
+        about="Prompt tokens of turns whose engine reported its cache use, by source: cache or computed.",
+    ),
+    MetricFamily(
         name="turngate_sampled_tokens_total",
         kind="counter",
         labels=("mode",),
@@ -303,6 +309,11 @@ class Metrics:
         self._prompt[by_mode] = self._prompt.get(by_mode, 0) + prompt
         self._sampled[by_mode] = self._sampled.get(by_mode, 0) + sampled
 
+    def count_cache(self, cached: int, prompt: int) -> None:
+        """Count the prompt tokens that the engine had in its cache, and those that it computed."""
+        self.count("turngate_engine_prompt_tokens_total", "cache", by=cached)
+        self.count("turngate_engine_prompt_tokens_total", "computed", by=prompt - cached)
+
     def observe_call(self, dialect: str, timing: CallTiming, now: float) -> None:
         """Record the times of a finished call, whether it succeeded or failed."""
         own = self._own.get(dialect)
@@ -318,9 +329,9 @@ class Metrics:
 
     # ── elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def count(self, name: str, *labels: str) -> None:
+    def count(self, name: str, *labels: str, by: int = 1) -> None:
         values = self._counters[name]
-        values[labels] = values.get(labels, 0) + 1
+        values[labels] = values.get(labels, 0) + by
 
     def count_outcome(self, kind: str, reward: float | None) -> None:
         self.count("turngate_rollouts_total", kind)

@@ -110,6 +110,17 @@ def check_rollout(name: str) -> None:
         raise BadRequest(f"rollout must be at most {MAX_ROLLOUT_CHARS} printable characters", param="rollout")
 
 
+class CacheUse(msgspec.Struct, frozen=True):
+    """How much of the prompts the engine had in its cache, over the turns for which it reported that."""
+
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
 class Session:
     """A session in memory. Its counters are derived from the trace, so a reloaded session has the same ones.
 
@@ -129,6 +140,7 @@ class Session:
         self.turns = 0
         self.aborted = 0  # turns cut short after some tokens, which the agent may have read
         self.sampled_tokens = 0
+        self.cache = CacheUse()
         self.truncated = False
         self.last_error: CallError | None = None  # set if the latest call failed; it may explain why the agent ended
         self.engine_silence = EngineSilence()
@@ -172,6 +184,10 @@ class Session:
         elif turn.size:
             self.aborted += 1
         self.sampled_tokens += turn.size
+        if turn.info.cached >= 0:
+            self.cache = CacheUse(
+                self.cache.cached_tokens + turn.info.cached, self.cache.prompt_tokens + turn.parent.length
+            )
         self.truncated = self.truncated or turn.info.finish == "length"
 
     def begin_call(self, task: asyncio.Task[object]) -> None:

@@ -86,6 +86,10 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     verbatim: bytes = b""  # the turn in that endpoint's own format, which must be sent back unchanged
     excerpts: tuple[str, ...] = ()  # pieces of its text or arguments, by which a later quotation is found
     text_size: int = -1  # characters of its text, without reasoning; -1: not recorded
+    cached: int = -1  # prompt tokens that the engine had in its cache; -1: not reported
+    version_runs: tuple[
+        tuple[int, int], ...
+    ] = ()  # (policy version, tokens) of all its tokens, if the engine reported them
 
 
 class _TokenNode:

@@ -77,6 +77,8 @@ class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     verbatim: bytes = b""
     excerpts: tuple[str, ...] = ()
     text_size: int = -1
+    cached: int = -1
+    version_runs: tuple[tuple[int, int], ...] = ()
 
 
 class StoredPolicy(msgspec.Struct, frozen=True):

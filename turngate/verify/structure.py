@@ -138,6 +138,20 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
             check.expect(len(context.ids) > 0, "it is a context without ids", node=context.id)
 
 
+def _has_consistent_runs(turn: StoredTurn) -> bool:
+    """Return whether the policy versions that the engine reported per token, if any, cover all tokens and only rise."""
+    runs = turn.info.version_runs
+    if not runs:
+        return True
+    versions = [version for version, _ in runs]
+    return (
+        sum(count for _, count in runs) == len(turn.ids)
+        and all(count > 0 for _, count in runs)
+        and all(first < second for first, second in pairwise(versions))
+        and (versions[0], versions[-1]) == (turn.info.version_start, turn.info.version_end)
+    )
+
+
 def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
     exact, newest = session.config.mode != "observe", session.related.version
     with results.check("structure", "turn", "finish, fault and capture of each turn are consistent") as check:
@@ -157,6 +171,14 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             hold(
                 newest is None or info.version_end <= newest,
                 f"its policy version is {info.version_end}, but the highest ever active here is {newest}",
+            )
+            hold(
+                _has_consistent_runs(turn),
+                "its policy versions per token do not agree with its tokens and its versions",
+            )
+            hold(
+                -1 <= info.cached <= turn.parent.length,
+                f"{info.cached} of its prompt tokens were cached, but it has {turn.parent.length}",
             )
             hold(info.finish != "abort" or bool(info.fault), "it was aborted, but no fault is recorded")
             hold(info.capture != "text" or not len(turn.ids), "it was captured as text only, but has ids")

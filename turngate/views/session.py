@@ -145,5 +145,7 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
         fault=info.fault,
         engine=info.engine,
         lost=info.lost,
+        cached=info.cached if info.cached >= 0 else msgspec.UNSET,
+        version_runs=info.version_runs or msgspec.UNSET,
         delivered=node.delivered,
     )

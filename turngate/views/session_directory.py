@@ -83,6 +83,7 @@ def describe_session(
         **{**_summarize(row, live, store.outcomes.find(session.key), excluded), "stop": session.stop},
         turns=session.turns,
         sampled_tokens=session.sampled_tokens,
+        cache=session.cache if session.cache.rate is not None else None,
         in_flight=session.in_flight,
         last_error=session.last_error,
         refused=None if trace is None else trace.refused,

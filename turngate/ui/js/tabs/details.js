@@ -67,6 +67,10 @@ export class Details {
             ["tokens", count(detail.totals.tokens)],
             ["sampled", count(detail.totals.sampled_tokens)],
             ["trained", count(detail.totals.trained_tokens)],
+            detail.totals.cache_rate != null && [
+              "prompt tokens cached",
+              `${count(detail.totals.cached_tokens)} (${Math.round(100 * detail.totals.cache_rate)} %)`,
+            ],
             ["training rows", count(detail.totals.rows)],
           ]),
         ),
