@@ -20,7 +20,7 @@ from turngate.rollout.ledger import LedgerHeader
 from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.archive import PackedTask
-from turngate.tasks.task import Script, Task
+from turngate.tasks.task import HostVariable, Script, Solution, Task
 
 
 def plan(folder: Path, **fields: Any) -> BatchPlan:
@@ -251,3 +251,21 @@ def test_ledger_that_hashed_documentation_can_be_resumed(tmp_path: Path) -> None
     other = {**terms, "agent": "pi 0.1"}
     head = LedgerHeader(batch="b", terms=other, tasks=now.digests(), made=0.0)
     assert [change.partition(":")[0] for change in describe_changes(head, now.terms(), now.digests())] == ["agent"]
+
+
+def test_tasks_of_earlier_batches_have_not_changed(tmp_path: Path) -> None:
+    """Ledgers of earlier versions contain these digests. New fields of a task must not change them."""
+    variable = HostVariable(place="environment", name="A", variable="B")
+    tasks = (
+        Task(id="plain", instruction="x"),
+        Task(
+            id="full",
+            instruction="x",
+            env={"A": "b"},
+            host_env=(variable,),
+            grader=Script(env={"C": "d"}),
+            solution=Solution(patch="p"),
+            source="/somewhere",
+        ),
+    )
+    assert plan(tmp_path, tasks=tasks).digests() == {"plain": "00c10611750f1dcd", "full": "b6c5d9a5637c3d66"}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from turngate.errors import ConfigError, TaskError, TurngateError
-from turngate.tasks import load_task
+from turngate.tasks import archive_cache, load_task
 from turngate.tasks.archive import PackedTask, pack_task
 from turngate.tasks.archive_cache import ArchiveCache, ArchiveError
 from turngate.tasks.task import Function, HostVariable, Part, Rubric, Script, Solution, Task
@@ -243,6 +243,7 @@ def test_damaged_archive_is_detected_and_removed(tmp_path: Path, cache: ArchiveC
     assert cache.open_task(packed, {}).files == tmp_path / "cache" / packed.archive / "files"
 
 
+@pytest.mark.parametrize("settled_ns", [0, archive_cache._SETTLED_NS])
 @pytest.mark.parametrize(
     "change",
     [
@@ -255,8 +256,13 @@ def test_damaged_archive_is_detected_and_removed(tmp_path: Path, cache: ArchiveC
     ],
 )
 def test_changed_folder_is_unpacked_again(
-    tmp_path: Path, cache: ArchiveCache, change: Callable[[Path], object]
+    tmp_path: Path,
+    cache: ArchiveCache,
+    change: Callable[[Path], object],
+    settled_ns: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(archive_cache, "_SETTLED_NS", settled_ns)
     tests = write_files(tmp_path / "tests", {"test.sh": "exit 1"})
     (tests / "data").mkdir()
     (tests / "link").symlink_to("test.sh")
@@ -274,6 +280,26 @@ def test_changed_folder_is_unpacked_again(
     change(folder)
     assert describe_folder(open_tests()) == expected
     assert len(list((tmp_path / "cache").iterdir())) == 2, "no temporary folder is left"
+
+
+def test_unchanged_folder_is_not_read_again(
+    tmp_path: Path, cache: ArchiveCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = cache.store(Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"a": "a"})))
+    file = tmp_path / "cache" / f"{packed.archive}.tar"
+    cache.open_task(packed, {})
+    cache.open_task(packed, {})  # too early to trust the times of the last changes
+    data = file.read_bytes()
+    file.unlink()
+    with pytest.raises(ArchiveError):
+        cache.open_task(packed, {})
+    file.write_bytes(data)
+    monkeypatch.setattr(archive_cache, "_SETTLED_NS", 0)
+    cache.open_task(packed, {})
+    file.unlink()
+    assert cache.open_task(packed, {}).files is not None
+    with pytest.raises(ArchiveError):
+        ArchiveCache(tmp_path / "cache").open_task(packed, {})  # another process checks it itself
 
 
 # ── values of a machine ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -71,7 +71,7 @@ def run_rollout(options: RunOptions) -> int:
         sandbox=options.sandbox,
     )
     backend = get_backend(options.sandbox)
-    order = RolloutSpec(
+    spec = RolloutSpec(
         task=task,
         agent=agent.spec,
         installed=agent.installed,
@@ -91,7 +91,7 @@ def run_rollout(options: RunOptions) -> int:
         folder=require_writable(options.out) if options.out else Path(config.data) / "rollouts",
     )
     access = RemoteAccess(options.public_url, options.tunnel)
-    return _run_and_print(order, config, choose_gateway(options), access, console, as_json=options.as_json)
+    return _run_and_print(spec, config, choose_gateway(options), access, console, as_json=options.as_json)
 
 
 def _load_task(options: RunOptions) -> Task:
@@ -108,7 +108,7 @@ def _load_task(options: RunOptions) -> Task:
 
 
 def _run_and_print(
-    order: RolloutSpec,
+    spec: RolloutSpec,
     config: ServeConfig,
     gateway: GatewayChoice,
     access: RemoteAccess,
@@ -117,16 +117,16 @@ def _run_and_print(
     as_json: bool,
 ) -> int:
     with reserve_stdout(as_json):
-        outcome = asyncio.run(cancel_on_signal(_run(order, config, gateway, access, console), console))
+        outcome = asyncio.run(cancel_on_signal(_run(spec, config, gateway, access, console), console))
     if outcome is None:
         say(console, "Cancelled before the rollout started.", "yellow")
         return INTERRUPTED
     if outcome.session:
-        _write_outcome(order.folder / outcome.session / "outcome.json", outcome)
+        _write_outcome(spec.folder / outcome.session / "outcome.json", outcome)
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
-        print_outcome(outcome, _show_flags(config, gateway), order.folder, console)
+        print_outcome(outcome, _show_flags(config, gateway), spec.folder, console)
     return exit_code(outcome)
 
 
@@ -157,29 +157,29 @@ def _write_outcome(path: Path, outcome: Outcome) -> None:
 
 
 async def _run(
-    order: RolloutSpec, config: ServeConfig, gateway: GatewayChoice, access: RemoteAccess, console: Console
+    spec: RolloutSpec, config: ServeConfig, gateway: GatewayChoice, access: RemoteAccess, console: Console
 ) -> Outcome | None:
     """Run the rollout. Return None if it was cancelled before it started."""
     outcome = None
     try:
-        await order.backend.check()
-        await order.backend.sweep()
-        replay = play_reference(order.task, order.agent, order.backend, config)
+        await spec.backend.check()
+        await spec.backend.sweep()
+        replay = play_reference(spec.task, spec.agent, spec.backend, config)
         if config.script == SCRIPT:
             config = msgspec.structs.replace(config, script="")
         async with (
             connect_gateway(config, gateway, console, replay.build_engine) as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
-            if not order.model:
-                order = msgspec.structs.replace(order, model=next(iter(await client.models()), "turngate"))
+            if not spec.model:
+                spec = msgspec.structs.replace(spec, model=next(iter(await client.models()), "turngate"))
             if own and replay.commands:
-                metadata = {**order.session.get("metadata", {}), REPLAYED: "reference solution"}
-                order = msgspec.structs.replace(
-                    order, folders=solution_folders(order.backend), session={**order.session, "metadata": metadata}
+                metadata = {**spec.session.get("metadata", {}), REPLAYED: "reference solution"}
+                spec = msgspec.structs.replace(
+                    spec, folders=solution_folders(spec.backend), session={**spec.session, "metadata": metadata}
                 )
             with RolloutDisplay(console) as display:
-                rollout = Rollout(order, client, connector, display.update, on_sandbox_ready=replay.set_workdir)
+                rollout = Rollout(spec, client, connector, display.update, on_sandbox_ready=replay.set_workdir)
                 try:
                     outcome = await rollout.run()
                 except asyncio.CancelledError:

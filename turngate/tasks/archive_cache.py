@@ -15,6 +15,7 @@ import stat
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from turngate.tasks.host_env import add_host_values
 from turngate.tasks.task import Task
 
 MAX_BYTES = 256_000_000  # of an archive
+_SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `ctime` than any later change
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -44,6 +46,7 @@ class ArchiveCache:
         self._folder = folder or cache_folder() / "archives"
         self._max_bytes = max_bytes
         self._unpacking = threading.Lock()
+        self._checked: dict[str, bytes] = {}  # the state of a folder when it was last found equal to its archive
 
     def store(self, task: Task) -> PackedTask:
         """Pack a task, and keep its archive. Raise `TaskError` if other machines could not use it."""
@@ -150,12 +153,16 @@ class ArchiveCache:
     def _unpack(self, digest: str) -> Path:
         """Return the folder with the archive's content. Write it anew if it is missing or differs from the archive."""
         folder = self._folder / digest
+        before = _read_state(folder)
+        if before is not None and self._checked.get(digest) == before:
+            return folder
         with self._open(digest) as file:
-            if _matches(file, folder):
-                return folder
-            with self._unpacking:
-                if not _matches(file, folder):  # another thread may have been faster
-                    self._replace(file, folder)
+            if not _matches(file, folder):
+                with self._unpacking:
+                    if not _matches(file, folder):  # another thread may have been faster
+                        self._replace(file, folder)
+            elif before is not None:
+                self._checked[digest] = before
         return folder
 
     def _replace(self, file: IO[bytes], folder: Path) -> None:
@@ -212,6 +219,30 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
     for _, member in _read_members(file):
         if member.isreg() or member.isdir():
             (folder / member.name).chmod(member.mode)
+
+
+def _read_state(folder: Path) -> bytes | None:
+    """Return a hash that differs after every change in a folder, without reading its files. Return None if it just changed.
+
+    It relies on the time of the last change of each file (`ctime`), which no program can set, but whose clock may be coarse.
+    """
+    settled_ns = time.time_ns() - _SETTLED_NS
+    state = hashlib.sha256()
+    waiting = [str(folder)]
+    try:
+        while waiting:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_ctime_ns > settled_ns:
+                        return None
+                    line = (entry.path, status.st_ino, status.st_mode, status.st_size, status.st_ctime_ns)
+                    state.update(repr(line).encode())
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+    except OSError:
+        return None
+    return state.digest()
 
 
 def _matches(file: IO[bytes], folder: Path) -> bool:
