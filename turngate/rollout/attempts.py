@@ -28,6 +28,7 @@ from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
 _MAX_BACKOFF_S = 60.0  # between two attempts
+_MAX_LOST = 10  # after this many lost machines, a rollout may be what breaks them: it fails like any other
 
 
 class AttemptRunner:
@@ -79,7 +80,7 @@ class AttemptRunner:
                     await run_to_completion(self._lost.settle(started, "cancelled", ""))
             raise
         # The gateway already has the outcome, so it must be written to the ledger even if we are cancelled.
-        await run_to_completion(self._settle(item, started, result.outcome, result.verdict))
+        await run_to_completion(self._settle(item, started, result))
         if ledger.full:
             self._stop.stop(self._health.check_disk())
 
@@ -126,16 +127,18 @@ class AttemptRunner:
 
         return watch
 
-    async def _settle(
-        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
-    ) -> None:
+    async def _settle(self, item: RolloutItem, started: AttemptStarted, result: AttemptResult) -> None:
+        outcome, verdict = result.outcome, result.verdict
         results, state = self._results, self._results.state
         if is_unrecorded(outcome):
             finished = await results.postpone(item, started, outcome, verdict)
             self._stop.stop(describe_unrecorded(finished, outcome.unrecorded))
             return
         await results.save_outcome(started.session, outcome)
-        if verdict.retry == "stale" and state.stale.get(item.id, 0) < self._plan.stale_retries:
+        if result.is_lost and started.attempt <= _MAX_LOST:
+            await results.end_attempt(started, "lost", describe_failure(outcome))
+            self._schedule.add_retry(item)
+        elif verdict.retry == "stale" and state.stale.get(item.id, 0) < self._plan.stale_retries:
             await results.end_attempt(started, "stale")
             self._schedule.add_retry(item)
         elif verdict.kind == "infrastructure fault":

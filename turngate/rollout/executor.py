@@ -31,6 +31,7 @@ class AttemptResult(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     verdict: Classification
+    is_lost: bool = False  # its machine was lost, so it does not use up a retry
 
 
 class Attempt(Protocol):

@@ -1,0 +1,235 @@
+"""The executor for a Ray cluster, without Ray: whatever happens to its calls, the shared store decides how an attempt ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from turngate.agents.spec import find_agent
+from turngate.client.gateway import RequestRejected
+from turngate.rollout.cluster import ray_executor
+from turngate.rollout.cluster.messages import OrderEnded, OrderProgress, RunnerSettings
+from turngate.rollout.cluster.placement import CellLoad, Demand, RayNodeView
+from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
+from turngate.rollout.cluster.ray_executor import RayExecutor, adopt_outcome
+from turngate.rollout.cluster.ray_nodes import CallFailed
+from turngate.rollout.executor import AttemptResult, fail_attempt
+from turngate.rollout.order import RolloutOrder, SandboxChoice, decode_order
+from turngate.rollout.outcome import Fault, Outcome, RolloutProgress
+from turngate.store.attempts import AttemptRow, AttemptState
+from turngate.store.outcomes import RecordedOutcome
+from turngate.tasks.archive import PackedTask
+from turngate.tasks.task import Task
+
+ORDER = RolloutOrder(
+    rollout="b.t.0",
+    attempt=1,
+    group="b.t",
+    session_id="s1",
+    task=PackedTask(task=Task(id="t", instruction="Do it.")),
+    agent=find_agent("mini-swe-agent").spec,
+    sandbox=SandboxChoice(name="local"),
+    model="m",
+    timeout_s=60,
+)
+GRADED = RecordedOutcome(kind="graded", reward=1.0, task="t", group="b.t", data={"status": "finished"})
+
+
+def graded() -> AttemptResult:
+    return adopt_outcome(ORDER, GRADED, shown(GRADED))
+
+
+def shown(outcome: RecordedOutcome | None) -> Any:
+    return SimpleNamespace(id="s1", outcome=outcome, stop="", turns=3, sampled_tokens=40, training=None, refused=None)
+
+
+class FakeConnection:
+    """Stands for Ray: a call is a coroutine function, or an error."""
+
+    async def call(self, reference: Callable[[], Any]) -> Any:
+        return await reference()
+
+
+class FakeActor:
+    """Answers `run` from a script: a result, an error, or a function."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.orders: list[str] = []
+        self.cancelled: list[str] = []
+        self.run = SimpleNamespace(remote=lambda order, archive: lambda: self._run(order))
+        self.cancel = SimpleNamespace(remote=lambda session: lambda: self._cancel(session))
+
+    async def _run(self, order: bytes) -> bytes:
+        self.orders.append(decode_order(order).session_id)
+        reply = self.replies.pop(0)
+        if callable(reply):
+            reply = await reply()
+        if isinstance(reply, Exception):
+            raise reply
+        return msgspec.json.encode(reply)
+
+    async def _cancel(self, session: str) -> bytes:
+        self.cancelled.append(session)
+        return b""
+
+
+class FakeStore:
+    """Stands for the gateway on the shared store: an attempt with a lease, and perhaps an outcome."""
+
+    def __init__(
+        self, *, arrives_after: int = 0, lease_checks: int = 0, outcome: RecordedOutcome | None = GRADED
+    ) -> None:
+        self.looks, self.arrives_after = 0, arrives_after
+        self.lease_checks, self.outcome = lease_checks, outcome
+        self.superseded = False
+
+    async def show(self, session: str) -> Any:
+        self.looks += 1
+        if self.outcome is None or self.looks <= self.arrives_after:
+            raise RequestRejected("unknown session", 404)
+        return shown(self.outcome)
+
+    async def supersede(self, rollout: str, attempt: int, session: str) -> Any:
+        if self.lease_checks > 0:
+            self.lease_checks -= 1
+            raise RequestRejected("the cell holds its lease", 409)
+        state: AttemptState = "superseded" if self.outcome is None else "settled"
+        self.superseded = self.outcome is None
+        self.arrives_after = 0
+        row = AttemptRow(rollout, attempt, session, "c1", state, 1.0, 2.0)
+        return SimpleNamespace(attempt=row, outcome=self.outcome)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_executor, "_REPEAT_S", (0.0, 0.0))
+    monkeypatch.setattr(ray_executor, "_CONFIRM_S", (0.0,))
+    monkeypatch.setattr(ray_executor, "_LEASE_CHECK_S", 0.0)
+
+
+def make_cluster(actor: FakeActor) -> tuple[RayCluster, PlacedCell]:
+    settings = RunnerSettings(shared="", name="", folder="", sandbox="local")
+    cluster = RayCluster(FakeConnection(), settings, Demand(), 4, lambda text: None)  # type: ignore[arg-type]
+    cell = PlacedCell(RayNodeView(id="n1", name="a"), actor, CellLoad(slots=4))
+    cluster._cells["n1"] = cell
+    return cluster, cell
+
+
+async def execute(actor: FakeActor, store: FakeStore) -> tuple[AttemptResult, PlacedCell]:
+    cluster, cell = make_cluster(actor)
+    executor = RayExecutor(cluster, store, ())  # type: ignore[arg-type]
+    attempt = executor.prepare(ORDER, lambda progress: None, lambda phase: nullcontext())  # type: ignore[arg-type, return-value]
+    result = await attempt.run()
+    assert cell.load.running == 0
+    return result, cell
+
+
+async def test_result_counts_once_the_shared_store_has_it() -> None:
+    store = FakeStore(arrives_after=3)
+    result, _ = await execute(FakeActor(OrderEnded("s1", graded())), store)
+    assert result.verdict.kind == "graded" and result.outcome.reward == 1.0
+    assert store.looks == 4 and not store.superseded
+
+
+async def test_failed_call_is_repeated_with_the_same_session() -> None:
+    actor = FakeActor(CallFailed("ActorUnavailableError"), OrderEnded("s1", graded()))
+    result, cell = await execute(actor, FakeStore())
+    assert actor.orders == ["s1", "s1"]
+    assert result.verdict.kind == "graded" and not result.is_lost and not cell.load.is_closed
+
+
+async def test_lost_cell_is_superseded_only_after_its_lease() -> None:
+    store = FakeStore(outcome=None, lease_checks=3)
+    result, cell = await execute(FakeActor(*[CallFailed("ActorDiedError")] * 3), store)
+    assert store.superseded and store.lease_checks == 0
+    assert result.is_lost and result.verdict.kind == "infrastructure fault" and result.outcome.reward is None
+    assert cell.load.is_closed, "a lost cell gets no more orders"
+
+
+async def test_outcome_of_lost_cell_is_adopted() -> None:
+    result, _ = await execute(FakeActor(*[CallFailed("ActorDiedError")] * 3), FakeStore())
+    assert not result.is_lost and result.verdict.kind == "graded" and result.outcome.reward == 1.0
+    assert result.outcome.session == "s1" and result.outcome.turns == 3
+
+
+async def test_outcome_that_never_arrives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_executor, "_SHIP_S", 0.02)
+    result, _ = await execute(FakeActor(OrderEnded("s1", graded())), FakeStore(outcome=None))
+    assert result.is_lost, "a result that only the lost cell has must not be counted"
+
+
+async def test_unrecorded_outcome_is_settled_by_the_shared_store() -> None:
+    ended = graded()
+    ended.outcome.unrecorded = "the cell does not accept this now"
+    result, _ = await execute(FakeActor(OrderEnded("s1", ended)), FakeStore(outcome=None))
+    assert result.is_lost
+
+
+async def test_fault_of_a_working_cell_is_a_fault() -> None:
+    fault = fail_attempt(ORDER, Fault("sandbox", "sandbox", "no space left"))
+    store = FakeStore(outcome=None)
+    result, cell = await execute(FakeActor(OrderEnded("s1", fault)), store)
+    assert result.verdict.kind == "infrastructure fault" and not result.is_lost and not store.superseded
+    assert cell.load.faults == 1
+
+
+async def test_cancelled_attempt_ends_in_its_cell() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def run() -> OrderEnded:
+        started.set()
+        await ended.wait()
+        return OrderEnded("s1", None)
+
+    async def finish() -> OrderEnded:
+        return OrderEnded("s1", None)
+
+    actor = FakeActor(run, finish)
+    cluster, cell = make_cluster(actor)
+    executor = RayExecutor(cluster, FakeStore(outcome=None), ())  # type: ignore[arg-type]
+    attempt = executor.prepare(ORDER, lambda progress: None, lambda phase: nullcontext())  # type: ignore[arg-type, return-value]
+    running = asyncio.create_task(attempt.run())
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert actor.cancelled == ["s1"] and cell.load.running == 0
+
+
+async def test_orders_wait_for_a_free_slot() -> None:
+    cluster, cell = make_cluster(FakeActor())
+    cell.load.slots = 1
+    order: list[str] = []
+
+    async def hold(name: str) -> None:
+        async with cluster.take_slot():
+            order.append(f"{name} starts")
+            await asyncio.sleep(0)
+            order.append(f"{name} ends")
+
+    await asyncio.gather(hold("a"), hold("b"))
+    assert order == ["a starts", "a ends", "b starts", "b ends"]
+
+
+def test_result_travels_as_json() -> None:
+    result = graded()
+    result.outcome.seconds = {"agent": 1.5}
+    sent = msgspec.json.encode(OrderEnded("s1", result))
+    assert msgspec.json.decode(sent, type=OrderEnded).result == result
+
+
+def test_progress_reaches_its_watcher() -> None:
+    seen: list[RolloutProgress] = []
+    cluster, _ = make_cluster(FakeActor())
+    executor = RayExecutor(cluster, FakeStore(), ())  # type: ignore[arg-type]
+    attempt: Any = executor.prepare(ORDER, seen.append, lambda phase: nullcontext())  # type: ignore[arg-type, return-value]
+    attempt._follow(OrderProgress("s1", "agent", 2, 30))
+    assert seen[0].turns == 2 and seen[0].sampled_tokens == 30
+    assert isinstance(graded().outcome, Outcome)

@@ -1,0 +1,151 @@
+"""The Ray actor of a cell: passes orders to the process that runs them (`order_runner.py`), and returns their results.
+
+Calls may be repeated: an order is identified by its session, and runs once. A driver whose call failed without an answer can therefore
+send it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turngate.errors import TurngateError
+from turngate.rollout.cluster.messages import (
+    CancelOrder,
+    OrderEnded,
+    OrderProgress,
+    RunnerFailed,
+    RunnerReady,
+    RunnerReply,
+    RunnerSettings,
+    RunOrder,
+)
+from turngate.rollout.order import decode_order
+from turngate.tasks.archive_cache import ArchiveCache
+
+DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable of a node: the folder for its cells
+DEFAULT_FOLDER = "~/.local/share/turngate/cells"
+_MAX_LINE_BYTES = 64_000_000
+_KEPT_RESULTS = 10_000  # for calls that are repeated
+_CLOSE_S = 120.0
+
+
+class CellUnusable(TurngateError):
+    """A node cannot run a cell."""
+
+    boundary = "sandbox"
+    kind = "cell_unusable"
+
+
+class CellActor:
+    """One cell. Its methods are called by the driver of a batch."""
+
+    def __init__(self, settings: bytes) -> None:
+        values = msgspec.json.decode(settings, type=RunnerSettings)
+        folder = os.environ.get(DATA_FOLDER) or values.folder or DEFAULT_FOLDER
+        name = values.name or socket.gethostname()
+        self._settings = msgspec.structs.replace(values, folder=folder, name=name)
+        self._archives = ArchiveCache()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[RunnerReady | RunnerFailed] | None = None
+        self._results: OrderedDict[str, asyncio.Future[OrderEnded]] = OrderedDict()  # by session
+        self._progress: dict[str, OrderProgress] = {}  # since the last call of `progress`
+
+    async def start(self) -> bytes:
+        """Start the cell, unless it was started before. Return whether it serves (`RunnerReady`) or why not (`RunnerFailed`)."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "turngate.rollout.cluster.order_runner",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=await asyncio.to_thread(self._open_log),
+                limit=_MAX_LINE_BYTES,
+                start_new_session=True,
+            )
+            self._reading = asyncio.create_task(self._read_replies())
+            self._write(msgspec.json.encode(self._settings))
+        return msgspec.json.encode(await asyncio.shield(self._ready))
+
+    async def run(self, order: bytes, archive: list[Any]) -> bytes:
+        """Run an order to its end, and return how it ended. `archive` has the reference of its archive, if it has one."""
+        parsed = decode_order(order)
+        ended = self._results.get(parsed.session_id)
+        if ended is None:
+            ended = self._results[parsed.session_id] = asyncio.get_running_loop().create_future()
+            while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
+                self._results.popitem(last=False)
+            try:
+                if archive and not self._archives.has(parsed.task.archive):
+                    await asyncio.to_thread(self._archives.add, parsed.task.archive, await archive[0])
+                self._write(msgspec.json.encode(RunOrder(msgspec.Raw(order))))
+            except BaseException:
+                del self._results[parsed.session_id]
+                raise
+        return msgspec.json.encode(await asyncio.shield(ended))
+
+    async def cancel(self, session: str) -> None:
+        """End an order. The call of `run` then returns without a result."""
+        self._write(msgspec.json.encode(CancelOrder(session)))
+
+    async def progress(self) -> bytes:
+        """Return the progress of the orders that have advanced since the last call."""
+        found, self._progress = list(self._progress.values()), {}
+        return msgspec.json.encode(found)
+
+    async def close(self) -> None:
+        """End all orders, remove their sandboxes, ship what is recorded, and end the process."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await process.wait()
+
+    def _open_log(self) -> int:
+        folder = Path(self._settings.folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.open(folder / "runner.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def _write(self, line: bytes) -> None:
+        process = self._process
+        if process is None or process.stdin is None or process.returncode is not None:
+            raise CellUnusable(
+                f"the cell on {self._settings.name} has ended; its log is {self._settings.folder}/runner.log"
+            )
+        process.stdin.write(line + b"\n")
+
+    async def _read_replies(self) -> None:
+        assert self._process is not None and self._process.stdout is not None and self._ready is not None
+        decode = msgspec.json.Decoder(RunnerReply).decode
+        failed = RunnerFailed(f"its process ended; its log is {self._settings.folder}/runner.log")
+        while line := await self._process.stdout.readline():
+            match reply := decode(line):
+                case RunnerReady():
+                    self._ready.set_result(reply)
+                case RunnerFailed():
+                    failed = reply
+                case OrderProgress():
+                    self._progress[reply.session] = reply
+                case OrderEnded():
+                    self._progress.pop(reply.session, None)
+                    if (waiting := self._results.get(reply.session)) is not None and not waiting.done():
+                        waiting.set_result(reply)
+        if not self._ready.done():
+            self._ready.set_result(failed)
+        for waiting in self._results.values():
+            if not waiting.done():
+                waiting.set_exception(CellUnusable(f"the cell on {self._settings.name} has ended: {failed.message}"))
+                waiting.exception()  # mark it as retrieved: no call may be waiting

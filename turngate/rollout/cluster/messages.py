@@ -1,0 +1,59 @@
+"""Messages between a cell actor and the process that runs its orders, one JSON line each."""
+
+from __future__ import annotations
+
+import msgspec
+
+from turngate.rollout.executor import AttemptResult
+
+
+class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process needs before its first order. The first line that it reads."""
+
+    shared: str  # URL of the shared store, without a password
+    name: str  # of the cell, for people
+    folder: str  # of the machine, for all data of this cell
+    sandbox: str  # kind of sandbox to check and to sweep
+    sandbox_settings: dict[str, object] = {}
+    gateway: dict[str, object] = {}  # settings of the cell's gateway, as in a configuration file
+    script: str = ""  # content of the scripted engine's file
+
+
+class RunOrder(msgspec.Struct, frozen=True, tag="run"):
+    order: msgspec.Raw
+
+
+class CancelOrder(msgspec.Struct, frozen=True, tag="cancel"):
+    session: str
+
+
+RunnerCommand = RunOrder | CancelOrder
+
+
+class RunnerReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The cell serves, and sandboxes can be created."""
+
+    version: str  # of Turngate
+    url: str  # of the cell's gateway
+    pid: int
+
+
+class RunnerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The process cannot run orders, and ends."""
+
+    message: str
+
+
+class OrderProgress(msgspec.Struct, frozen=True, tag="progress"):
+    session: str
+    stage: str
+    turns: int
+    sampled_tokens: int
+
+
+class OrderEnded(msgspec.Struct, frozen=True, tag="ended"):
+    session: str
+    result: AttemptResult | None  # None if the order was cancelled
+
+
+RunnerReply = RunnerReady | RunnerFailed | OrderProgress | OrderEnded

@@ -1,0 +1,94 @@
+"""Open the executor of a batch on a Ray cluster: connect to Ray, and keep a cell on each node while the batch runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient
+from turngate.common.aio import run_to_completion, wait_for_tasks
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.rollout.cluster.messages import RunnerSettings
+from turngate.rollout.cluster.placement import measure_demand
+from turngate.rollout.cluster.ray_cluster import RayCluster
+from turngate.rollout.cluster.ray_executor import RayExecutor
+from turngate.rollout.cluster.ray_nodes import RayConnection
+from turngate.rollout.plan import BatchPlan
+from turngate.store.shared.url import is_database_url, parse_database_url
+
+# Settings of the driver's own gateway, which cells do not take over.
+_OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans")
+
+
+class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster that a batch runs on."""
+
+    address: str = "auto"  # of Ray
+    labels: Mapping[str, str] = {}  # that nodes must have
+    config: ServeConfig  # of the driver's gateway; `data` is the URL of the shared store
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the data is not in a shared store."""
+        if not is_database_url(self.config.data):
+            raise ConfigError(
+                f"data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate, not "
+                f"{self.config.data!r}; a batch on a Ray cluster has no data folder",
+                param="data",
+            )
+
+    def runner_settings(self, plan: BatchPlan) -> RunnerSettings:
+        """Return what a cell needs. Its nodes take the database's password from PGPASSWORD, PGPASSFILE or ~/.pgpass."""
+        config = self.config
+        return RunnerSettings(
+            shared=parse_database_url(config.data).name,
+            name="",
+            folder="",
+            sandbox=plan.backend.name,
+            sandbox_settings=dict(plan.backend.settings),
+            gateway=collect_settings(config),
+            script=_read_script(config.script),
+        )
+
+
+def collect_settings(config: ServeConfig) -> dict[str, object]:
+    """Return the settings that differ from their defaults and that all cells share."""
+    defaults = ServeConfig()
+    return {
+        name: value
+        for name in ServeConfig.__struct_fields__
+        if name not in _OWN_SETTINGS and (value := getattr(config, name)) != getattr(defaults, name)
+    }
+
+
+def _read_script(path: str) -> str:
+    try:
+        return Path(path).read_text() if path else ""
+    except OSError as error:
+        raise ConfigError(f"script {path} cannot be read ({error.strerror})", param="script") from None
+
+
+@asynccontextmanager
+async def open_executor(
+    choice: ClusterChoice, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]
+) -> AsyncIterator[RayExecutor]:
+    """Run cells on the nodes of the cluster for the duration of the block. `gateway` serves the shared store."""
+    choice.check()
+    connection = RayConnection(choice.address)
+    settings = await asyncio.to_thread(choice.runner_settings, plan)
+    await connection.open()
+    try:
+        demand = measure_demand(plan.tasks, plan.resources, choice.labels)
+        cluster = RayCluster(connection, settings, demand, plan.bounds.running, note)
+        keeping = asyncio.create_task(cluster.run())
+        try:
+            yield RayExecutor(cluster, gateway, plan.tasks)
+        finally:
+            keeping.cancel()
+            await run_to_completion(wait_for_tasks(keeping))
+    finally:
+        await run_to_completion(connection.close())

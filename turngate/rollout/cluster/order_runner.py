@@ -1,0 +1,191 @@
+"""A process that runs orders on one machine: `python -m turngate.rollout.cluster.order_runner`, started by a cell actor.
+
+    stdin    the settings, then commands (`messages.py`); the end of the input ends the process
+    stdout   replies
+    stderr   log
+
+It runs the cell's gateway as a child (`cell_process.py`) and the rollouts in its own event loop. It is not part of the Ray worker, because
+Ray kills workers without notice: when the actor is gone, the input ends, and this process ends its rollouts, removes their sandboxes and
+stops the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import msgspec
+
+import turngate
+from turngate.client.gateway import GatewayClient
+from turngate.common.aio import run_to_completion, wait_for_tasks
+from turngate.errors import ConfigError, TurngateError
+from turngate.rollout.cluster.cell_process import CellProcess
+from turngate.rollout.cluster.messages import (
+    CancelOrder,
+    OrderEnded,
+    OrderProgress,
+    RunnerCommand,
+    RunnerFailed,
+    RunnerReady,
+    RunnerReply,
+    RunnerSettings,
+    RunOrder,
+)
+from turngate.rollout.concurrency import Bounds, Concurrency
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.executor import AttemptResult, LocalExecutor
+from turngate.rollout.order import RolloutOrder, decode_order
+from turngate.rollout.outcome import RolloutProgress
+from turngate.rollout.resolve import MachineResolver
+from turngate.sandboxes import get_backend
+from turngate.tasks.archive_cache import ArchiveCache
+
+log = logging.getLogger("turngate")
+_MAX_LINE_BYTES = 64_000_000
+_MAX_ORDERS = 100_000  # the driver limits how many run at the same time; this process limits only starting and grading
+_MAX_FOLDERS = 1000
+
+
+class OrderRunner:
+    """Runs orders until the input ends."""
+
+    def __init__(self, settings: RunnerSettings, folder: Path, send: Callable[[RunnerReply], None]) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._send = send
+        self._running: dict[str, asyncio.Task[None]] = {}  # by session
+        self._concurrency = Concurrency(Bounds(running=_MAX_ORDERS))
+
+    async def run(self, commands: asyncio.StreamReader) -> None:
+        settings = self._settings
+        backend = get_backend(settings.sandbox, settings.sandbox_settings)
+        await backend.check()
+        await backend.sweep()
+        cell = CellProcess(settings.shared, settings.name, self._folder / "data", _write_config(settings, self._folder))
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(cell.stop)
+            await cell.start()
+            gateway = await stack.enter_async_context(GatewayClient(cell.url, cell.admin_key))
+            connector = await stack.enter_async_context(GatewayConnector(cell.url))
+            resolver = MachineResolver(self._folder / "rollouts", ArchiveCache())
+            executor = LocalExecutor(resolver, gateway, connector)
+            stack.push_async_callback(self._end_all)
+            self._send(RunnerReady(version=turngate.__version__, url=cell.url, pid=os.getpid()))
+            decode = msgspec.json.Decoder(RunnerCommand).decode
+            while line := await commands.readline():
+                self._handle(decode(line), executor)
+
+    def _handle(self, command: RunnerCommand, executor: LocalExecutor) -> None:
+        match command:
+            case RunOrder():
+                order = decode_order(bytes(command.order))
+                if order.session_id not in self._running:
+                    work = asyncio.create_task(self._execute(order, executor))
+                    self._running[order.session_id] = work
+                    work.add_done_callback(lambda _: self._running.pop(order.session_id, None))
+            case CancelOrder():
+                if (found := self._running.get(command.session)) is not None:
+                    found.cancel()
+
+    async def _execute(self, order: RolloutOrder, executor: LocalExecutor) -> None:
+        session = order.session_id
+
+        def watch(progress: RolloutProgress) -> None:
+            self._send(OrderProgress(session, progress.stage, progress.turns, progress.sampled_tokens))
+
+        slot = self._concurrency.new_slot()
+        result: AttemptResult | None = None
+        try:
+            result = await executor.prepare(order, watch, slot).run()
+        finally:
+            slot.leave()
+            self._send(OrderEnded(session, result))
+
+    async def _end_all(self) -> None:
+        """Cancel all rollouts, and wait until their sandboxes are removed."""
+        running = list(self._running.values())
+        for work in running:
+            work.cancel()
+        if running:
+            await run_to_completion(wait_for_tasks(*running))
+
+
+def claim_folder(place: str) -> Path:
+    """Return the first folder below `place` that no other process on this machine uses, and lock it until this process ends.
+
+    A cell that starts again on the same machine gets the folder of the last one, and ships what that one could not.
+    """
+    root = Path(place).expanduser()
+    for number in range(1, _MAX_FOLDERS):
+        folder = root / f"cell-{number}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{root} cannot be written ({error.strerror}); set TURNGATE_CELL_DATA on this node to a folder for its cell"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+        except OSError:
+            os.close(lock)
+    raise ConfigError(f"{root}: {_MAX_FOLDERS} cells already run on this machine")
+
+
+def _write_config(settings: RunnerSettings, folder: Path) -> Path:
+    """Write the gateway's settings, and the script that they refer to, as files."""
+    values = dict(settings.gateway)
+    if settings.script:
+        script = folder / "script.json"
+        script.write_text(settings.script)
+        values["script"] = str(script)
+    lines = [f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in values.items() if value is not None]
+    path = folder / "gateway.toml"
+    path.write_text("".join(lines))
+    return path
+
+
+async def _read_commands() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def _run() -> int:
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # only replies go to the actor
+
+    def send(reply: RunnerReply) -> None:
+        with suppress(BrokenPipeError):  # the actor is gone; the end of the input ends this process
+            output.write(msgspec.json.encode(reply) + b"\n")
+            output.flush()
+
+    commands = await _read_commands()
+    try:
+        settings = msgspec.json.decode(await commands.readline(), type=RunnerSettings)
+        folder = await asyncio.to_thread(claim_folder, settings.folder)
+        log.info("running orders in %s", folder)
+        await OrderRunner(settings, folder, send).run(commands)
+    except TurngateError as error:
+        send(RunnerFailed(error.message))
+        return 1
+    return 0
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the input ends this process
+    return asyncio.run(_run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Decide how many rollouts fit on a node, and which cell runs the next one. Pure, without Ray.
+
+A rollout takes one slot of a cell. A node has as many slots as fit into its free CPUs and memory, and at most as many as it declares with
+the Ray resource `turngate_slots`:
+
+    ray start --address=HEAD:6379 --resources='{"turngate_slots": 64}' --labels=pool=docker
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from turngate.errors import ConfigError
+from turngate.sandboxes.base import Resources
+from turngate.tasks.task import Task
+
+SLOTS = "turngate_slots"  # name of the Ray resource
+_BROKEN_AFTER = 3  # a cell with this many infrastructure faults in a row is used only if the others are full
+
+
+class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A live node of the cluster as Ray describes it."""
+
+    id: str
+    name: str  # host name or address, for people
+    cpus: float = 0.0  # free
+    memory_bytes: float = 0.0  # free
+    slots: int | None = None  # free; None if the node declares none
+    labels: Mapping[str, str] = {}
+    is_draining: bool = False
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rollout of a batch needs of a node."""
+
+    cpus: float | None = None  # None: not limited; counts as one CPU on a node that declares no slots
+    memory_mb: int | None = None
+    labels: Mapping[str, str] = {}  # labels that the node must have
+
+    def cpus_on(self, node: RayNodeView) -> float:
+        """Return the CPUs that each rollout takes on a node."""
+        if self.cpus is not None:
+            return self.cpus
+        return 1.0 if node.slots is None else 0.0
+
+    @property
+    def memory_bytes(self) -> float:
+        return (self.memory_mb or 0) * 1e6
+
+
+def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[str, str]) -> Demand:
+    """Return the demand of the largest task. Settings of the batch take precedence over those of its tasks, as in a sandbox."""
+    cpus = [resources.cpus] if resources.cpus else [task.cpus for task in tasks]
+    memory = [resources.memory_mb] if resources.memory_mb else [task.memory_mb for task in tasks]
+    return Demand(
+        cpus=max((one for one in cpus if one is not None), default=None),
+        memory_mb=max((one for one in memory if one is not None), default=None),
+        labels=labels,
+    )
+
+
+def parse_labels(given: Iterable[str]) -> dict[str, str]:
+    """Parse labels given as NAME=VALUE."""
+    labels = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"ray_label must be NAME=VALUE, not {text!r}", param="ray_label")
+        labels[name] = value
+    return labels
+
+
+def count_slots(node: RayNodeView, demand: Demand) -> int:
+    """Return how many rollouts fit on a node now."""
+    if explain_mismatch(node, demand):
+        return 0
+    bounds = [math.inf if node.slots is None else node.slots]
+    if cpus := demand.cpus_on(node):
+        bounds.append(math.floor(node.cpus / cpus + 1e-6))
+    if demand.memory_mb:
+        bounds.append(math.floor(node.memory_bytes / demand.memory_bytes + 1e-6))
+    return int(min(bounds))
+
+
+def explain_mismatch(node: RayNodeView, demand: Demand) -> str:
+    """Return why a node can run no rollout of a batch, however free it is; empty if it can."""
+    if node.is_draining:
+        return f"{node.name} is draining"
+    for name, value in demand.labels.items():
+        if node.labels.get(name) != value:
+            return f"{node.name} has no label {name}={value}"
+    return ""
+
+
+def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
+    """Return why no node has room, and what to change."""
+    reasons = [explain_mismatch(node, demand) or _explain_full(node, demand) for node in nodes]
+    shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
+    return (
+        f"no node of the Ray cluster has room for a rollout: {shown or 'it has no live node'}; start more nodes, or lower --cpus "
+        "or --memory-mb"
+    )
+
+
+def _explain_full(node: RayNodeView, demand: Demand) -> str:
+    free = [f"{node.cpus:g} CPUs", f"{node.memory_bytes / 1e6:,.0f} MB"]
+    free += [] if node.slots is None else [f"{node.slots} {SLOTS}"]
+    needs = [f"{demand.cpus_on(node):g} CPUs"]
+    needs += [f"{demand.memory_mb:,} MB"] if demand.memory_mb else []
+    return f"{node.name} has {', '.join(free)} free, and a rollout needs {' and '.join(needs)}"
+
+
+class CellLoad(msgspec.Struct, kw_only=True):
+    """The slots of one cell, as its driver counts them."""
+
+    slots: int
+    running: int = 0
+    faults: int = 0  # infrastructure faults in a row
+    is_closed: bool = False  # its node is lost or draining: it gets no more orders
+
+    @property
+    def has_room(self) -> bool:
+        return self.running < self.slots and not self.is_closed
+
+    def count_result(self, *, is_fault: bool) -> None:
+        self.faults = self.faults + 1 if is_fault else 0
+
+
+def choose_cell(loads: Mapping[str, CellLoad]) -> str | None:
+    """Return the cell for the next order: the least loaded one with room. Cells whose last rollouts all failed come last."""
+    free = [
+        (load.faults >= _BROKEN_AFTER, load.running / load.slots, name) for name, load in loads.items() if load.has_room
+    ]
+    return min(free)[2] if free else None

@@ -1,0 +1,250 @@
+"""Run the attempts of a batch in the cells of a Ray cluster.
+
+Ray decides where an attempt runs. Whether it has ended, and how, only the shared store decides:
+
+    the call returned      wait until the shared store has the outcome
+    the call failed        send the order again: a cell that already has it runs it once
+    the cell is lost       wait until its lease has lapsed, then supersede the attempt: adopt its outcome if there is one, else it is lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient, RequestRejected
+from turngate.client.protocol import SessionInfo
+from turngate.client.retry import retry_while_unreachable
+from turngate.common.aio import run_to_completion
+from turngate.rollout.classify import Classification
+from turngate.rollout.cluster.messages import OrderEnded, OrderProgress
+from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
+from turngate.rollout.cluster.ray_nodes import CallFailed
+from turngate.rollout.executor import Attempt, AttemptResult, fail_attempt
+from turngate.rollout.order import RolloutOrder, encode_order
+from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
+from turngate.rollout.results import is_unrecorded
+from turngate.store.outcomes import RecordedOutcome
+from turngate.tasks.archive_cache import ArchiveCache
+from turngate.tasks.grading.types import Grade
+from turngate.tasks.task import Task
+
+log = logging.getLogger("turngate")
+_CONFLICT, _UNKNOWN = 409, 404
+_REPEAT_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # pauses before a failed call is sent again
+_CONFIRM_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between looks at the shared store
+_SHIP_S = 60.0  # an outcome that is not in the shared store after this time is treated as lost
+_LEASE_CHECK_S = 1.0  # between tries to supersede an attempt whose cell holds its lease
+_GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
+
+
+class RayExecutor:
+    """Runs attempts in the cells of a cluster. `gateway` serves the shared store."""
+
+    def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...]) -> None:
+        self._cluster = cluster
+        self._gateway = gateway
+        self._archives = TaskArchives(cluster, tasks)
+
+    async def check(self) -> None:
+        await self._cluster.wait_for_cell()
+
+    async def sweep(self) -> None:
+        """Do nothing: each cell removes what its predecessor on the same machine left behind."""
+
+    def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
+        return _RayAttempt(order, self._cluster, SharedAttempts(self._gateway), self._archives, watch, gate)
+
+
+class TaskArchives:
+    """The archives of a batch's tasks in Ray's object store, each of them once."""
+
+    def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...]) -> None:
+        self._connection = cluster.connection
+        self._tasks = {task.id: task for task in tasks}
+        self._cache = ArchiveCache()
+        self._references: dict[str, Any] = {}  # by digest
+        self._lock = asyncio.Lock()
+
+    async def put(self, order: RolloutOrder) -> list[Any]:
+        """Return the reference of an order's archive, in a list, so that Ray does not resolve it before the call."""
+        digest = order.task.archive
+        if not digest:
+            return []
+        async with self._lock:
+            if digest not in self._references:
+                data = await asyncio.to_thread(self._read, order.task.task.id, digest)
+                self._references[digest] = await asyncio.to_thread(self._connection.put, data)
+        return [self._references[digest]]
+
+    def _read(self, task: str, digest: str) -> bytes:
+        if not self._cache.has(digest):
+            self._cache.store(self._tasks[task])
+        return self._cache.read(digest)
+
+
+class SharedAttempts:
+    """What the shared store knows about attempts."""
+
+    def __init__(self, gateway: GatewayClient) -> None:
+        self._gateway = gateway
+
+    async def find_outcome(self, order: RolloutOrder) -> bool:
+        """Return whether the shared store has the outcome of an attempt."""
+        try:
+            shown = await retry_while_unreachable(lambda: self._gateway.show(order.session_id), limit_s=_GATEWAY_S)
+        except RequestRejected as refused:
+            if refused.answered == _UNKNOWN:
+                return False
+            raise
+        return shown.outcome is not None
+
+    async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
+        """Supersede an attempt, as soon as the lease of its cell allows that. Adopt its outcome if it has one."""
+        while True:
+            try:
+                settled = await retry_while_unreachable(
+                    lambda: self._gateway.supersede(order.rollout, order.attempt, order.session_id), limit_s=_GATEWAY_S
+                )
+                break
+            except RequestRejected as refused:
+                if refused.answered != _CONFLICT:  # 409: the cell still holds its lease
+                    raise
+                await asyncio.sleep(_LEASE_CHECK_S)
+        if settled.outcome is None or settled.attempt.state == "superseded":
+            return lose_attempt(order, message)
+        shown = await self._gateway.show(settled.attempt.session)
+        return adopt_outcome(order, settled.outcome, shown)
+
+
+class _RayAttempt:
+    """One attempt in a cell."""
+
+    def __init__(
+        self,
+        order: RolloutOrder,
+        cluster: RayCluster,
+        shared: SharedAttempts,
+        archives: TaskArchives,
+        watch: ProgressCallback,
+        gate: PhaseGate,
+    ) -> None:
+        self._order = order
+        self._cluster = cluster
+        self._shared = shared
+        self._archives = archives
+        self._watch = watch
+        self._gate = gate
+        self._progress = RolloutProgress(session=order.session_id, started=time.time())
+
+    @property
+    def result(self) -> AttemptResult | None:
+        return None  # the shared store has the outcome, or the attempt is superseded
+
+    async def run(self) -> AttemptResult:
+        archive = await self._archives.put(self._order)
+        async with self._gate("run"), self._cluster.take_slot() as cell:
+            self._cluster.watch(self._order.session_id, self._follow)
+            try:
+                result = await self._run_in(cell, archive)
+            finally:
+                self._cluster.watch(self._order.session_id, None)
+            cell.load.count_result(is_fault=result.verdict.kind == "infrastructure fault")
+            return result
+
+    def _follow(self, progress: OrderProgress) -> None:
+        self._progress.turns, self._progress.sampled_tokens = progress.turns, progress.sampled_tokens
+        self._watch(self._progress)
+
+    async def _run_in(self, cell: PlacedCell, archive: list[Any]) -> AttemptResult:
+        try:
+            ended = await self._call(cell, archive)
+        except asyncio.CancelledError:
+            await run_to_completion(self._cancel(cell))
+            raise
+        except CallFailed as error:
+            self._cluster.mark_dead(cell, error.message)
+            return await self._shared.settle(self._order, f"node {cell.node.name} was lost: {error.message}")
+        if ended.result is None:
+            return await self._shared.settle(self._order, f"the cell on {cell.node.name} was closed")
+        return await self._confirm(ended.result, cell)
+
+    async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
+        """Send the order until a call returns. Raise `CallFailed` if none does."""
+        data = encode_order(self._order)
+        for pause in (*_REPEAT_S, None):
+            try:
+                reply = await self._cluster.connection.call(cell.actor.run.remote(data, archive))
+                return msgspec.json.decode(reply, type=OrderEnded)
+            except CallFailed as error:
+                if pause is None or cell.load.is_closed:
+                    raise
+                log.warning("a call to the cell on %s failed; repeating it: %s", cell.node.name, error.message)
+                await asyncio.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
+        """Wait until the shared store has the outcome. A group must not be closed before that."""
+        outcome = result.outcome
+        if outcome.kind is None or outcome.kind == "infrastructure fault":
+            return result  # nothing to ship
+        deadline = time.monotonic() + _SHIP_S
+        pauses = iter(_CONFIRM_S)
+        while not is_unrecorded(outcome) and time.monotonic() < deadline and not cell.load.is_closed:
+            if await self._shared.find_outcome(self._order):
+                return result
+            await asyncio.sleep(next(pauses, _CONFIRM_S[-1]))
+        settled = await self._shared.settle(self._order, f"the outcome did not arrive from {cell.node.name}")
+        return result if settled.outcome.kind == outcome.kind else settled
+
+    async def _cancel(self, cell: PlacedCell) -> None:
+        """End the order in its cell."""
+        try:
+            await self._cluster.connection.call(cell.actor.cancel.remote(self._order.session_id))
+            await self._cluster.connection.call(cell.actor.run.remote(encode_order(self._order), []))
+        except CallFailed as error:
+            log.warning("cannot cancel rollout %s on %s: %s", self._order.rollout, cell.node.name, error.message)
+
+
+def lose_attempt(order: RolloutOrder, message: str) -> AttemptResult:
+    """Build the result of an attempt that was lost with its cell."""
+    failed = fail_attempt(order, Fault("agent", "sandbox", message))
+    return msgspec.structs.replace(failed, is_lost=True)
+
+
+def adopt_outcome(order: RolloutOrder, recorded: RecordedOutcome, shown: SessionInfo) -> AttemptResult:
+    """Build the result of an attempt from its record in the shared store. The durations of its stages are unknown."""
+    grade = Grade(kind=recorded.kind, reward=recorded.reward, resolved=recorded.resolved, message=recorded.message)
+    status = recorded.data.get("status", "finished")
+    verdict = Classification(
+        status=status,
+        kind=recorded.kind,
+        grade=grade,
+        stop=shown.stop,
+        retry="fault" if recorded.kind == "infrastructure fault" else "",
+    )
+    outcome = Outcome(
+        session=shown.id,
+        rollout=order.rollout,
+        group=order.group,
+        attempt=order.attempt,
+        task=order.task.task.id,
+        agent=order.agent.name,
+        version=order.agent.install.version,
+        sandbox=order.sandbox.name,
+        model=order.model,
+        status=status,
+        kind=recorded.kind,
+        reward=recorded.reward,
+        grade=grade,
+        stop=shown.stop,
+        turns=shown.turns,
+        sampled_tokens=shown.sampled_tokens,
+        training=shown.training,
+        refused=shown.refused,
+    )
+    return AttemptResult(outcome, verdict)

@@ -1,0 +1,128 @@
+"""Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
+
+Ray does not document how to read the free resources of one node, or which nodes are draining; its own libraries use the same two functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from turngate.errors import ConfigError, TurngateError
+from turngate.rollout.cluster.cell_actor import CellActor
+from turngate.rollout.cluster.placement import SLOTS, Demand, RayNodeView
+
+NAMESPACE = "turngate"
+_MAX_CALLS = 100_000  # at the same time; without it, an async actor accepts only 1,000
+_DRAIN_QUERY_S = 5
+
+
+class CallFailed(TurngateError):
+    """A call of an actor failed. It proves nothing: the actor may have done what was asked."""
+
+    boundary = "sandbox"
+    kind = "call_failed"
+
+
+class RayConnection:
+    """A connection of this process to a Ray cluster."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is `auto` (the cluster of this machine), HOST:PORT, or ray://HOST:PORT for a driver outside the cluster."""
+        try:
+            import ray
+            import ray.exceptions
+            from ray._private import state
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"ray: running on a cluster needs {error.name}; run pip install 'turngate[ray]'", param="ray"
+            ) from None
+        self._ray, self._state, self._affinity = ray, state, NodeAffinitySchedulingStrategy
+        self._address = address or "auto"
+        self._failures = (ray.exceptions.RayError, ConnectionError)
+
+    async def open(self) -> None:
+        def connect() -> None:
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            self._ray.init(
+                address=self._address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+
+        try:
+            await asyncio.to_thread(connect)  # in a thread, Ray does not replace the handlers of our signals
+        except (*self._failures, RuntimeError, ValueError, OSError) as error:
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"ray: no Ray cluster answers at {self._address!r} ({first}); start one with `ray start --head`, or pass its address",
+                param="ray",
+            ) from None
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._ray.shutdown)
+
+    async def list_nodes(self) -> list[RayNodeView]:
+        """Return the live nodes with their free resources."""
+        return await asyncio.to_thread(self._list_nodes)
+
+    def _list_nodes(self) -> list[RayNodeView]:
+        free: Mapping[str, Mapping[str, float]] = self._state.available_resources_per_node()
+        draining = self._list_draining()
+        return [
+            parse_node(node, free.get(node["NodeID"], {}), is_draining=node["NodeID"] in draining)
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _list_draining(self) -> set[str]:
+        client = getattr(self._ray._private.worker.global_worker, "gcs_client", None)
+        if client is None:  # a driver outside the cluster, connected with ray://
+            return set()
+        return {node.hex() for node in client.get_draining_nodes(timeout=_DRAIN_QUERY_S)}
+
+    def start_actor(self, node: RayNodeView, slots: int, demand: Demand, settings: bytes) -> Any:
+        """Create the actor of a cell on a node. It reserves what its slots need, so that other Ray jobs do not use it."""
+        options: dict[str, Any] = {
+            "num_cpus": slots * demand.cpus_on(node),
+            "memory": slots * demand.memory_bytes or None,
+            "resources": {SLOTS: slots} if node.slots is not None else None,
+            "max_concurrency": _MAX_CALLS,
+            "max_restarts": 0,  # a new actor is created instead, with a new cell
+            "scheduling_strategy": self._affinity(node_id=node.id, soft=False),
+        }
+        return self._ray.remote(CellActor).options(**options).remote(settings)
+
+    def put(self, data: bytes) -> Any:
+        """Keep bytes in the cluster, and return their reference."""
+        return self._ray.put(data)
+
+    def kill(self, actor: Any) -> None:
+        self._ray.kill(actor, no_restart=True)
+
+    async def call(self, reference: Any) -> Any:
+        """Wait for the result of a call. Raise `CallFailed` if it failed, whatever the cause. Cancelling leaves the call running."""
+        try:
+            return await asyncio.shield(asyncio.wrap_future(reference.future()))
+        except self._failures as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise CallFailed(f"{type(error).__name__}: {lines[-1][:300]}") from None
+
+
+def parse_node(node: Mapping[str, Any], free: Mapping[str, float], *, is_draining: bool) -> RayNodeView:
+    """Build the view of a node from an entry of `ray.nodes()` and its free resources."""
+    total = node["Resources"]
+    return RayNodeView(
+        id=node["NodeID"],
+        name=node.get("NodeName") or node["NodeManagerAddress"],
+        cpus=free.get("CPU", 0.0),
+        memory_bytes=free.get("memory", 0.0),
+        slots=int(free.get(SLOTS, 0)) if SLOTS in total else None,
+        labels=dict(node.get("Labels") or {}),
+        is_draining=is_draining,
+    )
