@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from tests.cli.kit import run_cli, run_rejected, start_cli
 from tests.kit import Running, calls, gateway, result, say, say_pieces, tokenizer, tool, user
+from tests.server.test_page import fetch, log_in
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.store.outcomes import RecordedOutcome
 
@@ -190,6 +192,22 @@ async def test_edited_history_is_shown(g: Running, data: Path) -> None:
     await g.ask(session.key, [user("Read a."), edited, user("And?")], tools=[tool()])
     text = await show("--data", data)
     assert "Words that were never said." in text and "edited" in text
+
+
+async def test_reason_of_template_fork_is_shown(data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUILTIN_TOKENIZER, tmp_path / "tokenizer"))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ messages | length }} messages <b>\n")
+    async with gateway([say("Hello."), say("Done.")], data=data, tokenizer=str(folder)) as g:
+        session = await g.open()
+        first = await g.ask(session.key, [user("Hi")])
+        await g.ask(session.key, [user("Hi"), first.message(), user("And?")])
+        context = [node for node in (await g.trace(session.id))["nodes"] if node["kind"] == "context"][-1]
+        assert context["cause"] == "template" and "a user message after an answer: " in context["detail"]
+        client = await log_in(g)
+        forks = (await fetch(client, f"rollouts/{session.id}/tree"))["forks"]
+        assert {(fork["cause"], fork["detail"]) for fork in forks} == {("template", context["detail"])}
+    assert context["detail"][:60] in " ".join((await show("--data", data)).split())
 
 
 # ── JSON and long messages ─────────────────────────────────────────────────────────────────────────────────────────

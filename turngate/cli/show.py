@@ -43,6 +43,7 @@ class NodeView(msgspec.Struct):
     kind: Literal["context", "sampled"]
     ids: list[int]
     cause: str | None = None
+    detail: str = ""
     dialect: str = "chat"
     messages: msgspec.Raw = msgspec.Raw(b"[]")
     role: str = ""
@@ -277,6 +278,8 @@ class _TreePrinter:
         self._evidence = first.evidence if first is not None else ""
         if self._evidence:
             say(self._console, Text(sanitize_line(f"role decided by {self._evidence}"), style="dim"))
+        if start.detail:
+            say(self._console, Text(sanitize_line(f"reason of the fork: {start.detail}"), style="dim"))
 
     def _print_node(self, node: NodeView) -> None:
         if node.kind == "sampled":

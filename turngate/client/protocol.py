@@ -188,6 +188,7 @@ class TraceContext(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_fiel
     messages: msgspec.Raw  # a list of messages, in the form of `dialect`
     preamble: str  # the key of its tools and template arguments in `SessionTrace.preambles`
     cause: str | None
+    detail: str | msgspec.UnsetType = msgspec.UNSET  # why the template forked here
     dialect: str
     signals: Mapping[str, str] = msgspec.field(name="told")
 

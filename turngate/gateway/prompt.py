@@ -169,6 +169,7 @@ def build_context_info(prompt: Prompt, cause: Cause | None, call: Call, quotes: 
         dialect=call.dialect,
         signals=call.signals,
         quotes=quotes,
+        detail=prompt.refusal if cause == "template" else "",
     )
 
 

@@ -60,6 +60,7 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     dialect: str = "chat"  # the dialect of its recorded messages
     signals: CallSignals = NO_SIGNALS  # of the call that added it
     quotes: tuple[int, ...] | None = None  # turns of other conversations that its messages quote; None: not recorded
+    detail: str = ""  # why the template does not extend the earlier ids, if the cause is `template`
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

@@ -51,6 +51,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     dialect: str = "chat"
     signals: StoredCallSignals = StoredCallSignals()
     quotes: tuple[int, ...] | None = None
+    detail: str = ""
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):

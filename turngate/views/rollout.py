@@ -186,7 +186,7 @@ class RolloutView:
         if other is None and node.info.cause is None:
             return None
         fork: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
-        fork |= {"was": None, "now": None}
+        fork |= {"was": None, "now": None, "detail": (node if isinstance(node, Context) else node.parent).info.detail}
         if other is None:
             return fork
         ours, theirs = path_ids(node), path_ids(other)

@@ -118,6 +118,7 @@ def _context_to_wire(node: Context, texts: Mapping[int, bytes]) -> TraceContext:
         messages=msgspec.Raw(texts[node.id]),
         preamble=node.info.preamble.hex(),
         cause=node.info.cause,
+        detail=node.info.detail or msgspec.UNSET,
         dialect=node.info.dialect,
         signals={name: value for name, value in msgspec.structs.asdict(node.info.signals).items() if value},
     )

@@ -176,6 +176,7 @@ export class Conversation {
     });
     return [
       ` a branch starts here: it shares ${count(fork.shared)} tokens and differs from the next one on. `,
+      fork.detail && `Reason: ${fork.detail}. `,
       el("a", { href: tokens, text: "Show tokens" }),
     ];
   }

@@ -151,6 +151,7 @@ function forkOf(cause, fork) {
     "div.fork-detail",
     null,
     el("p", null, causeBadge(cause), ` shares ${plural(fork.shared, "token")} with its parent branch`),
+    fork.detail && el("p", { text: `Reason: ${fork.detail}` }),
     fork.from !== null && el("p", null, `token ${count(fork.at)}: was `, word(fork.was), ", is ", word(fork.now)),
   );
 }
