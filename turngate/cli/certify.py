@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.common.safe_text import sanitize_line
-from turngate.render import Certificate, Renderer, find_tokenizer, load_renderer
+from turngate.render import Certificate, Renderer, TemplateRenderer, find_tokenizer, load_renderer
 from turngate.render.certify import ProbeResult
 
 _LABELS = {
@@ -50,6 +50,7 @@ def _encode(folder: Path, renderer: Renderer, certificate: Certificate) -> str:
             "passed": certificate.passed,
             "uncertified": {transition.describe(): why for transition, why in certificate.uncertified.items()},
             "unread": certificate.unread,
+            "unused_template": renderer.unused_template if isinstance(renderer, TemplateRenderer) else "",
             "cases": cases,
         }
     ).decode()
@@ -73,14 +74,10 @@ def _print(console: Console, folder: Path, renderer: Renderer, certificate: Cert
         if finding.tokens is not None and finding.transition not in shown:
             shown.add(finding.transition)
             console.print(_build_token_table(finding))
+    if isinstance(renderer, TemplateRenderer) and renderer.unused_template:
+        console.print(Text.assemble(("Note: ", "yellow"), renderer.unused_template))
     if certificate.unread:
-        console.print(
-            Text.assemble(
-                ("Not read: ", "yellow"),
-                f"the template writes {' and '.join(certificate.unread)} in a form that Turngate cannot parse, so agents get them as text; "
-                "if the renderers package supports the model, run: pip install 'turngate[families]', and pass its --model or --family",
-            )
-        )
+        console.print(Text.assemble(("Not read: ", "yellow"), certificate.explain_unread()))
     console.print(_summarize(certificate))
 
 

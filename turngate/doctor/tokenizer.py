@@ -45,13 +45,8 @@ async def check_template(context: DoctorContext) -> list[CheckOutcome]:
     encoder = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
     outcomes = [_check_certificate(renderer, certificate, encoder)]
     if certificate.unread:
-        outcomes.append(
-            warning(
-                f"{renderer.tokenizer.folder}: the chat template writes {' and '.join(certificate.unread)} in a form that is not known "
-                "here, so agents get them as text",
-                "if the renderers package supports the model, run: pip install 'turngate[families]', and set --model or --family",
-            )
-        )
+        what, _, fix = certificate.explain_unread().partition("; ")
+        outcomes.append(warning(f"{renderer.tokenizer.folder}: {what}", fix))
     return outcomes
 
 

@@ -50,7 +50,11 @@ def load_renderer(
         save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
     # If a hand-written renderer fails certification, that is only reported: we trust its author's bridge.
     if derived is not None:
-        derived.uncertified = certificate.uncertified
+        if derived.template.without_tools is derived.template:
+            derived.uncertified = certificate.uncertified
+        else:
+            derived.uncertified = certificate.select(has_tools=False).uncertified
+            derived.uncertified_with_tools = certificate.select(has_tools=True).uncertified
     return renderer, certificate
 
 

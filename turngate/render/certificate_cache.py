@@ -16,10 +16,11 @@ from pathlib import Path
 import msgspec
 
 from turngate.render.certify import Certificate
+from turngate.render.tokenizer import TOOL_TEMPLATE_FILE
 from turngate.render.vocabulary import Vocabulary
 
 _VERSION = 2  # of the record's format; raise it when the meaning of a record changes
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TOOL_TEMPLATE_FILE)
 _MAX_RECORDS = 64  # a record of a large vocabulary takes 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Literal
 
 import msgspec
@@ -67,6 +68,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
     detail: str = ""
     transition: Transition | None = None  # the one that this verdict is about
     tokens: TokenDifference | None = None
+    has_tools: bool = False  # whether the case offers tools
 
 
 class Certificate(msgspec.Struct, frozen=True):
@@ -90,6 +92,12 @@ class Certificate(msgspec.Struct, frozen=True):
         passed = {f.transition for f in self.findings if f.verdict in ("same", "thinking", "turn") and f.transition}
         return frozenset(passed - self.uncertified.keys())
 
+    def select(self, *, has_tools: bool) -> Certificate:
+        """Return the findings of cases with or without tools, for which a model may have different templates."""
+        return msgspec.structs.replace(
+            self, findings=tuple(finding for finding in self.findings if finding.has_tools == has_tools)
+        )
+
     def describe_uncertified(self) -> str:
         """Return the uncertified transitions as one phrase. Turns that were cut short are named only if whole ones pass."""
         whole = [
@@ -107,10 +115,24 @@ class Certificate(msgspec.Struct, frozen=True):
             f"whole conversation (it is used nevertheless), at {where}"
         )
 
+    def explain_unread(self) -> str:
+        """Return which parts of replies agents get as text, and what helps, or "" if all are parsed."""
+        if not self.unread:
+            return ""
+        install = "" if find_spec("renderers") is not None else "run pip install 'turngate[families]', and "
+        return (
+            f"the chat template writes {' and '.join(self.unread)} in a form that Turngate cannot parse, so agents get them as text; "
+            f"if the renderers package supports the model, {install}set --model to its full name, such as openai/gpt-oss-20b, or --family"
+        )
+
 
 def certify(renderer: Renderer) -> Certificate:
     """Run every case twice: with complete assistant turns, and with turns that lack their closing token."""
-    findings = [finding for case in CASES for finding in _run_case(renderer, case)]
+    findings = [
+        msgspec.structs.replace(finding, has_tools=bool(case.tools))
+        for case in CASES
+        for finding in _run_case(renderer, case)
+    ]
     return Certificate(renderer.name, tuple(findings), tuple(_find_unread(renderer)))
 
 

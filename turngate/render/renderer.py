@@ -20,7 +20,7 @@ from turngate.render.markers import find_closing_tokens, require_single_tokens
 from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect_syntax
 from turngate.render.template import Template
 from turngate.render.tokenizer import Tokenizer
-from turngate.render.traits import LONG_CALL_ID, SENTINEL
+from turngate.render.traits import LONG_CALL_ID, PROBE_TOOL, SENTINEL
 from turngate.render.transition import Transition, build_stand_in, find_difference
 from turngate.types import (
     ID_DTYPE,
@@ -195,10 +195,11 @@ class TemplateRenderer:
             )
         self.name = TEMPLATE_RENDERER
         self.tokenizer = tokenizer
-        self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
+        self.template, self.unused_template = _compile_template(tokenizer, tokenizer.chat_template)
         require_single_tokens(self.template, tokenizer)
         self.syntax = self._find_syntax()
-        closes = find_closing_tokens(self.template, tokenizer, self.syntax)
+        templates = dict.fromkeys((self.template, self.template.without_tools))
+        closes = [c for template in templates for c in find_closing_tokens(template, tokenizer, self.syntax)]
         stops = [c.token for c in closes if c.is_sampled] + _read_generation_stops(tokenizer) + _eos_of(tokenizer)
         self.stop_ids = tuple(dict.fromkeys(stops))
         if not self.stop_ids:
@@ -214,6 +215,9 @@ class TemplateRenderer:
         self._forms: dict[tuple[*_Shape, str], BridgeForm | str | None] = {}
         self._refusals: dict[tuple[*_Shape, bool], str] = {}
         self.uncertified: dict[Transition, str] = {}  # transitions that failed certification, and why
+        self.uncertified_with_tools: dict[Transition, str] | None = (
+            None  # those of the template for tools, if it is another one
+        )
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
@@ -246,7 +250,8 @@ class TemplateRenderer:
         ids = self.tokenizer.ids(self._closing_texts[close] + text)
         if self._is_closed(last, close):
             return ids[1:]
-        if self.uncertified and Transition.of(last.message, new, cut=True) in self.uncertified:
+        uncertified = self._find_uncertified(tools)
+        if uncertified and Transition.of(last.message, new, cut=True) in uncertified:
             return None
         # The turn was truncated: its closing tokens were not sampled, so they are context.
         if not last.reasoning_open:
@@ -260,9 +265,13 @@ class TemplateRenderer:
         if isinstance(after, str):
             return after
         transition = Transition.of(last.message, new, cut=True)
-        if after is not None and not self._is_closed(last, after[0]) and transition in self.uncertified:
-            return f"{transition.describe()}: {self.uncertified[transition]}"
+        uncertified = self._find_uncertified(tools)
+        if after is not None and not self._is_closed(last, after[0]) and transition in uncertified:
+            return f"{transition.describe()}: {uncertified[transition]}"
         return "" if after is not None else _NOT_WRITTEN
+
+    def _find_uncertified(self, tools: Sequence[Tool]) -> dict[Transition, str]:
+        return self.uncertified if not tools or self.uncertified_with_tools is None else self.uncertified_with_tools
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
@@ -329,7 +338,7 @@ class TemplateRenderer:
             if len(self._refusals) >= _MAX_FORMS:
                 self._refusals.pop(next(iter(self._refusals)))
             transition = Transition.of(last.message, new, cut=False)
-            why = self.uncertified.get(transition) or self._compare_in_histories(last, new, tools, kwargs)
+            why = self._find_uncertified(tools).get(transition) or self._compare_in_histories(last, new, tools, kwargs)
             self._refusals[shape] = why and f"{transition.describe()}: {why}"
         return self._refusals[shape]
 
@@ -431,9 +440,29 @@ class TemplateRenderer:
     def _find_syntax(self) -> Syntax:
         if not self.template.traits.native_tools:
             return HERMES
-        call = ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "v"}')
-        text = self.text([Message("user", "x"), Message("assistant", tool_calls=(call,))], (), {}, generate=False)
-        return detect_syntax(text) or HERMES
+        return _find_call_syntax(self.template) or HERMES
+
+
+def _find_call_syntax(template: Template) -> Syntax | None:
+    call = ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "v"}')
+    tools = () if template.without_tools is template else [PROBE_TOOL]  # a template for tools may fail without them
+    conversation = [Message("user", SENTINEL), Message("assistant", tool_calls=(call,))]
+    text = template.text(conversation, tools, generate=False, kwargs={})
+    return detect_syntax(text.rpartition(SENTINEL)[2])
+
+
+def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str]:
+    """Compile the template, with its variant for tools if that can be used. Otherwise, also return why it cannot."""
+    if tokenizer.tool_template is None:
+        return Template(default, tokenizer.special_tokens), ""
+    template = Template(tokenizer.tool_template, tokenizer.special_tokens, source_without_tools=default)
+    if not template.traits.native_tools:
+        why = "it does not write tools, calls and results as they are in OpenAI's API"
+    else:
+        if _find_call_syntax(template) is not None:
+            return template, ""
+        why = "it writes calls in a form that Turngate cannot parse"
+    return template.without_tools, f"the named chat template tool_use is not used, but default, even with tools: {why}"
 
 
 def _thin_out(messages: Sequence[Message]) -> list[Message]:

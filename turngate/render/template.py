@@ -30,7 +30,7 @@ from turngate.render.template_fallbacks import (
     rewrite_tools_as_hermes,
     shorten_call_ids,
 )
-from turngate.render.traits import Traits, probe_traits
+from turngate.render.traits import PROBE_TOOL, Traits, probe_traits
 from turngate.types import Json, Message, Tool
 
 # A template is third-party code. It may reject a conversation by raising, or fail on one it does not expect.
@@ -69,9 +69,9 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Template:
-    """One compiled chat template."""
+    """A compiled chat template. It may have a variant for conversations without tools: some models have a template for each."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], *, source_without_tools: str | None = None) -> None:
         try:
             environment = _build_environment()
             self._template = environment.from_string(source)
@@ -82,12 +82,17 @@ class Template:
             ) from None
         self.source = source
         self._special = special_tokens
+        self._is_for_tools = source_without_tools is not None
         self.traits = probe_traits(self._probe)
+        self.without_tools = self if source_without_tools is None else Template(source_without_tools, special_tokens)
+        self.variables |= self.without_tools.variables
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
         """Render the whole conversation as text. With `generate`, append the generation prompt."""
+        if not tools and self.without_tools is not self:
+            return self.without_tools.text(messages, generate=generate, kwargs=kwargs)
         try:
             return self._render(self.traits, messages, tools, generate, kwargs)
         except _TEMPLATE_ERRORS as error:
@@ -96,6 +101,8 @@ class Template:
             ) from error
 
     def _probe(self, traits: Traits, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+        if self._is_for_tools and not tools:
+            tools = [PROBE_TOOL]  # it may fail without tools
         try:
             return self._write(
                 traits, shorten_call_ids(messages) if traits.short_call_ids else messages, tools, True, {}

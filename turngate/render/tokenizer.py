@@ -34,6 +34,7 @@ from turngate.render.vocabulary import (
 )
 from turngate.types import ID_DTYPE, Ids, Json
 
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"  # where `transformers` saves the named template
 _NFC = NFC()
 _NO_TOKEN = -1
 _MIN_CACHED_PIECE = 1_000  # characters; shorter segments are not cached
@@ -85,7 +86,7 @@ class Tokenizer:
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
         self.unk_token_id = self.token_id(self.special_tokens.get("unk_token"))
         self.eos_token = self.special_tokens.get("eos_token")
-        self.chat_template = _load_chat_template(folder, config)
+        self.chat_template, self.tool_template = _load_chat_templates(folder, config)
         self.model_max_length = _parse_length(config.get("model_max_length"))
         self._bytes = self.vocabulary.table
         self._fast = _FastEncoder.build(self.vocabulary) if fast is not False else None
@@ -422,13 +423,17 @@ def _parse_length(value: Json) -> int | None:
     return int(value) if isinstance(value, int | float) and value < 10**9 else None
 
 
-def _load_chat_template(folder: Path, config: Json) -> str | None:
-    """Load the folder's template file, or else the template in its config. From a list of named templates, choose `default`."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template: Json = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default") or named.get("tool_use")
-    return None if template is None else str(template)
+def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | None]:
+    """Load the chat template, and the one for conversations with tools if there are both.
+
+    They are files or, if there is no file, in the config: one template, or a list of named ones, such as `default` and `tool_use`.
+    """
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
+    if files["default"].exists():
+        named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()}
+    else:
+        template: Json = config.get("chat_template")
+        entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+        named = {entry["name"]: str(entry["template"]) for entry in entries if entry["template"] is not None}
+    default, with_tools = named.get("default"), named.get("tool_use")
+    return (with_tools, None) if default is None else (default, with_tools)

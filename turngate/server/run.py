@@ -24,7 +24,7 @@ from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
-from turngate.render import Certificate, Renderer
+from turngate.render import Certificate, Renderer, TemplateRenderer
 from turngate.server.app import Gateway
 from turngate.server.asgi import OVERSIZED_FRAME, STALL_S, UNDECODABLE_FRAME, App, Receive, Scope, Send
 from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
@@ -240,8 +240,7 @@ def log_renderer(gateway: Gateway) -> None:
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
         if not certificate.passed:
             log.warning("%s; for details, run: turngate certify", certificate.explain_uncertified())
+        if isinstance(renderer, TemplateRenderer) and renderer.unused_template:
+            log.warning("%s", renderer.unused_template)
         if certificate.unread:
-            log.warning(
-                "the chat template writes %s in a form that Turngate cannot parse, so agents get them as text",
-                " and ".join(certificate.unread),
-            )
+            log.warning("%s", certificate.explain_unread())
