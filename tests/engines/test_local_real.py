@@ -15,7 +15,7 @@ from turngate.config import ServeConfig
 from turngate.engines.local import LocalEngine, Model
 from turngate.server.app import Gateway
 
-pytestmark = [pytest.mark.needs("smollm2", "torch"), pytest.mark.full, pytest.mark.alone]
+pytestmark = [pytest.mark.needs("smollm2", "torch"), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.feed.storm import storm
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.full]
 
 
 @pytest.mark.real

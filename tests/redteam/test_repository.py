@@ -13,7 +13,7 @@ from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading.types import Grade, GradingEnvironment
 
-pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from turngate.tasks.grading.types import GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work
 from turngate.tasks.task import Solution, Task
 
-pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
 MESS = r"""
 mkdir -p deep/dir

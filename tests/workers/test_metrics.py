@@ -14,7 +14,7 @@ from tests.telemetry.test_metrics import parse_metrics, sample_key, turns_key
 from tests.workers.test_processes import ServeProcess, start_serve, wait_until
 from turngate.server.workers.coordinator import _METRICS_S
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 def scrape(serving: ServeProcess, query: str = "") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -29,7 +29,7 @@ from tests.speed import scaled
 from turngate.common.sharding import slot_of
 from turngate.render import BUILTIN_TOKENIZER
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 ROOT = Path(turngate.__file__).parents[1]
 HI = [user("Hi")]

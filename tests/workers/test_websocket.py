@@ -17,7 +17,7 @@ from tests.speed import scaled
 from tests.workers.test_processes import ServeProcess, data, start_serve, wait_until, write_script
 
 __all__ = ["data"]  # a fixture
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 def ask(serving: ServeProcess, key: str, *requests: Any) -> list[Any]:
