@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def script(prefix: str) -> Any:
 
 def command(client: Client) -> tuple[list[str], dict[str, str]]:
     """The command line of a client's program, and its whole environment: it has no other keys, endpoints or settings."""
-    environment = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     program = str(PROGRAMS / client.program)
     if client.part == "js-clients":
         return [str(find_node()), program], environment | {"CLIENTS": str(parts.cache() / client.part)}
@@ -120,16 +121,19 @@ def command(client: Client) -> tuple[list[str], dict[str, str]]:
 async def run_program(client: Client, home: Path, conversation: Mapping[str, Json]) -> Json:
     argv, environment = command(client)
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd=home, env=environment | {"HOME": str(home)}
-    )
-    try:
-        async with asyncio.timeout(scaled(90)):
-            out, errors = await process.communicate(json.dumps(conversation).encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    # Claude Code leaves unix sockets in its folder for temporary files, so the path must be short.
+    with tempfile.TemporaryDirectory(prefix="c") as scratch:
+        environment |= {"HOME": str(home), "TMPDIR": scratch}
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=pipe, stdout=pipe, stderr=pipe, cwd=home, env=environment
+        )
+        try:
+            async with asyncio.timeout(scaled(90)):
+                out, errors = await process.communicate(json.dumps(conversation).encode())
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
     assert process.returncode == 0, errors.decode(errors="replace")[-3000:]
     return json.loads(out.splitlines()[-1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,17 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # mark it as retrieved
         raise asyncio.CancelledError
     return task.result()
+
+
+async def keep_cancellation(work: Awaitable[T]) -> T:
+    """Await work that may swallow a cancellation, and raise it afterwards. Before Python 3.12, `asyncio.wait_for` can swallow one."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    result = await work
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 async def wait_for_tasks(*tasks: asyncio.Future[Any]) -> None:

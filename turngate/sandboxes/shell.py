@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from turngate.common.aio import run_to_completion
+from turngate.common.aio import keep_cancellation, run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.archive import pack, parse_tar_errors, unpack
 from turngate.sandboxes.base import ExecResult, SandboxSpec
@@ -308,8 +308,10 @@ class ShellSandbox:
         remaining = math.ceil(max(1.0, self._ends - time.monotonic()))
         try:
             # Values are passed in the environment, never in a script, because services log scripts.
-            wait_for_end = await self._connection.spawn(
-                watch_script(folder, remaining), {_env_slot(i): value for i, value in enumerate(variables.values())}
+            wait_for_end = await keep_cancellation(
+                self._connection.spawn(
+                    watch_script(folder, remaining), {_env_slot(i): value for i, value in enumerate(variables.values())}
+                )
             )
         except (RequestLost, asyncio.CancelledError):
             # The command may be running, so starting it again could run it twice. Kill it, and raise the error.
