@@ -426,9 +426,15 @@ _OUTCOMES = {
 
 
 def add_outcome(t: Tampering, raw: object, recorded: object = 1e9) -> None:
-    """Store an outcome and its event."""
+    """Store an outcome and its event, and settle its attempt."""
     t.sql("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", t.key, recorded, raw)
+    is_fault = isinstance(raw, bytes) and b"infrastructure fault" in raw
+    set_state(t, "failed" if is_fault else "settled")
     add_event(t, "outcome", {"kind": "graded", "reward": 1.0, "resolved": None, "task": "", "group": "", "attempt": 1})
+
+
+def set_state(t: Tampering, state: str) -> None:
+    t.sql("UPDATE attempts SET state=? WHERE session=?", state, t.name)
 
 
 def add_event(t: Tampering, kind: str, data: object) -> None:
@@ -580,11 +586,76 @@ def restore_replaced_outcome(t: Tampering) -> None:
 def delete_outcome(t: Tampering) -> None:
     add_outcome(t, b'{"kind": "graded", "reward": 1.0}')
     t.sql("DELETE FROM outcomes WHERE session=?", t.key)
+    set_state(t, "running")
 
 
 def delete_outcome_event(t: Tampering) -> None:
     add_outcome(t, b'{"kind": "graded", "reward": 1.0}')
     t.sql("DELETE FROM events WHERE kind='outcome' AND session=?", t.name)
+
+
+# ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def settle_unrecorded(t: Tampering) -> None:
+    set_state(t, "settled")
+
+
+def reopen_attempt(t: Tampering) -> None:
+    add_outcome(t, b'{"kind": "graded", "reward": 1.0}')
+    set_state(t, "running")
+
+
+def name_unregistered_attempt(t: Tampering) -> None:
+    t.sql("""UPDATE sessions SET config=CAST(json_set(config, '$.rollout', 'other') AS BLOB) WHERE key=?""", t.key)
+
+
+def settle_another_attempt(t: Tampering) -> None:
+    add_outcome(t, b'{"kind": "graded", "reward": 1.0}')
+    t.sql("DROP INDEX attempts_settled")
+    t.sql("INSERT INTO attempts SELECT rollout, 2, '', '', state, started, ended FROM attempts WHERE session=?", t.name)
+
+
+def deliver_superseded_attempt(t: Tampering) -> None:
+    set_state(t, "superseded")
+    add_event(t, "superseded", {"rollout": t.name, "attempt": 1})
+    t.sql("INSERT INTO rolled (feed, session, id, team, outcome) VALUES (1, ?, ?, 'g', x'7b7d')", t.key, t.name)
+
+
+ATTEMPTS: dict[str, Case] = {
+    "settled without an outcome": ("its attempt is settled, but its outcome makes it running", settle_unrecorded),
+    "running with an outcome": ("its attempt is running, but its outcome makes it settled", reopen_attempt),
+    "an unknown state": ("its attempt is 'paused', which is not one of", lambda t: set_state(t, "paused")),
+    "an unregistered attempt": ("its settings name attempt 1 of 'other', which is not", name_unregistered_attempt),
+    "two attempts that count": ("1 other attempts at ", settle_another_attempt),
+    "a superseded attempt in a feed": (
+        "it is superseded, but waits for its group in 1 feeds",
+        deliver_superseded_attempt,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_invalid_attempt_is_detected(name: str, copy: Recorded) -> None:
+    data, session, other = copy
+    words, tamper = ATTEMPTS[name]
+    with tampering(data, session) as t:
+        tamper(t)
+    found = run_verify(data, session)
+    assert wrong(found) == {"attempt"} and words in found.wrong[0].what, found.wrong
+    assert run_verify(data, other).ok
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_superseded_attempt_agrees_with_its_event(is_marked: bool, copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        if is_marked:
+            set_state(t, "superseded")
+        else:
+            add_event(t, "superseded", {"rollout": session, "attempt": 1})
+    [finding] = run_verify(data, session).wrong
+    assert finding.check == "events" and "events report the superseded attempts" in finding.what
 
 
 def change_model(t: Tampering) -> None:

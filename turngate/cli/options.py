@@ -335,7 +335,7 @@ class ExportOptions:
         str, _flag("For rollouts without a known reward: keep (with a null reward) or drop.", SELECTION)
     ] = "keep"
     unfinished: Annotated[
-        bool, _flag("Also export sessions that are open or were cancelled.", SELECTION, "--unfinished")
+        bool, _flag("Also export sessions that are open, cancelled or superseded.", SELECTION, "--unfinished")
     ] = False
     form: Annotated[
         str,

@@ -196,11 +196,12 @@ def _print_head(view: ShownSession, console: Console) -> None:
                 if metadata.get(name)
             ),
         ),
+        ("attempt", f"{summary.config.attempt} of {summary.config.rollout}" if summary.config.rollout else ""),
         ("model", summary.config.model or "any"),
         ("turns", f"{summary.turns} ({roles})" if roles else "0"),
         ("tokens", f"{summary.tokens} stored, {summary.sampled_tokens} sampled"),
         ("cache", _describe_cache(summary.cache)),
-        ("outcome", summary.damaged or _describe_outcome(summary.outcome)),
+        ("outcome", summary.damaged or _describe_outcome(summary.outcome, summary.excluded)),
         *(("warning", warning) for warning in list_warnings(summary.training, summary.refused)),
     ]
     for name, value in lines:
@@ -215,13 +216,14 @@ def _describe_cache(cache: CacheUse | None) -> str:
     return f"{cache.rate:.0%} of prompt tokens were cached ({cache.cached_tokens} of {cache.prompt_tokens})"
 
 
-def _describe_outcome(outcome: RecordedOutcome | None) -> str:
+def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
     """Describe how the rollout ended. Return an empty string if no outcome is recorded. An unknown reward is not shown as 0."""
     if outcome is None:
         return ""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"
+    not_counted = f"does not count: {excluded}" if excluded else ""
     resolved = {True: "resolved", False: "not resolved", None: ""}[outcome.resolved]
-    return " · ".join(fact for fact in (outcome.kind, reward, resolved, outcome.message) if fact)
+    return " · ".join(fact for fact in (outcome.kind, reward, resolved, outcome.message, not_counted) if fact)
 
 
 class _TreePrinter:

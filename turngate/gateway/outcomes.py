@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from turngate.errors import Conflict
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
@@ -26,8 +28,10 @@ class OutcomeRecorder:
 
         Raise `Conflict` if the session is still open, or if it has a different outcome and `replace` is not set.
         """
-        written = outcome.encode()
         row = self._sessions.find_row(session_id)
+        if row.config.rollout:  # the settings of a named session decide which attempt it is
+            outcome = msgspec.structs.replace(outcome, attempt=row.config.attempt)
+        written = outcome.encode()
         live = self._sessions.find_live(session_id)
         if (live.status if live else row.status) == "open":
             raise Conflict(f"session {session_id} is still open; seal it before recording its outcome")

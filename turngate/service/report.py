@@ -74,6 +74,7 @@ def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Se
         result,
         resolved=None if outcome.grade is None else outcome.grade.resolved,
         exit_code=outcome.exit_code,
+        excluded=outcome.excluded,
         stop=make_encodable(outcome.stop),
         training=outcome.training,
         refused=outcome.refused,

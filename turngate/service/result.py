@@ -69,6 +69,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     # graded, agent failed, invalid task, infrastructure fault; None if it was cancelled or the task has no grader
     kind: OutcomeClass | None = None
     reward: float | None = None  # None if unknown, which is not the same as 0
+    excluded: str = ""  # why the outcome does not count, such as `superseded by attempt 2`; empty if it does
     resolved: bool | None = None
     exit_code: int | None = None  # of the agent; None if it did not exit on its own
     wall_s: float  # from start() to the end, including the wait in the queue; always set

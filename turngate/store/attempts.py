@@ -44,12 +44,9 @@ _SUPERSEDED = (
     "SELECT sessions.key, mine.attempt,"
     " (SELECT max(other.attempt) FROM attempts AS other WHERE other.rollout=mine.rollout)"
     " FROM sessions JOIN attempts AS mine ON mine.session=sessions.id"
-    " WHERE mine.state='superseded' AND sessions.key BETWEEN ? AND ?"
+    " WHERE mine.state='superseded'"
 )
-_CANCELLED = (
-    "SELECT key FROM sessions JOIN outcomes ON outcomes.session=sessions.key"
-    " WHERE status='cancelled' AND key BETWEEN ? AND ?"
-)
+_CANCELLED = "SELECT key FROM sessions JOIN outcomes ON outcomes.session=sessions.key WHERE status='cancelled'"
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
@@ -85,11 +82,22 @@ class AttemptTable:
 
     def explain_exclusions(self, first: int, last: int) -> dict[int, str]:
         """Return why sessions with keys from `first` to `last` do not count, by session key. Sessions that do are omitted."""
+        return self._explain("key BETWEEN ? AND ?", (first, last))
+
+    def explain_exclusions_of(self, keys: Sequence[int]) -> dict[int, str]:
+        """Return why the sessions with these keys do not count, by session key. Sessions that do are omitted."""
+        found: dict[int, str] = {}
+        for start in range(0, len(keys), _MAX_VALUES):
+            chunk = tuple(keys[start : start + _MAX_VALUES])
+            found |= self._explain(f"key IN ({','.join('?' * len(chunk))})", chunk)
+        return found
+
+    def _explain(self, where: str, values: Sequence[object]) -> dict[int, str]:
         if not self._there:
             return {}
         with self._reading() as db:
-            cancelled = db.execute(_CANCELLED, (first, last)).fetchall()
-            superseded = db.execute(_SUPERSEDED, (first, last)).fetchall()
+            cancelled = db.execute(f"{_CANCELLED} AND {where}", values).fetchall()
+            superseded = db.execute(f"{_SUPERSEDED} AND {where}", values).fetchall()
         return {
             **{key: OF_CANCELLED for (key,) in cancelled},
             **{
@@ -164,6 +172,11 @@ def register_attempt(
 
     Raise `Conflict` if it was superseded or opened before, or if the rollout already has an outcome.
     """
+    query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
+    if (dead := db.execute(query, (session,)).fetchone()) is not None:
+        raise Conflict(
+            f"session {session!r} is that of attempt {dead[1]} of rollout {dead[0]!r}, which was superseded", param="id"
+        )
     added = db.execute(
         f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt) DO NOTHING",
         (rollout, attempt, session, cell, "running", started, None),

@@ -41,6 +41,9 @@ def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
             _register_named_attempts(db)
+            # The outcome of a cancelled session no longer counts.
+            cancelled = "SELECT key FROM sessions WHERE status='cancelled'"
+            db.execute(f"DELETE FROM rolled WHERE number IS NULL AND session IN ({cancelled})")
             db.execute("COMMIT")
         except BaseException:
             db.execute("ROLLBACK")

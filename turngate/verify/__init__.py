@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from turngate.types import DeliveredTurn
+from turngate.verify.attempts import check_attempts
 from turngate.verify.drift import check_drift
 from turngate.verify.events import check_events
 from turngate.verify.findings import (
@@ -108,6 +109,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     sound = all(finding.ok for finding in results.findings())
     check_replies(session, messages, results)
     check_outcome(session, results)  # after `sound`: rows can be built even if the outcome or the events are wrong
+    check_attempts(session, results)
     check_events(session, results)
     renderer = check_rendering(session, messages, options.renderers or Renderers(), results)
     trained = check_rows(session, messages, options.rows, results, sound=sound) if options.rows is not None else {}

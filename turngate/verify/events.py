@@ -15,7 +15,7 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import DECODE_ERRORS, StoredEvent, StoredSession, StoredTurn
 
 _ENDS = ("sealed", "cancelled")
-_COMPARED = ("opened", "turn", "outcome", "refused", "repeated", *_ENDS)
+_COMPARED = ("opened", "turn", "outcome", "refused", "repeated", "superseded", *_ENDS)
 # The fields of an outcome that its event repeats, and their defaults.
 _OUTCOME_DEFAULTS: dict[str, Json] = {
     "kind": None,
@@ -44,6 +44,7 @@ def check_events(session: StoredSession, results: CheckResults) -> None:
         _check_end(session, [pair for pair in decoded if pair[0].kind in _ENDS], check)
         _check_outcome(session, by_kind["outcome"], check)
         _check_refusals(session, by_kind["refused"], by_kind["repeated"], check)
+        _check_superseded(session, by_kind["superseded"], check)
 
 
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
@@ -133,6 +134,16 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
             data.get("turns") == whole,
             f"{whole} turns that were not aborted are stored, but event {event.seq} reports {brief(data.get('turns'))}",
         )
+
+
+def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
+    """Check the superseded attempts against their events."""
+    attempts = session.related.attempts or ()
+    stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)
+    reported = sorted(((data.get("rollout"), data.get("attempt")) for _, data in events), key=str)
+    check.expect(
+        stored == reported, f"events report the superseded attempts {brief(reported)}, but {brief(stored)} are stored"
+    )
 
 
 def _check_refusals(

@@ -23,6 +23,7 @@ from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4, 5, 6)  # version 4 adds tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
+_BEFORE_ATTEMPTS = 5  # the last schema without attempts
 _BEFORE_REFUSALS = 4  # the last schema without refused calls and stored replies
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
 _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
@@ -118,6 +119,8 @@ class StoredConfig(msgspec.Struct, frozen=True):
     policy: StoredPolicy = StoredPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
+    rollout: str = ""
+    attempt: int = 1
     signals: StoredSignals = StoredSignals()
 
 
@@ -199,6 +202,15 @@ class StoredRefusal(msgspec.Struct, frozen=True):
     repeated: object
 
 
+class StoredAttempt(msgspec.Struct, frozen=True):
+    """A row of the `attempts` table. Its cells may have any type."""
+
+    rollout: object
+    attempt: object
+    state: object
+    others_settled: int  # other attempts at the same rollout that count
+
+
 class StoredEvent(msgspec.Struct, frozen=True):
     """A row of the `events` table. `kind` and `data` may have any type."""
 
@@ -213,6 +225,8 @@ class RelatedRecords(msgspec.Struct, frozen=True):
     outcome: StoredOutcome | None = None
     refused: tuple[StoredRefusal, ...] = ()
     replies: tuple[StoredReplyRow, ...] = ()
+    attempts: tuple[StoredAttempt, ...] | None = None  # None: not stored in this folder
+    deliveries: tuple[int | None, ...] = ()  # its number in each feed that has it; None: it waits for its group
     events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
     version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
@@ -373,6 +387,11 @@ _NODES = (
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
 _REFUSALS = "SELECT call, status, message, repeated FROM refusals WHERE session=? ORDER BY call"
 _REPLIES = "SELECT id, node, head, tail FROM replies WHERE session=? ORDER BY node"
+_ATTEMPTS = (
+    "SELECT rollout, attempt, state, (SELECT count(*) FROM attempts AS other WHERE other.rollout=mine.rollout"
+    " AND other.attempt!=mine.attempt AND other.state='settled') FROM attempts AS mine WHERE session=?"
+)
+_DELIVERIES = "SELECT number FROM rolled WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
 _SETTING = "SELECT value FROM settings WHERE name=?"
@@ -404,6 +423,7 @@ class SessionReader:
             )
         self._has_events = version > _BEFORE_EVENTS
         self._has_refusals = version > _BEFORE_REFUSALS
+        self._has_attempts = version > _BEFORE_ATTEMPTS
 
     def close(self) -> None:
         self._db.close()
@@ -458,11 +478,15 @@ class SessionReader:
         outcome = self._db.execute(_OUTCOME, (key,)).fetchone()
         refused = self._db.execute(_REFUSALS, (key,)).fetchall() if self._has_refusals else ()
         replies = self._db.execute(_REPLIES, (key,)).fetchall() if self._has_refusals else ()
+        attempts = self._db.execute(_ATTEMPTS, (session_id,)).fetchall() if self._has_attempts else None
+        deliveries = self._db.execute(_DELIVERIES, (key,)).fetchall() if self._has_attempts else ()
         events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
             outcome=None if outcome is None else StoredOutcome(*outcome),
             refused=tuple(StoredRefusal(*cells) for cells in refused),
             replies=tuple(StoredReplyRow(*cells) for cells in replies),
+            attempts=None if attempts is None else tuple(StoredAttempt(*cells) for cells in attempts),
+            deliveries=tuple(number for (number,) in deliveries),
             events=tuple(StoredEvent(*cells) for cells in events),
             pruned=self._read_number("events_pruned") or 0,
             version=version,

@@ -37,9 +37,9 @@ class GroupRow(msgspec.Struct, kw_only=True):
 def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
     latest = max(row.seen for row in rows)
     rows = sorted(last_attempts(rows), key=lambda row: row.opened)
-    rewards = [row.reward for row in rows]
+    rewards = [row.counted_reward for row in rows]
     known = [reward for reward in rewards if reward is not None]
-    passed = sum(bool(has_passed(row.reward, row.resolved)) for row in rows)
+    passed = sum(bool(has_passed(row.reward, row.resolved)) for row in rows if not row.excluded)
     classes: Counter[str] = Counter(row.kind for row in rows)
     return GroupRow(
         group=name,

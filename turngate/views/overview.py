@@ -128,7 +128,7 @@ class Overview(RolloutIndex):
         return [
             (entry.row.id, entry.key)
             for entry in self.entries.values()
-            if entry.row.group == name and entry.key and entry.row.reward is not None
+            if entry.row.group == name and entry.key and entry.row.counted_reward is not None
         ]
 
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
@@ -146,10 +146,11 @@ class Overview(RolloutIndex):
         rows = [self.refresh_row(entry, now, store) for entry in entries]
         # As in a feed, a rollout without trainable tokens is excluded.
         counted = [
-            entry.row.reward if trains.get(entry.key, entry.row.sampled_tokens > 0) else None for entry in entries
+            entry.row.counted_reward if trains.get(entry.key, entry.row.sampled_tokens > 0) else None
+            for entry in entries
         ]
         summed = summarize_group(name, rows)
-        known = [row.reward for row in last_attempts(rows) if row.reward is not None]
+        known = [reward for row in last_attempts(rows) if (reward := row.counted_reward) is not None]
         advantages = {method: compute_advantages(counted, method) for method in ("normalised", "leave_one_out")}
         estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
         return {

@@ -86,7 +86,8 @@ class RolloutView:
                 self._messages[node.id] = [msgspec.json.decode(raw, type=Message)]
         return self._messages[node.id]
 
-    def totals(self) -> dict[str, Json]:
+    def totals(self, excluded: str = "") -> dict[str, Json]:
+        """Return its counters and warnings. `excluded` is the reason why its outcome does not count."""
         session = self._session_view.session
         return {
             "nodes": len(self.nodes),
@@ -99,7 +100,7 @@ class RolloutView:
             "turns": session.turns,
             "roles": dict(Counter(self.roles.values())),
             "warnings": list_warnings(
-                report_training(session.trace, self.roles, session.config.policy), session.trace.refused
+                report_training(session.trace, self.roles, session.config.policy, excluded), session.trace.refused
             ),
         }
 

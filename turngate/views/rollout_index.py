@@ -52,6 +52,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     stop: str = ""
     message: str = ""
     warning: str = ""  # about its training data
+    excluded: str = ""  # why its outcome does not count, such as `superseded by attempt 2`
     opened: float = 0.0
     closed: float | None = None
     seen: float = 0.0
@@ -60,6 +61,11 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     sampled_tokens: int = 0
     version_start: int | None = None
     version_end: int | None = None
+
+    @property
+    def counted_reward(self) -> float | None:
+        """Its reward, if it counts in its group."""
+        return None if self.excluded else self.reward
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
@@ -87,6 +93,8 @@ class _SessionSettings(msgspec.Struct, frozen=True):
     model: str = ""
     mode: Mode = "exact"
     metadata: dict[str, Json] = {}
+    rollout: str = ""
+    attempt: int = 1
 
 
 class _StageEvent(msgspec.Struct, frozen=True):
@@ -259,7 +267,7 @@ class RolloutIndex:
                 span[1] += turn.sampled_tokens
             case "stage":
                 self._apply_stage(event, store)
-            case "opened" | "sealed" | "cancelled" | "limit":
+            case "opened" | "sealed" | "cancelled" | "superseded" | "limit":
                 changed[event.session] = None
             case "outcome":
                 changed[event.session] = None
@@ -282,11 +290,13 @@ class RolloutIndex:
             yield_interpreter()
 
     def _update_sessions(self, sessions: Sequence[RawSession], store: Store) -> None:
-        outcomes = store.queries.outcomes([session.key for session in sessions])
+        keys = [session.key for session in sessions]
+        outcomes, excluded = store.queries.outcomes(keys), store.attempts.explain_exclusions_of(keys)
         for session in sessions:
             entry = self.entries.get(session.id)
             if entry is None or entry.key not in (0, session.key):  # an id may be reused after its session was deleted
                 entry = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
+            entry.row.excluded = excluded.get(session.key, "")
             self._update_entry(entry, session, outcomes.get(session.key))
 
     def _update_entry(self, entry: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
@@ -297,11 +307,11 @@ class RolloutIndex:
         config = _decode_or(_settings_decoder, session.config, _SessionSettings())
         metadata = config.metadata
         row.model, row.mode = config.model, config.mode
-        row.name = _text(metadata.get("rollout")) or row.name
+        row.name = config.rollout or _text(metadata.get("rollout")) or row.name
         row.group, row.task = _text(metadata.get("group")) or row.group, _text(metadata.get("task")) or row.task
         row.agent, row.agent_version = _text(metadata.get("agent")), _text(metadata.get("agent_version"))
         row.sandbox, row.batch = _text(metadata.get("sandbox")), _text(metadata.get("batch")) or row.batch
-        row.attempt = _positive_int(metadata.get("attempt"))
+        row.attempt = config.attempt if config.rollout else _positive_int(metadata.get("attempt"))
         if outcome is not None:
             entry.recorded, written = outcome
             row.seen = max(row.seen, entry.recorded)

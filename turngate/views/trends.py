@@ -31,7 +31,10 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
     graded = [
         (entry.recorded, entry.row)
         for entry in entries
-        if entry.recorded is not None and entry.row.reward is not None and not is_too_large(entry.row.reward)
+        if entry.recorded is not None
+        and entry.row.reward is not None
+        and not entry.row.excluded
+        and not is_too_large(entry.row.reward)
     ]
     return {
         "cursor": cursor,
@@ -91,7 +94,7 @@ def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
         # A group may be delivered in parts. A part contains the rollouts recorded by then.
         rows = [entry.row for entry in members.get(delivery.group, ()) if (entry.recorded or 0) <= delivery.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
-        rewards = [row.reward for row in rows if row.reward is not None]
+        rewards = [reward for row in rows if (reward := row.counted_reward) is not None]
         version, oldest = index.version_at(delivery.at), min(sampled, default=None)
         points.append(
             {

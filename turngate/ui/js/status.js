@@ -46,6 +46,10 @@ function badge(text, look, title) {
 
 /** Create a badge for a rollout's state: its stage while it runs, then its class. @param {Json} row */
 export function state(row) {
+  if (row.excluded) {
+    const name = row.excluded.startsWith("superseded") ? "superseded" : "not counted";
+    return badge(row.class ? `${row.class} · ${name}` : name, ["is-warn", "⊘"], row.excluded);
+  }
   if (row.status === "done" && row.class && row.warning) return badge(row.class, ["is-warn", "⚠"], row.warning);
   if (row.status === "done" && row.class) {
     const failedGrade = row.class === "graded" && !passed(row);

@@ -39,6 +39,7 @@ export class Details {
           ["mode", row.mode],
           ["sandbox", row.sandbox],
           ["attempt", row.attempt],
+          ["not counted", row.excluded],
           ["stop reason", row.stop],
           ["message", row.message],
         ]),
