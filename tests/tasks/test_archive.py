@@ -8,6 +8,7 @@ import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -214,6 +215,26 @@ def test_unsafe_archive_is_not_unpacked(
     with pytest.raises(ArchiveError, match=f"archive {digest[:12]} "):
         cache.open_task(packed, {})
     assert {path.name for path in tmp_path.rglob("*")} == {"cache", f"{digest}.tar"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"files": Path("/etc")},
+        {"grader": Function(name="/etc/grade.py:grade")},
+        {"grader": Script(files=Path("files/../../x"))},
+        {"solution": Solution(files=Path(".."))},
+    ],
+)
+def test_task_cannot_refer_to_files_outside_its_archive(
+    tmp_path: Path, cache: ArchiveCache, fields: dict[str, Any]
+) -> None:
+    packed = cache.store(Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"a": "a"})))
+    task = Task(id="t", instruction="x", **fields)
+    with pytest.raises(ArchiveError, match="which is outside its archive"):
+        cache.open_task(PackedTask(task=task, archive=packed.archive), {})
+    with pytest.raises(ArchiveError, match="its order has no archive"):
+        cache.open_task(PackedTask(task=task), {})
 
 
 @pytest.mark.parametrize("name", ["", "x", "../" + "0" * 61, "0" * 63, "A" * 64, "0" * 64 + "\n"])

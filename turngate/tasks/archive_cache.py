@@ -99,6 +99,8 @@ class ArchiveCache:
         def move(path: Path, _: str) -> Path:
             if root is None:
                 raise ArchiveError(f"task {task.id} refers to {path}, but its order has no archive")
+            if path.is_absolute() or ".." in path.parts:
+                raise ArchiveError(f"task {task.id} refers to {path}, which is outside its archive")
             return root / path
 
         def move_function(name: str, _: str) -> str:
