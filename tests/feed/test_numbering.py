@@ -127,7 +127,7 @@ def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
                     case ("record", session, kind, group) if store.find_key(session) is not None:
                         outcome = RecordedOutcome(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
                         changed = recorded.get(session) != (kind, group)
-                        store.outcomes.put(session, outcome.encode(), new_event("s", "outcome", {}), replace=True)
+                        store.outcomes.put(session, outcome.encode(), new_event(store.find_key(session).id, "outcome", {}), replace=True)
                         if changed:
                             recorded.pop(session, None)
                             recorded[session] = (kind, group)
@@ -175,7 +175,7 @@ def test_outcomes_recorded_during_fill_come_last(batch_size: int) -> None:
 
         def record(session: int, group: str, when: float) -> None:
             outcome = RecordedOutcome(kind="graded", group=group, reward=1.0)
-            store.outcomes.put(session, outcome.encode(), NewEvent("s", "outcome", b"{}", when), replace=True)
+            store.outcomes.put(session, outcome.encode(), NewEvent(f"s{session}", "outcome", b"{}", when), replace=True)
 
         try:
             for number in range(1, 8):
