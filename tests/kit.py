@@ -340,13 +340,13 @@ async def gateway(
     *,
     engine: Engine | None = None,
     observe: str = "",
-    data: Path | None = None,
+    data: Path | str | None = None,
     **config: Any,
 ) -> AsyncIterator[Running]:
     """Run a gateway with a scripted engine on a free port. `config`: any setting of `turngate serve`.
 
-    `data`: a folder to keep, for a gateway that restarts. `observe`: the kind of endpoint at `engine_url` to observe instead of
-    running an engine.
+    `data`: a folder to keep, for a gateway that restarts, or the URL of a shared store. `observe`: the kind of endpoint at `engine_url` to
+    observe instead of running an engine.
     """
     async with AsyncExitStack() as stack:
         folder = data or Path(

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from turngate.common.database_url import is_database_url, parse_database_url, refuse_password_flag
 from turngate.common.validation import explain_error, reject_credentials
 from turngate.errors import ConfigError
 
@@ -40,7 +41,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host: Annotated[str, _about("Address to listen on.", GATEWAY)] = "127.0.0.1"
     port: Annotated[int, _about("Port to listen on; 0 picks a free one.", GATEWAY)] = 8700
-    data: Annotated[str, _about("Folder for all recorded data.", GATEWAY)] = "turngate-data"
+    data: Annotated[str, _about("Folder for all recorded data, or postgresql://… for a shared store.", GATEWAY)] = (
+        "turngate-data"
+    )
     engine: Annotated[
         EngineKind,
         _about(
@@ -136,8 +139,26 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, _about("Ask the engine to echo each prompt, and compare the echo with the ids sent.", CHECKS)
     ] = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the data is in a shared store. Such a gateway opens no sessions."""
+        return is_database_url(self.data)
+
+    @property
+    def folder(self) -> Path:
+        """The local folder for the admin key and, unless the data is in a shared store, for all recorded data."""
+        return parse_database_url(self.data).folder if self.is_shared else Path(self.data)
+
+    @property
+    def data_name(self) -> str:
+        """The data folder, or the address of the shared store without a password."""
+        return parse_database_url(self.data).name if self.is_shared else self.data
+
     def check(self) -> ServeConfig:
         """Validate ranges and constraints across fields."""
+        if self.is_shared:
+            self._check_shared()
+            return self
         self._check_numbers()
         self._check_engine_urls()
         if self.capture not in OBSERVED_ENGINES.get(self.engine, (self.capture,)):
@@ -188,6 +209,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context must be at least 1, not {self.max_context}", param="max_context")
+
+    def _check_shared(self) -> None:
+        parse_database_url(self.data)
+        self._check_numbers()
+        if self.workers > 1:
+            raise ConfigError(
+                "workers must be 1 if data is a shared store; start more gateways on the same store instead",
+                param="workers",
+            )
 
     def _check_engine_urls(self) -> None:
         if self.engine not in ("scripted", "gate", "local") and not self.engine_url:
@@ -273,6 +303,7 @@ def read_toml(file: Path | None) -> dict[str, Any]:
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     """Load settings from a file. Overrides that are not None take precedence."""
     values = read_toml(file)
+    refuse_password_flag(str(overrides.get("data") or ""))
     values.update({name: value for name, value in overrides.items() if value is not None})
     if isinstance(values.get("engine_url"), str):
         values["engine_url"] = [values["engine_url"]]

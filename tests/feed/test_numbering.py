@@ -127,7 +127,12 @@ def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
                     case ("record", session, kind, group) if store.find_key(session) is not None:
                         outcome = RecordedOutcome(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
                         changed = recorded.get(session) != (kind, group)
-                        store.outcomes.put(session, outcome.encode(), new_event(store.find_key(session).id, "outcome", {}), replace=True)
+                        store.outcomes.put(
+                            session,
+                            outcome.encode(),
+                            new_event(store.find_key(session).id, "outcome", {}),
+                            replace=True,
+                        )
                         if changed:
                             recorded.pop(session, None)
                             recorded[session] = (kind, group)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from turngate.store.events import NewEvent
+from turngate.common.database_url import parse_database_url
+from turngate.store.events import NewEvent, insert_event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.shared.store import SharedStore
-from turngate.store.shared.url import parse_database_url
-from turngate.store.sqlite import NewTurn, Store
+from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_PREAMBLE, _INSERT_SAMPLED, NewTurn, Store, _node_row
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import Json
@@ -61,3 +61,33 @@ def finish_rollout(store: Store, name: str, group: str, *, at: float = 2.0) -> i
 
 def sqlite_opener(folder: Path) -> OpenStore:
     return lambda: Store(folder)
+
+
+def copy_sessions(source: Store, target: Store) -> None:
+    """Copy all sessions, oldest first. Their keys are assigned anew, so their checksums are computed anew."""
+    for row in reversed(source.sessions(limit=1000)):
+        events = source.events.page(row.id, 0, 10_000)
+        session, messages = source.load(row), source.messages(row.key)
+        key = target.add_session(row.id, row.id.encode(), row.config, row.opened, row.vocabulary)
+        with target._writing() as db:
+            for digest, preamble in source.preambles(row.key).items():
+                db.execute(_INSERT_PREAMBLE, (key, digest, *preamble))
+            for node in session.trace.nodes:
+                cells = _node_row(key, node, messages[node.id])
+                db.execute(
+                    *((_INSERT_CONTEXT, cells) if isinstance(node, Context) else (_INSERT_SAMPLED, (*cells, key)))
+                )
+            for one in events:
+                if one.kind != "outcome":
+                    insert_event(db, NewEvent(one.session, one.kind, msgspec.json.encode(one.data), one.time))
+        target.close_session(key, row.status, row.stop, row.closed or 0.0)
+        outcome = source.outcomes.find(row.key)
+        if isinstance(outcome, RecordedOutcome):
+            (announced,) = [one for one in events if one.kind == "outcome"]
+            data = msgspec.json.encode(announced.data)
+            target.outcomes.put(key, outcome.encode(), NewEvent(row.id, "outcome", data, announced.time), replace=False)
+    with source._reading() as db:
+        settings = db.execute(
+            "SELECT name, value FROM settings WHERE name LIKE 'tokenizer:%' OR name LIKE 'renderer:%'"
+        )
+        target.set_settings(dict(settings.fetchall()))

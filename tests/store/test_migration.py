@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import gateway, say, user
-from turngate.cli.show import load_from_folder
+from turngate.cli.show import load_from_store
 from turngate.errors import NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
@@ -101,7 +101,7 @@ def test_migration_is_idempotent_after_interruption(data: Path) -> None:
 
 def test_read_only_access_does_not_migrate(data: Path) -> None:
     before = (data / "turngate.db").read_bytes()
-    view, _ = load_from_folder(data, "ended")
+    view, _ = load_from_store(data, "ended")
     assert view.summary.turns == 2 and view.summary.outcome is None
     store = Store.reading(data)
     directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from turngate.cli.options import ExportOptions
+from turngate.common.database_url import refuse_password_flag
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError
@@ -50,6 +51,7 @@ def export_rollouts(options: ExportOptions) -> None:
         pairs=options.pairs,
         prompt_ids=options.prompt_ids,
     )
+    refuse_password_flag(options.data)
     done = export(options.data, options.out, request)
     if options.as_json:
         print(msgspec.json.encode(done, enc_hook=str).decode())

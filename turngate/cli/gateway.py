@@ -70,6 +70,12 @@ async def connect_gateway(
 
     `build_engine` may replace the engine of a gateway that is started.
     """
+    if config.is_shared and not choice.url:
+        raise ConfigError(
+            "data: rollouts are recorded in a folder and shipped to the shared store by a cell; "
+            "pass a folder as --data, or the --gateway of a cell",
+            param="data",
+        )
     data = Path(config.data)
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:

@@ -17,13 +17,14 @@ from rich.text import Text
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
 from turngate.client.protocol import DecodedTrace, SessionInfo
+from turngate.common.database_url import refuse_password_flag
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
+from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
-from turngate.store.sqlite import Store
 from turngate.trace.session import CacheUse
 from turngate.trace.training_report import list_warnings
 from turngate.types import Message
@@ -85,9 +86,9 @@ class ShownSession(msgspec.Struct):
     rows: list[RowView]
 
 
-def load_from_folder(data: Path, wanted: str) -> tuple[ShownSession, str | None]:
-    """Load a session and the path of its tokenizer from a data folder. A gateway may be serving the folder."""
-    store = Store.reading(data)
+def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | None]:
+    """Load a session and the path of its tokenizer from a data folder or a shared store. Gateways may be using it."""
+    store = open_store_for_reading(data)
     try:
         known = store.find(wanted)
         session_id = wanted if known else _find_session(wanted, store.ids(10_000))
@@ -146,10 +147,11 @@ def _build_view(summary: object, trace: DecodedTrace, samples: object) -> ShownS
 
 def show_session(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: str, full: bool, as_json: bool) -> None:
     recorded_with: str | None = None
+    refuse_password_flag(data)
     if gateway:
         view = asyncio.run(load_from_gateway(GatewayClient(gateway, read_admin_key()), wanted))
     else:
-        view, recorded_with = load_from_folder(Path(data), wanted)
+        view, recorded_with = load_from_store(data, wanted)
     if as_json:
         print(msgspec.json.encode(view).decode())
         return

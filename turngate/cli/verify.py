@@ -19,6 +19,7 @@ from rich.text import Text
 
 from turngate.agents.spec import find_agent, read_description
 from turngate.cli.options import VerifyCommandOptions
+from turngate.common.database_url import is_database_url, refuse_password_flag
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.common.validation import reject_credentials
@@ -41,6 +42,7 @@ from turngate.verify import (
     Verdict,
     VerifyOptions,
     VLLMScorer,
+    open_session_reader,
     unreadable_verdict,
     verify,
 )
@@ -92,17 +94,20 @@ def verify_sessions(options: VerifyCommandOptions) -> bool:
 
 
 def _iterate_verdicts(options: VerifyCommandOptions) -> Iterator[Verdict]:
-    data = Path(options.data)
+    data = options.data
+    refuse_password_flag(data)
     _check_options(options)
     scorer, renderers = _build_scorer(options), _build_renderers(options)
-    with SessionReader(data) as folder, open_row_source(data) as rows:
+    with open_session_reader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(
             rows=rows,
             renderers=renderers,
             scorer=scorer,
             tolerance=options.tolerance,
             version=options.policy_version,
-            transcript=compare_transcripts(Path(options.rollouts) if options.rollouts else data),
+            transcript=compare_transcripts(
+                Path(options.rollouts or (options.data if not is_database_url(data) else "."))
+            ),
         )
         yield from _verify_selected(folder, options, means)
 

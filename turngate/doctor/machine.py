@@ -20,11 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from turngate.client.keys import ADMIN_KEY, read_key, read_stored_admin_key
+from turngate.common.database_url import parse_database_url
 from turngate.doctor.context import DoctorContext
 from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, StoreError
 from turngate.server.auth import METRICS_KEY, metrics_key
 from turngate.server.bind import find_running_gateway
+from turngate.store.location import open_store_for_reading
 from turngate.store.sqlite import Store
 from turngate.telemetry.spans import is_enabled
 
@@ -113,7 +115,23 @@ def _is_installed(module: str) -> bool:
 
 async def check_data(context: DoctorContext) -> list[CheckOutcome]:
     """Check that the data folder is writable and reliable, and that its recordings can be read."""
+    if context.config.is_shared:
+        return [await asyncio.to_thread(_check_shared_store, context.config.data)]
     return await asyncio.to_thread(_check_data_folder, Path(context.config.data))
+
+
+def _check_shared_store(data: str) -> CheckOutcome:
+    name = parse_database_url(data).name
+    try:
+        store = open_store_for_reading(data)
+    except ConfigError as error:
+        return failure(error.message, "start PostgreSQL, or correct the address in --data")
+    try:
+        return ok(f"{name}: the shared store answers; {store.events.newest()} events so far")
+    except StoreError as error:
+        return failure(error.message, "check the database")
+    finally:
+        store.close()
 
 
 def _check_data_folder(folder: Path) -> list[CheckOutcome]:
@@ -213,7 +231,7 @@ def _file_system(folder: Path) -> str:
 
 async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
     """Check that there is enough disk space."""
-    place = _nearest_folder(Path(context.config.data))
+    place = _nearest_folder(context.config.folder)
     free = shutil.disk_usage(place).free
     message = f"{free / _GB:.1f} GB free at {place}"
     if free < _MIN_DISK:
@@ -235,7 +253,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
                     )
                 ]
             return [ok(f"from {ADMIN_KEY}{metrics}")]
-        folder = Path(context.config.data)
+        folder = context.config.folder
         if read_stored_admin_key(folder) is None:
             return [ok(f"no key yet; the first start creates {folder / 'admin-key'}{metrics}")]
     except ConfigError as error:
@@ -276,7 +294,7 @@ async def check_port(context: DoctorContext) -> list[CheckOutcome]:
             else "set --host to an address of this machine"
         )
         return [failure(f"{where}: {bind_error.strerror}", fix)]
-    running = find_running_gateway(Path(config.data))
+    running = find_running_gateway(config.folder)
     if running is not None and running.url.endswith(f":{config.port}"):
         return [ok(f"{where} is used by the gateway of this data folder (process {running.pid})")]
     owner = await asyncio.to_thread(_listener, config.port)

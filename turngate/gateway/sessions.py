@@ -64,6 +64,7 @@ class Sessions:
 
     @property
     def default_mode(self) -> Mode:
+        self._require_modes()
         return self.modes[0]
 
     @property
@@ -100,8 +101,15 @@ class Sessions:
         self._events.wake(session_id)
         return session, secret
 
+    def _require_modes(self) -> None:
+        if not self.modes:
+            raise Conflict(
+                "this gateway serves a shared store and opens no sessions; open them at the gateway of a cell (turngate cell)"
+            )
+
     def _check_config(self, config: SessionConfig) -> None:
         """Validate constraints that the types of `SessionConfig` cannot express."""
+        self._require_modes()
         if config.mode not in self.modes:
             raise BadRequest(
                 f"mode {config.mode!r} is not served by this gateway (it serves: {', '.join(self.modes)})", param="mode"

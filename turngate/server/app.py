@@ -59,7 +59,7 @@ from turngate.server.web.routes import WebPage
 from turngate.server.websocket import refuse_path, serve_socket
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
-from turngate.store.sqlite import Store
+from turngate.store.location import open_store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
@@ -91,15 +91,16 @@ class Gateway:
         self.config = config
         self.shard = shard
         self.metrics = Metrics()
-        self.store = Store(Path(config.data), config.durability, shard)
+        self.store = open_store(config.data, config.durability, shard)
         try:
-            self.admin_key = admin_key(Path(config.data))
+            config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.admin_key = admin_key(config.folder)
             self._metrics_key = metrics_key()
-            self.renderer, self.certificate = renderer or build_renderer(config)
-            self.engine_list = EngineList(self.store, list_engine_addresses(config, engine))
+            self.renderer, self.certificate = renderer or ((None, None) if config.is_shared else build_renderer(config))
+            self.engine_list = EngineList(self.store, () if config.is_shared else list_engine_addresses(config, engine))
             self.engine, self.relay = (
                 build_engine(config, self.renderer, list(self.engine_list.read()))
-                if engine is None and relay is None
+                if engine is None and relay is None and not config.is_shared
                 else (engine, relay)
             )
         except BaseException:
@@ -129,10 +130,10 @@ class Gateway:
 
     def _compose_sessions(self) -> None:
         config = self.config
-        self.events = Events(self.store, shared=self.shard.workers > 1)
+        self.events = Events(self.store, shared=self.shard.workers > 1 or config.is_shared)
         self._verifier = (
             BackgroundVerifier(Path(config.data), config.verify_every, self._on_verdict)
-            if config.verify_every
+            if config.verify_every and not config.is_shared
             else None
         )
         self.sessions = Sessions(
@@ -279,6 +280,8 @@ class Gateway:
         return self.renderer.tokenizer.digest if self.renderer is not None else ""
 
     def _modes(self) -> tuple[Mode, ...]:
+        if self.config.is_shared:
+            return ()
         own: tuple[Mode, ...] = (self._engine_mode,) if self.engine is not None else ()
         return (*own, "observe") if self.relay is not None else own
 

@@ -80,10 +80,10 @@ def open_listener(config: ServeConfig) -> socket.socket:
 def startup_message(config: ServeConfig, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     workers = f"{config.workers} workers · " if config.workers > 1 else ""
-    return (
-        f"turngate listens on http://{host}:{port} · {workers}engine {config.engine} · model {config.model or 'any'} · "
-        f"data {config.data}"
-    )
+    engine = f"engine {config.engine} · model {config.model or 'any'}"
+    if config.is_shared:
+        engine = "no engine: sessions are opened at the gateways of cells"
+    return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name}"
 
 
 def raise_file_limit() -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -217,7 +216,7 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
             if announce:
                 log.info("%s", startup_message(gateway.config, listener))
                 log_renderer(gateway)
-                stack.enter_context(publish_address(Path(gateway.config.data), listener))
+                stack.enter_context(publish_address(gateway.config.folder, listener))
             await server.serve(sockets=[listener])
     finally:
         await gateway.stop()

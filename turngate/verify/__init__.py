@@ -41,6 +41,7 @@ from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer
 from turngate.verify.replies import check_replies
 from turngate.verify.roles import derive_roles
 from turngate.verify.rows import RowSource, TrainerRow, check_rows
+from turngate.verify.shared_reader import open_session_reader
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
@@ -66,6 +67,7 @@ __all__ = [
     "Verdict",
     "VerifyFinding",
     "VerifyOptions",
+    "open_session_reader",
     "summarize_verdict",
     "unreadable_verdict",
     "verify",

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.errors import StoreError, TurngateError
-from turngate.store.sqlite import Store
+from turngate.store.location import open_store_for_reading
 from turngate.verify import Renderers, RowSource, SessionReader, SpotChecker, Verdict, VerifyOptions, verify
 from turngate.views.session import load_session_view
 
@@ -25,9 +25,9 @@ _LOWEST_PRIORITY = 19  # a `nice` value
 
 
 @contextmanager
-def open_row_source(data: Path) -> Iterator[RowSource]:
+def open_row_source(data: str | Path) -> Iterator[RowSource]:
     """Open the rows that the gateway delivers to trainers. Works whether or not a gateway is serving the folder."""
-    store = Store.reading(data)
+    store = open_store_for_reading(data)
     try:
         yield lambda session_id, everything: load_session_view(store, session_id).samples(keep_empty=everything)
     finally:

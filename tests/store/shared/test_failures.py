@@ -10,11 +10,11 @@ import pytest
 from tests.postgres import PostgresServer, start_postgres
 from tests.store.kit import event, open_shared
 from tests.vllm import free_port
+from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError, StoreError
 from turngate.store.shared.failures import describe_error
 from turngate.store.shared.tables import SHARED_VERSION
 from turngate.store.shared.translation import translate_statement, translate_tables
-from turngate.store.shared.url import is_database_url, parse_database_url
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from turngate.common.database_url import DatabaseUrl
 from turngate.errors import ConfigError, StoreError
 from turngate.store.connection import Durability
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.shared import tables
 from turngate.store.shared.failures import describe_error
 from turngate.store.shared.translation import translate_statement
-from turngate.store.shared.url import DatabaseUrl
 
 if TYPE_CHECKING:
     import psycopg

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from turngate.common.database_url import DatabaseUrl
 from turngate.store.shared.database import SharedDatabase
 from turngate.store.shared.queries import SharedQueries
-from turngate.store.shared.url import DatabaseUrl
 from turngate.store.sqlite import Store
 
 

@@ -1,51 +1,5 @@
-"""The address of a shared store, such as `postgresql://user@host:5432/database`."""
+"""The address of a shared store, which is defined in `common/` because settings contain it."""
 
-from __future__ import annotations
+from turngate.common.database_url import DatabaseUrl, is_database_url, parse_database_url
 
-from urllib.parse import parse_qsl, urlsplit
-
-import msgspec
-
-from turngate.errors import ConfigError
-
-_SCHEMES = ("postgresql", "postgres")
-
-
-class DatabaseUrl(msgspec.Struct, frozen=True):
-    """A parsed address. `value` may contain a password; `name` never does."""
-
-    value: str
-    name: str
-    has_password: bool
-
-    def __repr__(self) -> str:
-        return f"DatabaseUrl({self.name})"
-
-
-def is_database_url(data: str) -> bool:
-    """Return whether `data` is the address of a shared store. Anything else is a folder."""
-    return data.partition("://")[0] in _SCHEMES and "://" in data
-
-
-def parse_database_url(data: str) -> DatabaseUrl:
-    try:
-        parts = urlsplit(data)
-        host, port, user = parts.hostname or "", parts.port, parts.username or ""
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    except ValueError as error:
-        raise _invalid(f"is not a valid URL ({error})") from None
-    if parts.scheme not in _SCHEMES:
-        raise _invalid("does not start with postgresql://")
-    if parts.path.strip("/") == "" and "dbname" not in options:
-        raise _invalid("names no database")
-    place = (f"[{host}]" if ":" in host else host) + (f":{port}" if port else "")
-    name = f"postgresql://{user}@{place}" if user else f"postgresql://{place}"
-    has_password = bool(parts.password) or "password" in options
-    return DatabaseUrl(data, f"{name}/{parts.path.strip('/') or options['dbname']}", has_password)
-
-
-def _invalid(why: str) -> ConfigError:
-    # The address is not repeated: it may contain a password.
-    return ConfigError(
-        f"data: the address of the shared store {why}; use postgresql://user@host/database", param="data"
-    )
+__all__ = ["DatabaseUrl", "is_database_url", "parse_database_url"]

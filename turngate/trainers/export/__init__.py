@@ -61,7 +61,7 @@ def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportR
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {choices.format!r}", param="format")
     choices = format.check(choices)
     folder = isinstance(out, str) and out.endswith("/")
-    data, out = Path(data), Path(out)
+    out = Path(out)
     exclusions = Exclusions()
     rollouts = groups = synthetic = 0
     with (

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
+from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.sample import Sample, build_samples, find_exclusion
@@ -166,13 +167,13 @@ class RecordedGroup:
 
 class RolloutSource(AbstractContextManager["RolloutSource"]):
     def __init__(
-        self, data: Path, filter: RolloutFilter, exclusions: Exclusions, *, whole_groups: bool = False
+        self, data: str | Path, filter: RolloutFilter, exclusions: Exclusions, *, whole_groups: bool = False
     ) -> None:
         self._filter = filter
         self._exclusions = exclusions
         self._whole_groups = whole_groups
         self._seen = 0  # sessions in the folder
-        self._store = Store.reading(data)
+        self._store = open_store_for_reading(data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

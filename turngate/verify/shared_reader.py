@@ -1,0 +1,106 @@
+"""Read a shared store in PostgreSQL with independent code: own connection, own rows, no code of the gateway's store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from turngate.common.database_url import is_database_url, parse_database_url
+from turngate.errors import ConfigError
+from turngate.verify.store_reader import SessionReader, UnreadableSession
+
+SHARED_SCHEMAS = (1,)
+
+
+def open_session_reader(data: str | Path) -> SessionReader:
+    """Open the reader of a data folder or, for `postgresql://…`, of a shared store."""
+    return SharedSessionReader(str(data)) if is_database_url(str(data)) else SessionReader(Path(data))
+
+
+class SharedSessionReader(SessionReader):
+    """A reader of the sessions in a shared store."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import psycopg
+        except ImportError:
+            raise ConfigError(
+                'data: a PostgreSQL store needs the extra "postgres"; run: pip install "turngate[postgres]"',
+                param="data",
+            ) from None
+        self._name = parse_database_url(url).name
+        self._error: type[Exception] = psycopg.Error
+        try:
+            connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, connect_timeout=10)
+        except psycopg.Error as error:
+            raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
+        self._db: Any = _PostgresRows(connection)
+        try:
+            self._check_version()
+        except BaseException:
+            connection.close()
+            raise
+        self._has_events = self._has_refusals = self._has_attempts = True
+
+    def _check_version(self) -> None:
+        try:
+            (version,) = self._db.execute("SELECT version FROM turngate_version").fetchone()
+        except self._error as error:
+            raise ConfigError(
+                f"data: {self._name} is not a shared store of Turngate ({_one_line(error)})", param="data"
+            ) from None
+        if version not in SHARED_SCHEMAS:
+            raise ConfigError(
+                f"data: {self._name} has version {version}, but this version of Turngate verifies {SHARED_SCHEMAS[-1]}",
+                param="data",
+            )
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            yield
+        except self._error as error:
+            raise UnreadableSession(f"data: {self._name} cannot be read ({_one_line(error)})", param="data") from None
+        finally:
+            self._db.end()
+
+
+class _NamedRow(tuple[Any, ...]):
+    """A row whose cells are found by number or by name."""
+
+    names: tuple[str, ...]
+
+    def keys(self) -> tuple[str, ...]:
+        return self.names
+
+    def __getitem__(self, which: Any) -> Any:
+        return super().__getitem__(self.names.index(which) if isinstance(which, str) else which)
+
+
+def _name_columns(cursor: Any) -> Any:
+    columns = tuple(column.name for column in cursor.description or ())
+    return type("_Row", (_NamedRow,), {"names": columns})
+
+
+class _PostgresRows:
+    """A connection that takes `?` for values and returns named rows."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def execute(self, sql: str, values: Sequence[object] = ()) -> Any:
+        return self._connection.cursor(row_factory=_name_columns).execute(sql.replace("?", "%s"), values)
+
+    def end(self) -> None:
+        if not self._connection.closed:
+            self._connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
