@@ -8,15 +8,23 @@ under a new *model name* (an adapter), and calls in flight stay with the model t
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 
 from turngate.client.protocol import FenceView, PauseMode
 from turngate.errors import Conflict
+
+
+def fence_clock() -> float:
+    """Return the time in seconds on a clock that is never set and also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Fence:
     def __init__(self, version: int = 0, model: str = "") -> None:
         self.version = version
         self.model = model  # the name under which the engine serves this version; empty: its own model
+        self.valid_until = math.inf  # on `fence_clock`; later, it admits no calls (`shared_fence.py`)
         self._replaced = 0  # the newest version whose weights replaced the old ones
         self._open = asyncio.Event()
         self._open.set()
@@ -27,6 +35,13 @@ class Fence:
     @property
     def paused(self) -> bool:
         return not self._open.is_set()
+
+    @property
+    def admits(self) -> bool:
+        """Whether a call can enter without waiting."""
+        if self.valid_until != math.inf and fence_clock() >= self.valid_until:
+            self._open.clear()
+        return self._open.is_set()
 
     @property
     def in_flight(self) -> int:
@@ -41,7 +56,7 @@ class Fence:
 
     async def enter(self) -> None:
         """Wait while paused, then count as in flight until `leave`."""
-        while not self._open.is_set():
+        while not self.admits:
             await self._open.wait()
         self._in_flight += 1
         self._idle.clear()

@@ -159,8 +159,8 @@ class TurnPipeline:
             session.end_call(task, time.time())
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while weights are being loaded. The session's time limit still applies."""
-        if not self._fence.paused:
+        """Wait while weights are being loaded, or while a cell has no lease. The session's time limit still applies."""
+        if self._fence.admits:
             await self._fence.enter()  # without waiting
             return
         began = time.perf_counter()

@@ -68,10 +68,7 @@ export class Details {
             ["tokens", count(detail.totals.tokens)],
             ["sampled", count(detail.totals.sampled_tokens)],
             ["trained", count(detail.totals.trained_tokens)],
-            detail.totals.cache_rate != null && [
-              "prompt tokens cached",
-              `${count(detail.totals.cached_tokens)} (${Math.round(100 * detail.totals.cache_rate)} %)`,
-            ],
+            ["prompt tokens cached", cacheRate(detail.totals)],
             ["training rows", count(detail.totals.rows)],
           ]),
         ),
@@ -99,6 +96,12 @@ function pairs(known) {
     null,
     ...filled.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]),
   );
+}
+
+/** How much of the prompts the engine had cached, if it reported that. @param {Json} totals */
+function cacheRate(totals) {
+  if (totals.cache_rate == null) return null;
+  return `${count(totals.cached_tokens)} (${Math.round(100 * totals.cache_rate)} %)`;
 }
 
 /** @param {Json} error */

@@ -1,0 +1,197 @@
+"""One fence for many cells, in the shared store.
+
+The gateway on the shared store changes it (`SharedBarrier`), and every cell follows it (`FenceFollower`). A change returns when each
+follower has carried it out, or cannot serve any more. A follower serves only for `ttl_s` after its last report, counted from before the
+report was sent. So a change never waits longer than that for a cell that cannot be reached, and such a cell holds its calls, and has
+aborted those in flight, before the change returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from turngate.client.protocol import FenceView
+from turngate.engines.weights import PolicyWeights
+from turngate.errors import Conflict, TurngateError
+from turngate.gateway.fence import Fence, fence_clock
+from turngate.gateway.fence_state import FenceState
+from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.weights import LocalBarrier
+from turngate.store.shared.fence import FenceFollowerRow, FenceStage, FenceTable, SharedFence
+
+log = logging.getLogger("turngate")
+_POLL_S = 0.1  # between looks at the followers, and of a follower that drains
+_REPORTS = 5  # reports per ttl
+_DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clocks do not run at the same speed
+_PRUNE_S = 3600.0
+
+
+def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
+    """Return the followers that may still serve as before the change `epoch`, which was in force at `since`.
+
+    A follower that has not carried it out may serve until `ttl` after its last report that came before the change.
+    """
+    return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
+
+
+class SharedBarrier:
+    """The fence of all cells, changed by the gateway on the shared store. `local` is that gateway's own fence."""
+
+    def __init__(
+        self, local: LocalBarrier, fence: Fence, state: FenceState, replicas: ReplicaSet, table: FenceTable
+    ) -> None:
+        self._local = local
+        self._fence = fence
+        self._state = state
+        self._replicas = replicas
+        self._table = table
+
+    async def hold(self, until: float | None) -> None:
+        await self._local.hold(until)
+        await self._change("hold", self._fence.version, self._fence.model)
+
+    async def drain(self) -> None:
+        await self._change("drain", self._fence.version, self._fence.model)
+        await self._local.drain()
+
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
+        self._fence.check(version, model)
+        new = self._fence.version if version is None else version
+        await self._replicas.prepare(new, check=check)
+        self._state.write_open(new)
+        self._fence.set(version, model)  # the new version applies even if the shared store fails now
+        await self._change("open", new, self._fence.model)
+        self._local.resume(new, model, expired=expired)
+
+    async def describe(self) -> FenceView:
+        return await self._local.describe()
+
+    async def _change(self, stage: FenceStage, version: int, model: str) -> None:
+        """Write a change, and wait until every follower has carried it out or cannot serve any more."""
+        weights = self._state.read_weights(version)
+        encoded = "" if weights is None else msgspec.json.encode(weights).decode()
+        epoch = await asyncio.to_thread(self._table.write, stage, version, model, encoded)
+        rows = await asyncio.to_thread(self._table.list_followers)
+        since = max((row.now for row in rows), default=0.0)
+        while blocking := find_blocking(rows, epoch, since):
+            await asyncio.sleep(_POLL_S)
+            rows = await asyncio.to_thread(self._table.list_followers)
+        late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
+        if late and not blocking:
+            log.warning("cells %s did not answer; they hold their calls until they do", ", ".join(late))
+        await asyncio.to_thread(self._table.prune, _PRUNE_S)
+
+
+class FenceFollower:
+    """Makes the fence of one process of a cell follow that of the shared store.
+
+    `connect` opens the table over a connection of its own. `abort_calls` ends the calls in flight when the cell may not serve any more.
+    """
+
+    def __init__(
+        self,
+        fence: Fence,
+        barrier: LocalBarrier,
+        state: FenceState,
+        replicas: ReplicaSet,
+        connect: Callable[[], FenceTable],
+        abort_calls: Callable[[], Awaitable[None]],
+        *,
+        id: str,
+        name: str,
+        ttl_s: float,
+    ) -> None:
+        self._fence = fence
+        self._barrier = barrier
+        self._state = state
+        self._replicas = replicas
+        self._connect = connect
+        self._abort_calls = abort_calls
+        self._id, self._name, self._ttl_s = id, name, ttl_s
+        self._table: FenceTable | None = None
+        self._epoch = -1  # the newest change that was carried out
+        self._is_away = False
+        self._tasks: list[asyncio.Task[None]] = []
+        fence.valid_until = 0.0  # hold calls until the first report
+
+    async def start(self) -> None:
+        """Follow the fence. Raise an error if the shared store cannot be reached."""
+        await self._report()
+        self._tasks = [asyncio.create_task(self._keep_reporting()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fence.valid_until = 0.0
+        if self._table is not None:
+            with suppress(TurngateError):
+                await asyncio.to_thread(self._table.forget, self._id)
+
+    async def _keep_reporting(self) -> None:
+        pause = self._ttl_s / _REPORTS
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                pause = await self._report()
+            except TurngateError as error:
+                if not self._is_away:
+                    log.warning("cannot follow the fence of the shared store: %s; trying again", error.message)
+                self._is_away, pause = True, self._ttl_s / _REPORTS
+
+    async def _report(self) -> float:
+        """Report, carry out what changed, and return when to report again."""
+        sent = fence_clock()
+        shared = await asyncio.to_thread(self._exchange)
+        self._is_away = False
+        carried_out = await self._carry_out(shared)
+        self._fence.valid_until = sent + self._ttl_s * (1 - _DRIFT)
+        if carried_out and self._epoch != shared.epoch:
+            self._epoch = shared.epoch
+            return 0.0  # report it at once
+        return self._ttl_s / _REPORTS if carried_out else min(_POLL_S, self._ttl_s / _REPORTS)
+
+    def _exchange(self) -> SharedFence:
+        if self._table is None:
+            self._table = self._connect()
+        return self._table.report(self._id, self._name, self._ttl_s, self._epoch)
+
+    async def _carry_out(self, shared: SharedFence) -> bool:
+        """Bring the local fence to the shared stage and version. Return False if that takes longer."""
+        if shared.stage != "open":
+            await self._fence.pause("hold")
+            return shared.stage == "hold" or not self._fence.in_flight
+        if shared.epoch == self._epoch and not self._fence.paused:
+            return True
+        if shared.version < self._fence.version:
+            await self._fence.pause("hold")
+            raise Conflict(
+                f"the shared store is at policy version {shared.version}, but this cell has served version {self._fence.version}; "
+                "was the shared store restored from a backup? Resume at a higher version"
+            )
+        if shared.weights:
+            self._state.write_weights(msgspec.json.decode(shared.weights, type=PolicyWeights))
+        await self._replicas.prepare(shared.version, check=shared.epoch != self._epoch)
+        has_name = shared.model or self._fence.model
+        is_newer = shared.version > self._fence.version
+        self._barrier.resume(shared.version, shared.model if has_name and is_newer else None)
+        return True
+
+    async def _watch(self) -> None:
+        """Abort the calls in flight when no report was answered for too long."""
+        while True:
+            left = self._fence.valid_until - fence_clock()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            await self._fence.pause("hold")
+            if self._fence.in_flight:
+                log.warning("the shared store has not answered for %g s; aborting calls in flight", self._ttl_s)
+                await self._abort_calls()
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,103 @@
+"""The fence of all cells: one row with the newest change, and the cells that follow it. PostgreSQL's clock decides.
+
+A change gets the next epoch. A follower reports the newest epoch that it has carried out, and reads the row *after* it has reported.
+So a change that a follower has not read yet finds the follower in the table.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from turngate.store.connection import Connect
+
+FENCE_TABLES = """
+CREATE TABLE IF NOT EXISTS fence (
+    row INTEGER PRIMARY KEY,      -- always 1
+    epoch INTEGER NOT NULL,       -- rises with every change
+    stage TEXT NOT NULL,          -- open, hold or drain
+    version INTEGER NOT NULL,     -- the policy version in force
+    model TEXT NOT NULL,          -- the engines' name for it; empty: their own model
+    weights TEXT NOT NULL         -- where its weights are, as JSON; empty: unknown
+);
+CREATE TABLE IF NOT EXISTS fence_followers (
+    id TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    ttl REAL NOT NULL,            -- seconds after a report for which the follower may serve
+    seen REAL NOT NULL,           -- time of its last report
+    epoch INTEGER NOT NULL        -- the newest change that it has carried out
+);
+"""
+FenceStage = Literal["open", "hold", "drain"]
+_NOW = "(EXTRACT(EPOCH FROM clock_timestamp())::float8)"
+
+
+class SharedFence(msgspec.Struct, frozen=True):
+    """The newest change of the fence."""
+
+    epoch: int = 0
+    stage: FenceStage = "open"
+    version: int = 0
+    model: str = ""
+    weights: str = ""
+
+
+class FenceFollowerRow(msgspec.Struct, frozen=True):
+    """One follower as stored, and the time of reading."""
+
+    id: str
+    name: str
+    ttl: float
+    seen: float
+    epoch: int
+    now: float
+
+
+class FenceTable:
+    """The fence of all cells. Each method is one transaction, except `report`."""
+
+    def __init__(self, writing: Connect, reading: Connect) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def read(self) -> SharedFence:
+        with self._reading() as db:
+            row = db.execute("SELECT epoch, stage, version, model, weights FROM fence WHERE row=1").fetchone()
+        return SharedFence() if row is None else SharedFence(*row)
+
+    def write(self, stage: FenceStage, version: int, model: str, weights: str) -> int:
+        """Write a change and return its epoch."""
+        query = (
+            "INSERT INTO fence (row, epoch, stage, version, model, weights) VALUES (1,1,?,?,?,?)"
+            " ON CONFLICT (row) DO UPDATE SET epoch=fence.epoch+1, stage=excluded.stage, version=excluded.version,"
+            " model=excluded.model, weights=excluded.weights RETURNING epoch"
+        )
+        with self._writing() as db:
+            (epoch,) = db.execute(query, (stage, version, model, weights)).fetchone()
+        return int(epoch)
+
+    def report(self, follower: str, name: str, ttl_s: float, epoch: int) -> SharedFence:
+        """Report the newest epoch that a follower has carried out, then read the fence in a second transaction."""
+        query = (
+            f"INSERT INTO fence_followers (id, name, ttl, seen, epoch) VALUES (?,?,?,{_NOW},?)"
+            " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch"
+        )
+        with self._writing() as db:
+            db.execute(query, (follower, name, ttl_s, epoch))
+        return self.read()
+
+    def forget(self, follower: str) -> None:
+        """Remove a follower that has stopped serving."""
+        with self._writing() as db:
+            db.execute("DELETE FROM fence_followers WHERE id=?", (follower,))
+
+    def list_followers(self) -> list[FenceFollowerRow]:
+        with self._reading() as db:
+            rows = db.execute(f"SELECT id, name, ttl, seen, epoch, {_NOW} FROM fence_followers ORDER BY id").fetchall()
+        return [FenceFollowerRow(*row) for row in rows]
+
+    def prune(self, age_s: float) -> None:
+        """Remove followers that have not reported for `age_s`. They report again before they serve."""
+        with self._writing() as db:
+            db.execute(f"DELETE FROM fence_followers WHERE seen + ttl < {_NOW} - ?", (age_s,))
