@@ -170,7 +170,7 @@ def _body(name: str, items: list[Any], style: tuple[int, int, tuple[str, str], b
 
 
 @given(_requests())
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_cached_decoding_equals_full_decoding(case: tuple[str, list[bytes]]) -> None:
     name, bodies = case
     cache = PrefixCache(BY_NAME[name], FrameCache())

@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.xdist_group("transformers")  # its import takes ten seconds, so one worker does it
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -69,6 +70,7 @@ def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.xdist_group("transformers")
 def test_load_sharded_folder(tmp_path: Path) -> None:
     import transformers
 
@@ -83,6 +85,7 @@ def test_load_sharded_folder(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.xdist_group("transformers")
 def test_saved_model_loads_in_transformers(tmp_path: Path) -> None:
     import transformers
 

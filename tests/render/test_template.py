@@ -20,6 +20,7 @@ from turngate.types import Message
 REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]
 
 
+@pytest.mark.xdist_group("transformers")  # its import takes ten seconds, so one worker does it
 @pytest.mark.parametrize("name", renderer_params([*REAL, "builtin"]))
 def test_rendering_matches_transformers(name: str, renderers: Any) -> None:
     transformers = pytest.importorskip("transformers")

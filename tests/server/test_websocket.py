@@ -314,7 +314,7 @@ async def test_too_many_lanes() -> None:
         session = await g.open()
         async with connect(g, session.key) as socket:
             for n in range(MAX_LANES):
-                await socket.create(input="Hi", generate=False, stream_id=f"lane-{n}")
+                await socket.ask(input="Hi", generate=False, stream_id=f"lane-{n}")  # unread frames would delay closing
             refused = await socket.ask(input="Hi", stream_id="one more")
             assert refused["error"]["code"] == "websocket_stream_limit_reached"
 
