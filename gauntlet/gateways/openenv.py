@@ -36,5 +36,5 @@ class OpenEnv(Gateway):
             rollout = await response.json()
         sequences = [(s["role"], Row(s["input_ids"], s["loss_mask"], s["logprobs"])) for s in rollout["sequences"]]
         turns = {turn for _, row in sequences for turn in trained_spans(row)}
-        # A trainer uses only sequences that are labelled as the agent's own.
+        # A trainer uses only sequences that are labeled as the agent's own.
         return Record(list(turns), [row for role, row in sequences if role == "agent"])

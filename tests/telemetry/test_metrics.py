@@ -135,7 +135,7 @@ async def test_fence_and_held_calls(tmp_path: Path) -> None:
     assert metrics[sample_key("turngate_held_seconds_count")] == 1
 
 
-async def test_feeds_are_labelled_by_name(tmp_path: Path) -> None:
+async def test_feeds_are_labeled_by_name(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         await g.admin.put("/admin/feeds/my-run", json={"n": 2})
         for group in ("a", "a", "b"):
@@ -195,7 +195,7 @@ def test_worker_metrics_are_summed_except_global_ones() -> None:
     assert metrics[sample_key("turngate_loop_lag_seconds_bucket", le="0.002")] == 1
     by_worker = parse_metrics(to_prometheus(label_by_worker(dict(enumerate(snapshots)))).decode())
     assert by_worker[("turngate_prompt_tokens_total", (("mode", "exact"), ("worker", "1")))] == 5
-    assert by_worker[sample_key("turngate_feed_newest", feed="run")] == 7  # not labelled by worker
+    assert by_worker[sample_key("turngate_feed_newest", feed="run")] == 7  # not labeled by worker
 
 
 def test_labels_are_escaped() -> None:

@@ -23,7 +23,7 @@ def scrape(serving: ServeProcess, query: str = "") -> dict[tuple[str, tuple[tupl
     return parse_metrics(response.text)
 
 
-def test_metrics_are_summed_or_labelled_by_worker(tmp_path: Path) -> None:
+def test_metrics_are_summed_or_labeled_by_worker(tmp_path: Path) -> None:
     with start_serve(tmp_path / "data") as serving:
         for owner in (0, 0, 1):
             serving.say(serving.open(owner)["api_key"])

@@ -60,6 +60,7 @@ def custom_tool(name: str, description: str | None, syntax: str = "", grammar: s
     `grammar` is the definition that its input must follow, if any. `suffix` ends the description.
     """
     parts = [description] if description else []
+    # These texts are part of recorded prompts. If they change, `turngate verify` finds a difference in every older session that has one.
     parts.append("The input is free text: give it, as it is, as the string `input`.")
     if grammar:
         parts.append(f"It has to follow this {syntax or 'formal'} grammar:\n{grammar.strip()}")

@@ -64,7 +64,7 @@ def parse_gemma_call(text: str) -> list[tuple[str, str]]:
         raise ValueError("not a call with arguments in braces")
     value, end = _read_gemma_value(text.strip(), len(name), 0)
     if end != len(text.strip()):
-        raise ValueError("text after the arguments")
+        raise ValueError("text follows the arguments")
     return [(name, orjson.dumps(value).decode())]
 
 
@@ -75,7 +75,7 @@ def _read_gemma_value(text: str, at: int, depth: int) -> tuple[Json, int]:
     if text.startswith(GEMMA_QUOTE, at):
         end = text.find(GEMMA_QUOTE, at + len(GEMMA_QUOTE))
         if end < 0:
-            raise ValueError("a text without its end")
+            raise ValueError("a string has no closing quote")
         return text[at + len(GEMMA_QUOTE) : end], end + len(GEMMA_QUOTE)
     if text[at : at + 1] == "{":
         return _read_gemma_object(text, at + 1, depth)
@@ -97,7 +97,7 @@ def _read_gemma_object(text: str, at: int, depth: int) -> tuple[Json, int]:
     while text[at : at + 1] != "}":
         colon = text.find(":", at)
         if colon < 0:
-            raise ValueError("a key without a value")
+            raise ValueError("a key has no value")
         key = text[at:colon].strip().removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE)
         values[key], at = _read_gemma_value(text, colon + 1, depth + 1)
         at = _skip_comma(text, at, "}")
@@ -108,5 +108,5 @@ def _skip_comma(text: str, at: int, closing: str) -> int:
     if text[at : at + 1] == ",":
         return at + 1
     if text[at : at + 1] != closing:
-        raise ValueError(f"no {closing} at the end")
+        raise ValueError(f"{closing} is missing")
     return at

@@ -294,7 +294,7 @@ def _describe_sampling(log: CallLog) -> str:
 def _check_side_calls(spans: list[RowSpan]) -> PromiseResult:
     sides = [span for span in spans if span.role not in TrainingPolicy().roles]
     return PromiseResult(
-        "side calls are labelled and excluded from training",
+        "side calls are labeled and excluded from training",
         not any(span.trained for span in sides),
         f"{sum(span.role in ('side', 'summary') for span in sides)} side calls",
     )

@@ -125,7 +125,7 @@ def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, doe
         lines.append("check_task = false  # the steps below do not change files; delete this line once they do")
     lines += [
         "",
-        "# The program of this machine is used. To pin a version that works in every sandbox, name its package and its program:",
+        "# The program is taken from this machine. To pin a version that works in every sandbox, name its package and program:",
         "# [install]",
         '# npm = "…"  (or pip = "…" and python = "3.12")',
         '# version = "1.2.3"',
@@ -145,7 +145,7 @@ def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
 
 def _variable(name: str, value: str) -> str:
     if is_secret(name, value):
-        return f'{_key(name)} = ""  # the value was left out, because it looks like a secret'
+        return f'{_key(name)} = ""  # left out: the value looks like a secret'
     return f"{_key(name)} = {_quote(value)}"
 
 
@@ -154,7 +154,7 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# It asks for temperature 0. Such turns cannot be trained unless the session pins another temperature.",
+        "# The agent asks for temperature 0. Such turns cannot be trained, unless the session pins another temperature.",
     ]
 
 
@@ -164,7 +164,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# Headers that may name the conversation. Keep those that are the same in all calls of one conversation.",
+        "# Headers that may identify the conversation. Keep those whose value is the same in all of its calls.",
         "[signals]",
         f"thread = {_value([f'header:{name}' for name in headers])}",
     ]
@@ -173,7 +173,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
 def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
     """Write the steps of `turngate agents check`: the whole task if the agent has a shell tool."""
     names = ", ".join(_key(tool.name) for tool in tools)
-    offered = ["", f"# Tools that it offered: {names or 'none'}"]
+    offered = ["", f"# Tools that the agent offered: {names or 'none'}"]
     if shell is None:
         return [
             *offered,

@@ -56,7 +56,7 @@ _MAX_WAITING = 32  # calls of one lane that wait for their turn
 _UPGRADE_HEADERS = ("idempotency-key", "x-turngate-attempt", "x-stainless-retry-count")
 
 
-class TooManyStreams(BadRequest):
+class TooManyLanes(BadRequest):
     """A connection has too many lanes, or too many calls wait in one."""
 
     kind = "websocket_stream_limit_reached"
@@ -260,18 +260,18 @@ class CallSocket:
             event = decode_event(raw)
             lane = event.lane
             if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
-                raise TooManyStreams(
-                    f"stream_id: this connection has {MAX_LANES} streams already; use one of them, or another connection",
+                raise TooManyLanes(
+                    f"stream_id: this connection has {MAX_LANES} lanes already; use one of them, or another connection",
                     param="stream_id",
                 )
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
-                raise TooManyStreams(
+                raise TooManyLanes(
                     f"with this call, those that wait or run would have more than {self._calls.max_body} bytes (setting max_body_mb); "
                     "send it when one has ended"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
-                raise TooManyStreams(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
+                raise TooManyLanes(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
             queue.put_nowait((raw, event))
             self._held_bytes += len(raw)
         except TurngateError as error:
@@ -339,7 +339,7 @@ class CallSocket:
 
     def _find_refusing_session(self, error: TurngateError) -> Session | None:
         """Return the session if the error may count as a refused call of it."""
-        if isinstance(error, TooManyStreams | EventUnsupported):
+        if isinstance(error, TooManyLanes | EventUnsupported):
             return None
         try:
             return self._find_session()

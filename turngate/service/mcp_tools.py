@@ -284,7 +284,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="get_messages",
             title="Read the conversation of a rollout",
-            description="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labelled.",
+            description="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labeled.",
             arguments=(GetMessages,),
             result=MessagePage,
             call=_messages,

@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, labelled with their session and redacted.
+"""Log lines as text or JSON, labeled with their session and redacted.
 
 A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
 logged by that task include the session, rollout and group. No code should log a key; redaction is the last line of defence.

@@ -51,7 +51,7 @@ FAMILIES = (
         kind="gauge",
         labels=("version", "engine"),
         merge="same",
-        about="1, labelled with the version and the engine.",
+        about="1, labeled with the version and the engine.",
     ),
     MetricFamily(name="turngate_workers", kind="gauge", about="Workers that answered."),
     MetricFamily(

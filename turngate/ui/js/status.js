@@ -115,7 +115,7 @@ export function addressOf(id, tab = "") {
 }
 
 /**
- * Create a list of labelled values, which is shown above a view.
+ * Create a list of labeled values, which is shown above a view.
  * @param {[string, any, string?][]} pairs label, value and tooltip
  */
 export function facts(pairs) {
