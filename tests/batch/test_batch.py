@@ -174,6 +174,23 @@ async def test_sessions_of_killed_runner_are_cancelled() -> None:
         assert (await harness.client.show(opened.id)).status == "cancelled"
 
 
+async def test_superseded_attempt_ends_its_rollout() -> None:
+    """Somebody else takes the rollout over while its agent runs: the agent is stopped, and the batch does not retry it."""
+    async with open_harness() as harness:
+        plan = harness.plan("hang-0", n=1, timeout_s=scaled(60))
+        batch = harness.batch(plan)
+        running = asyncio.create_task(batch.run())
+        await kit.until(lambda: batch.progress.sampled_tokens > 0, 60)
+        [started] = read_ledger(harness.out).open.values()
+        superseded = await harness.client.supersede(started.rollout, started.attempt)
+        assert superseded.attempt.session == started.session
+        [finished] = (await asyncio.wait_for(running, scaled(60))).finished
+        assert (finished.kind, finished.reward, finished.attempt) == ("cancelled", None, 1)
+        assert finished.message == "the session was cancelled at the gateway: its attempt was superseded"
+        shown = await harness.client.show(started.session)
+        assert (shown.status, shown.stop, shown.outcome) == ("cancelled", "superseded", None)
+
+
 async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
     async with open_harness() as harness:
         plan = harness.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))

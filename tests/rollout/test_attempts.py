@@ -15,8 +15,9 @@ from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.protocol import FeedConfig
 from turngate.rollout.group_closer import GroupCloser
-from turngate.rollout.ledger import AttemptStarted, timestamp
+from turngate.rollout.ledger import AttemptStarted, FinishedRollout, UnrecordedRollout, timestamp
 from turngate.rollout.lost_attempts import LostAttempts
+from turngate.rollout.outcome import Outcome
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
 from turngate.rollout.recording import record_outcome
@@ -24,6 +25,9 @@ from turngate.rollout.resolve import PlanResolver
 from turngate.rollout.results import BatchResults
 from turngate.rollout.session import build_session_config
 from turngate.rollout.stop_signal import StopSignal
+from turngate.rollout.summary import summarize
+from turngate.service.report import build_minimal_result
+from turngate.service.result import RolloutState
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.archive import PackedTask
 from turngate.trainers.export import ExportChoices, export
@@ -93,11 +97,11 @@ async def drive(folder: Path) -> AsyncIterator[tuple[TrainingGateway, Driver, Fe
             await driver.results.ledger.close()
 
 
-def export_sessions(folder: Path) -> set[str]:
-    """Return the sessions of which the export has rows."""
+def export_sessions(folder: Path) -> tuple[set[str], dict[str, int]]:
+    """Return the sessions of which the export has rows, and what it left out."""
     out = folder / "rows.jsonl"
-    export(folder / "data", out, ExportChoices(format="rows"))
-    return {json.loads(line)["session"] for line in out.read_text().splitlines()}
+    result = export(folder / "data", out, ExportChoices(format="rows"))
+    return {json.loads(line)["session"] for line in out.read_text().splitlines()}, dict(result.left_out)
 
 
 @pytest.mark.parametrize("returns", ["before attempt 2", "before its outcome", "after its outcome"])
@@ -125,7 +129,8 @@ async def test_partitioned_attempt_and_its_retry_are_not_both_trained(returns: s
         trained = ["session-0-2", "session-1-1"]
         assert [rollout.session for rollout in delivery.rollouts] == trained
         assert (await t.client.show_feed("train")).waiting == ()
-        assert export_sessions(tmp_path) == set(trained)
+        left_out = {"superseded by attempt 2 (--unfinished includes it)": 1}
+        assert export_sessions(tmp_path) == (set(trained), left_out)
         late = await t.client.show("session-0-1")  # kept, and marked
         assert late.outcome is not None and late.outcome.reward == 1.0
         assert late.excluded == "superseded by attempt 2"
@@ -160,3 +165,30 @@ async def test_settling_adopts_an_outcome_that_is_already_recorded(tmp_path: Pat
         delivery = await feed.next(5)
         assert delivery is not None
         assert [rollout.session for rollout in delivery.rollouts] == ["session-0-1", "session-1-1"]
+
+
+async def test_postponed_outcome_of_a_superseded_attempt_is_not_counted(tmp_path: Path) -> None:
+    """The gateway did not respond when attempt 1 was done. Meanwhile, somebody else opened attempt 2."""
+    async with drive(tmp_path) as (t, driver, _):
+        first = Runner(t, driver.plan, one := await driver.begin(1))
+        await first.open()
+        await t.client.open({"rollout": ROLLOUT, "attempt": 2}, "other")
+        recorded = RecordedOutcome(kind="graded", reward=1.0, group=GROUP, task="well-0")
+        finished = FinishedRollout(
+            rollout=ROLLOUT, task="well-0", index=0, kind="graded", reward=1.0, attempt=1, session=one.session, at=1.0
+        )
+        await driver.lost.record(UnrecordedRollout(finished=finished, recorded=recorded, why="gone"))
+        [settled] = driver.results.state.finished.values()
+        assert (settled.kind, settled.reward, settled.message) == ("cancelled", None, "superseded by attempt 2")
+        summary = summarize(BATCH, ["well-0"], 2, [settled])
+        assert summary.messages["cancelled"] == [("superseded by attempt 2", 1)] and summary.overall.graded == 0
+        kept = (await t.client.show(one.session)).outcome
+        assert kept is not None and kept.reward == 1.0
+
+
+def test_results_say_why_an_outcome_does_not_count() -> None:
+    outcome = Outcome(task="t", agent="a", version="", sandbox="local", model="m", excluded="superseded by attempt 2")
+    state = RolloutState(
+        rollout_id="r", task_id="t", agent="a", model_key="m", model="m", mode="exact", status="finished", stage="done"
+    )
+    assert build_minimal_result(state, outcome, ()).excluded == outcome.exclusion == "superseded by attempt 2"

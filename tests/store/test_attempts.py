@@ -1,11 +1,14 @@
-"""Test the attempts table as conversations: what happens to the attempts at one rollout, and which outcome counts."""
+"""Test the attempts table as conversations, on both databases: what happens to the attempts at one rollout, and which outcome counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from turngate.errors import Conflict
 from turngate.store.events import new_event
@@ -61,10 +64,8 @@ class AttemptStore:
 
 
 @pytest.fixture
-def attempts(tmp_path: Path) -> Iterator[AttemptStore]:
-    store = Store(tmp_path)
-    yield AttemptStore(store)
-    store.close()
+def attempts(store: Store) -> AttemptStore:
+    return AttemptStore(store)
 
 
 @pytest.mark.parametrize(
@@ -191,3 +192,21 @@ def test_new_feed_starts_without_superseded_and_cancelled_outcomes(attempts: Att
         1: "superseded by attempt 3",
         2: "superseded by attempt 3",
     }
+
+
+_STEPS = st.tuples(st.sampled_from([OPEN, GIVE_UP, GRADED, FAULT, CANCEL]), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_STEPS, max_size=14))
+def test_no_order_of_events_makes_two_attempts_count(steps: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        store = Store(Path(folder))
+        attempts = AttemptStore(store)
+        for verb, attempt in steps:
+            if verb in (OPEN, GIVE_UP) or store.find(f"s{attempt}") is not None:
+                with suppress(Conflict, KeyError):  # the attempt or the id is taken
+                    attempts.do(verb, attempt)
+            settled = [number for number, state in attempts.states.items() if state == "settled"]
+            assert len(settled) == attempts.in_feed <= 1
+        store.close()

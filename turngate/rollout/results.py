@@ -198,6 +198,7 @@ def build_finished(
 ) -> FinishedRollout:
     assert verdict.kind is not None, "the rollout must be graded first"
     fault = outcome.fault
+    message = describe_failure(outcome) or (outcome.stop if verdict.kind == "cancelled" else "")
     finished = FinishedRollout(
         rollout=item.id,
         task=item.task.id,
@@ -218,7 +219,7 @@ def build_finished(
         seconds=outcome.seconds,
         stage=fault.stage if fault else "",
         boundary=fault.boundary if fault else "",
-        message=describe_failure(outcome)[:_MAX_CHARS],
+        message=message[:_MAX_CHARS],
         at=timestamp(),
     )
     return exclude(finished, outcome.excluded)

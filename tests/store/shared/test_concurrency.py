@@ -129,3 +129,38 @@ def test_processes_that_start_together_create_the_tables_once(postgres_url: str)
     assert [store.events.add(event("", "note")) for store in opened] == [1, 2, 3, 4, 5, 6]
     for store in opened:
         store.close()
+
+
+@pytest.mark.full
+def test_attempt_is_either_adopted_or_superseded(postgres_url: str) -> None:
+    """For each rollout, one machine records the outcome of attempt 1 while another gives it up and runs attempt 2."""
+    store = open_shared(postgres_url)
+    feed = store.feeds.open("train", b"{}", 1000, "", from_start=False)
+    count = 40
+    for n in range(count):
+        store.close_session(add_session(store, f"a{n}", rollout=f"r{n}"), "sealed", "", 2.0)
+    adopted: list[int] = []
+
+    def write(other: Store, number: int) -> None:
+        for n in range(count):
+            if number == 0:
+                row = other.find(f"a{n}")
+                assert row is not None
+                put_outcome(other, row.key, f"a{n}", "g")
+                continue
+            attempt, outcome = other.attempts.supersede(f"r{n}", 1, f"a{n}")
+            assert (attempt.state == "settled") == (outcome is not None)
+            if outcome is not None:
+                adopted.append(n)
+                continue
+            key = add_session(other, f"b{n}", rollout=f"r{n}", attempt=2)
+            other.close_session(key, "sealed", "", 2.0)
+            put_outcome(other, key, f"b{n}", "g", attempt=2)
+
+    run_writers(postgres_url, 2, write)
+    [(_, waiting)] = [(group.group, group.rollouts) for group in store.feeds.waiting(feed.key, 10)]
+    assert waiting == count
+    for n in range(count):
+        states = [row.state for row in store.attempts.list_attempts(f"r{n}")]
+        assert states == (["settled"] if n in adopted else ["superseded", "settled"])
+    store.close()
