@@ -1,9 +1,10 @@
 """Measure what a rollout costs in addition to its agent.
 
-    python bench/rollouts.py [--rollouts 60] [--concurrency 8] [--only local …] [--json FILE]
+    python bench/rollouts.py [--rollouts 60] [--concurrency 8] [--only local …] [--agent pi] [--json FILE]
 
 Runs batches of rollouts whose agent does nothing (`true`), for each sandbox with and without a grader, against a gateway with the scripted
-engine in a separate process. So all of the cost is ours: the runner, the sandbox, the relay and the gateway.
+engine in a separate process. So all of the cost is ours: the runner, the sandbox, the relay and the gateway. With `--agent`, a real agent
+makes one call: compare it with a run without, to see what starting that agent costs.
 
     rollouts/min     of the whole machine, with --concurrency agents
     runner           CPU ms per rollout of the process that runs the batch, all threads
@@ -35,7 +36,7 @@ from processes import Process, free_port
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools import base_image
-from turngate.agents.install import Installation
+from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import BatchResult, run_batch
@@ -45,6 +46,7 @@ from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Script, Task
 
+NOTHING = "shell"  # runs the command `true`
 SANDBOXES: dict[str, Callable[[], str | None]] = {
     "local": lambda: None,
     "bubblewrap": base_image.missing_bubblewrap,
@@ -64,19 +66,21 @@ class Result(msgspec.Struct):
     calibration_ms: float
 
 
-def _plan(folder: Path, sandbox: str, *, graded: bool, count: int, running: int) -> BatchPlan:
+def _plan(folder: Path, sandbox: str, agent: str, *, graded: bool, count: int, running: int) -> BatchPlan:
     grader = Script(command=("true",), decides="exit code") if graded else None
+    spec = find_agent(agent).spec
+    is_nothing = agent == NOTHING
     return BatchPlan(
         tasks=(Task(id="nothing", instruction="Do nothing.", grader=grader),),
-        agent=find_agent("shell").spec,
-        installed=Installation(),
+        agent=spec,
+        installed=Installation() if is_nothing else ensure_installed(spec),
         backend=get_backend(sandbox),
         model="bench",
         folder=folder,
         n=count,
         bounds=Bounds(running=running, starting=running, grading=running, warm=0 if running == 1 else 2),
         image=base_image.IMAGE if sandbox == "docker" else "",
-        options={"command": "true"},
+        options={"command": "true"} if is_nothing else {},
         retries=0,
     )
 
@@ -97,7 +101,7 @@ async def measure(
     ):
 
         async def batch(name: str, count: int, running: int) -> BatchResult:
-            plan = _plan(folder / name, sandbox, graded=graded, count=count, running=running)
+            plan = _plan(folder / name, sandbox, args.agent, graded=graded, count=count, running=running)
             result = await run_batch(plan, client, connector)
             _check(result, graded=graded)
             return result
@@ -166,6 +170,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--alone", type=int, default=5, help="rollouts that run one after another")
     parser.add_argument("--only", nargs="*", choices=list(SANDBOXES), default=list(SANDBOXES))
+    parser.add_argument("--agent", default=NOTHING, help="run this agent, which makes one call [none]")
     parser.add_argument("--no-grader", action="store_true", help="skip the batches with a grader")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -229,6 +229,7 @@ UNRUN = [
     Unrun("docs/openenv-environment.md", "python -m pip wheel", "builds a wheel", "tests/test_dist.py"),
     Unrun("docs/remote-sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),
     Unrun("docs/sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),
+    Unrun("docs/scale.md", ".venv/bin/python -m bench.scale", TOO_LONG, "tests/bench/test_scale_model.py"),
     Unrun("docs/speed.md", "make ", TOO_LONG),
     Unrun("docs/speed.md", ".venv/bin/python bench", TOO_LONG),
     Unrun("docs/start/prime-rl.md", "vf-eval", NEEDS_VERIFIERS, "tests/trainers/test_verifiers.py"),
