@@ -14,7 +14,7 @@ from tests.feed.kit import training
 from tests.kit import gateway
 from tests.server.test_forwarding import crew
 from tests.server.test_page import fetch, log_in
-from turngate.cli.show import load_from_folder, print_session
+from turngate.cli.show import load_from_store, print_session
 from turngate.client.gateway import GatewayClient
 from turngate.store.outcomes import RecordedOutcome
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
@@ -147,7 +147,7 @@ async def test_late_outcome_is_shown_and_verified(tmp_path: Path, capsys: pytest
         listed = {s["id"]: s.get("excluded", "") for s in (await t.g.admin.get("/admin/sessions")).json()["sessions"]}
         assert listed == {"s1": "superseded by attempt 2", "s2": ""}
         await check_page(await log_in(t.g))
-    view, _ = load_from_folder(tmp_path, "s1")
+    view, _ = load_from_store(tmp_path, "s1")
     print_session(view, tokenizer=None, full=True, console=Console(width=200))
     printed = capsys.readouterr().out
     assert "attempt 1 of r" in printed and "does not count: superseded by attempt 2" in printed
