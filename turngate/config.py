@@ -28,7 +28,7 @@ OBSERVED_ENGINES: dict[str, tuple[str, ...]] = {
 
 # Headings under which `--help` groups the settings.
 GATEWAY, MODEL, ENGINE, LOCAL_ENGINE = "Gateway", "Model", "Engine", "Local engine"
-LIMITS, OUTPUT, CHECKS = "Limits", "Output", "Checks"
+LIMITS, OUTPUT, CHECKS, CELL = "Limits", "Output", "Checks", "Cell"
 
 
 def _about(description: str, panel: str) -> msgspec.Meta:
@@ -139,6 +139,22 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, _about("Ask the engine to echo each prompt, and compare the echo with the ids sent.", CHECKS)
     ] = False
 
+    shared: Annotated[
+        str,
+        _about(
+            "URL of the shared store, such as postgresql://user@host/database. A URL with a password is accepted only from "
+            "TURNGATE_SHARED or a config file.",
+            CELL,
+        ),
+    ] = ""
+    cell_name: Annotated[str, _about("Name of this cell in the shared store. Defaults to the host name.", CELL)] = ""
+    lease_s: Annotated[float, _about("Seconds without the shared store after which the cell stops serving.", CELL)] = (
+        30.0
+    )
+    max_unshipped: Annotated[
+        int, _about("Refuse new sessions while this many ended ones are not in the shared store.", CELL)
+    ] = 10_000
+
     @property
     def is_shared(self) -> bool:
         """Whether the data is in a shared store. Such a gateway opens no sessions."""
@@ -207,6 +223,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"verify_every must be 0 (verify no sessions), 1 (all) or n (every n-th), not {self.verify_every}",
                 param="verify_every",
             )
+        if not 1 <= self.lease_s <= 3600:
+            raise ConfigError(f"lease_s must be between 1 and 3600, not {self.lease_s}", param="lease_s")
+        if self.max_unshipped < 1:
+            raise ConfigError(f"max_unshipped must be 1 or more, not {self.max_unshipped}", param="max_unshipped")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context must be at least 1, not {self.max_context}", param="max_context")
 

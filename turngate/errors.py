@@ -148,6 +148,12 @@ class Stopping(TurngateError):
     retry_safe = True
 
 
+class LeaseLapsed(Stopping):
+    """The cell's lease has lapsed. The same call can succeed once the cell reaches the shared store again."""
+
+    kind = "lease_lapsed"
+
+
 class EngineError(TurngateError):
     """The engine failed or sent an invalid reply."""
 

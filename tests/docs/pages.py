@@ -176,6 +176,7 @@ class Unrun(NamedTuple):
     test: str = ""  # the file with the test that runs it in another way
 
 
+NEEDS_POSTGRES = "needs a PostgreSQL server of your own"
 NEEDS_DOCKER = "builds images or needs a registry"
 NEEDS_TRL = "needs TRL, which has its own environment"
 NEEDS_OPENENV = "needs OpenEnv, which has its own environment"
@@ -185,6 +186,10 @@ TOO_LONG = "takes minutes"
 
 UNRUN = [
     Unrun("README.md", "python examples/trl/async_grpo.py", NEEDS_TRL, "tests/trainers/test_trl.py"),
+    Unrun("docs/cells.md", "pip install", NEEDS_POSTGRES),
+    Unrun("docs/cells.md", "createdb", NEEDS_POSTGRES),
+    Unrun("docs/cells.md", "turngate cell --shared", NEEDS_POSTGRES, "tests/cells/test_cell.py"),
+    Unrun("docs/cells.md", "turngate doctor --shared", NEEDS_POSTGRES, "tests/cells/test_cell.py"),
     Unrun("docs/comparison.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),
     Unrun("docs/deploy.md", "mkdir -m 700 deploy/secrets", NEEDS_DOCKER, "tests/deploy/test_image.py"),
     Unrun("docs/deploy.md", "MODEL=Qwen/Qwen3-8B docker compose", NEEDS_DOCKER, "tests/deploy/test_files.py"),

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from turngate import __version__
 from turngate.agents.spec import find_agent
+from turngate.cli.cell import load_optional_cell_config
 from turngate.cli.options import DoctorOptions
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import say
 from turngate.common.validation import suggestion
-from turngate.config import ServeConfig, load_config
+from turngate.config import ServeConfig
 from turngate.doctor import CHECKS, CheckState, DoctorContext, Finding, diagnose
 from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
@@ -83,7 +84,7 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
         GatewayClient(gateway, key)  # rejects a malformed URL
         config = ServeConfig()
     else:
-        config = load_config(options.config, dict(options.settings))
+        config = load_optional_cell_config(options)
         read_engine_key(config)  # fails if the environment variable is not set
     return DoctorContext(
         config,

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Optional, TypeVar
 
 import typer
 
 from turngate import __version__
 from turngate.cli import options as flags
 from turngate.errors import ConfigError, TurngateError
+
+if TYPE_CHECKING:
+    from turngate.config import ServeConfig
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -46,13 +49,29 @@ def main(
 
 
 @app.command()
-@flags.takes(flags.ServeOptions, flags.ALL_SETTINGS)
+@flags.takes(flags.ServeOptions, flags.SERVE_SETTINGS)
 def serve(options: flags.ServeOptions) -> None:
     """Start the gateway."""
-    from turngate.config import load_config
+    from turngate.cli.cell import load_serve_config
+
+    _serve(_or_exit(lambda: load_serve_config(options)))
+
+
+@app.command()
+@flags.takes(flags.ServeOptions, flags.ALL_SETTINGS)
+def cell(options: flags.ServeOptions) -> None:
+    """Start a gateway that is one of many: a cell, which ships its sessions to a shared store (needs the `postgres` extra).
+
+    A cell serves while it holds a lease in the shared store. See docs/cells.md.
+    """
+    from turngate.cli.cell import load_cell_config
+
+    _serve(_or_exit(lambda: load_cell_config(options)))
+
+
+def _serve(config: ServeConfig) -> None:
     from turngate.telemetry import logs
 
-    config = _or_exit(lambda: load_config(options.config, dict(options.settings)))
     if config.workers > 1:
         from turngate.server.workers.front import run
     else:

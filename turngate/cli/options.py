@@ -18,6 +18,7 @@ import typer
 O = TypeVar("O")  # noqa: E741
 DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
 ALL_SETTINGS = ("*",)
+SERVE_SETTINGS = ("*", "-cell")  # all but those of a cell
 DEFAULT_AGENT = "mini-swe-agent"
 # Settings for the gateway that `turngate run` and `turngate batch` start if none is running.
 RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "tokenizer", "script", "max_context")
@@ -460,13 +461,15 @@ def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
     """Build a parameter per setting. Its default is None, so that the config file's value or the setting's default applies."""
     import msgspec
 
-    from turngate.config import ServeConfig
+    from turngate.config import CELL, ServeConfig
 
     hints = get_type_hints(ServeConfig, include_extras=True)
     settings = {setting.name: setting for setting in msgspec.structs.fields(ServeConfig)}
     parameters = []
-    for name in settings if names == ALL_SETTINGS else names:
+    for name in settings if "*" in names else names:
         kind, about = get_args(hints[name])
+        if "-cell" in names and about.extra["panel"] == CELL:
+            continue
         flag = name.replace("_", "-")
         spelling = (f"--{flag}/--no-{flag}",) if kind is bool else ()
         unnamed = [value for value in _literals(kind) if value not in about.description]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from turngate.common.safe_text import sanitize_line
-from turngate.doctor import agents_and_sandboxes, engine, gateway, machine, tokenizer
+from turngate.doctor import agents_and_sandboxes, cell, engine, gateway, machine, tokenizer
 from turngate.doctor.context import DoctorContext
 from turngate.doctor.finding import CheckOutcome, DoctorCheck, Finding, failure
 from turngate.errors import TurngateError
@@ -34,6 +34,13 @@ CHECKS = (
         timeout_s=20,
         run=machine.check_data,
         description="The data folder is writable, supports locks and SQLite's write-ahead log, and its recordings can be read.",
+    ),
+    DoctorCheck(
+        name="shared store",
+        where="here",
+        timeout_s=20,
+        run=cell.check_shared_store,
+        description="Cells: the shared store answers, and ended sessions reach it.",
     ),
     DoctorCheck(
         name="disk",

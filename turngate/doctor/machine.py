@@ -40,6 +40,7 @@ EXTRAS = {
     "e2b": "e2b",
     "huggingface": "huggingface_hub",
     "mcp": "mcp",
+    "postgres": "psycopg",
     "openenv": "openenv",
     "trl": "trl",
     "verifiers": "verifiers",
@@ -87,6 +88,7 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
     needed = {
         "local": context.config.engine == "local",
         "otel": is_enabled(context.config.spans),
+        "postgres": bool(context.config.shared),
         "families": context.config.family not in ("auto", "template"),
         "e2b": "e2b" in context.sandboxes,
         "huggingface": "huggingface" in context.sandboxes,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from turngate.errors import Conflict
@@ -15,19 +17,30 @@ from turngate.telemetry.metrics import Metrics
 
 
 class OutcomeRecorder:
-    def __init__(self, store: Store, sessions: Sessions, events: Events, feeds: Feeds, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        events: Events,
+        feeds: Feeds,
+        metrics: Metrics,
+        require_lease: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`require_lease` raises an error if this gateway is a cell without a lease."""
         self._attempts = store.attempts
         self._outcomes = store.outcomes
         self._sessions = sessions
         self._events = events
         self._feeds = feeds
         self._metrics = metrics
+        self._require_lease = require_lease
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> str:
         """Store the outcome of an ended session, and return why it does not count, if so. Recording the same outcome again is allowed.
 
         Raise `Conflict` if the session is still open, or if it has a different outcome and `replace` is not set.
         """
+        self._require_lease()
         row = self._sessions.find_row(session_id)
         if row.config.rollout:  # the settings of a named session decide which attempt it is
             outcome = msgspec.structs.replace(outcome, attempt=row.config.attempt)

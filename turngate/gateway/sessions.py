@@ -43,8 +43,12 @@ class Sessions:
         metrics: Metrics | None = None,
         on_close: Callable[[str], None] = lambda session_id: None,
         on_end: Callable[[str], None] = lambda session_id: None,
+        require_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted."""
+        """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted.
+
+        `require_room` raises an error if no session may be opened now.
+        """
         self.modes = modes  # the modes this gateway serves; the first is the default
         self._models = models  # empty: any name
         self._vocabulary = vocabulary
@@ -54,6 +58,7 @@ class Sessions:
         self._metrics = metrics or Metrics()
         self._on_close = on_close
         self._on_end = on_end
+        self._require_room = require_room
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
@@ -79,6 +84,7 @@ class Sessions:
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
         """Open a session and return it with its secret, which is never shown again."""
+        self._require_room()
         self._check_config(config)
         if session_id is None:
             session_id = self._shard.new_session_id()
@@ -232,6 +238,7 @@ class Sessions:
                 raise
             session = _load_closed_session(self.find_row(session_id))  # a damaged trace must not prevent its deletion
         async with session.ending_lock:
+            self._store.outbox.require_shipped(session.key, session_id)
             self._store.delete_session(session.key, new_event(session_id, "deleted", {}))
             self._forget(session)
         self._events.wake(session_id)
@@ -270,6 +277,14 @@ class Sessions:
     async def abort_all_calls(self) -> None:
         """Abort all calls in flight because the gateway is stopping. Each records its partial turn and asks its agent to retry."""
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
+
+    async def interrupt_calls(self) -> None:
+        """Abort all calls in flight because the cell's lease has lapsed. Agents repeat them, and they wait for the lease."""
+        await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
+
+    def owns(self, session_id: str) -> bool:
+        """Return whether the session belongs to this worker."""
+        return self._shard.owns(session_id)
 
 
 def _digest(secret: str) -> bytes:

@@ -20,6 +20,7 @@ from turngate.engines.gate import Gate
 from turngate.engines.pool import Pool
 from turngate.errors import NotFound, StoreError
 from turngate.gateway.attempts import Attempts
+from turngate.gateway.cell.cell import Cell
 from turngate.gateway.engine_changes import EngineChanges, EngineGroup, LocalEngines
 from turngate.gateway.engine_list import EngineList
 from turngate.gateway.events import Events
@@ -107,6 +108,7 @@ class Gateway:
             self.store.close()
             raise
         self._store_renderer()
+        self.cell = Cell(config, self.store, shard) if config.shared else None
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()
@@ -123,7 +125,8 @@ class Gateway:
 
     def _compose_policy(self) -> None:
         self.fence_state = FenceState(self.store)
-        self.fence = Fence(*self.fence_state.read_policy())
+        policy = self.fence_state.read_policy()
+        self.fence = Fence(*policy) if self.cell is None else self.cell.create_fence(*policy)
         if isinstance(self.engine, Gate) and self.renderer is not None:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
@@ -146,11 +149,19 @@ class Gateway:
             metrics=self.metrics,
             on_close=self.engine.release if self.engine is not None else lambda session_id: None,
             on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
+            require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
         )
         self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
-        self.outcomes = OutcomeRecorder(self.store, self.sessions, self.events, self.feeds, self.metrics)
+        self.outcomes = OutcomeRecorder(
+            self.store,
+            self.sessions,
+            self.events,
+            self.feeds,
+            self.metrics,
+            require_lease=self.cell.permit.require if self.cell is not None else lambda: None,
+        )
         self.session_views = SessionViews(self.store)
         self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s)
@@ -192,6 +203,7 @@ class Gateway:
             self.auth,
             engine_name=self.config.engine,
             shard=self.shard,
+            cell=self.cell,
         )
         journal = Journal(self.store, self.metrics)
         self.recorder = TurnRecorder(journal, self.events, self.metrics, log_turns=self.config.log_turns)
@@ -290,13 +302,16 @@ class Gateway:
         """Mode of the sessions that the engine serves."""
         return "gate" if isinstance(self.engine, Gate) else "exact"
 
-    async def start(self) -> None:
+    async def start(self, url: str = "") -> None:
+        """Start the engine and background tasks. `url` is the gateway's own, which a cell publishes in the shared store."""
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.start()
         if self.local_engines is not None:
             self.engine_list.warn_about_removed()
             await self.local_engines.sync()  # restores which engines are draining
+        if self.cell is not None:
+            await self.cell.start(self.sessions, url)
         if self.config.max_context is None and self.engine is not None:
             limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
             if limits:
@@ -341,6 +356,8 @@ class Gateway:
         await self.stale.close()
         for reader in (self.feeds, self.session_views, self.page):
             await asyncio.to_thread(reader.close)
+        if self.cell is not None:
+            await self.cell.stop()
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,6 +21,7 @@ from turngate import __version__
 from turngate.common.sharding import Shard
 from turngate.engines.base import Engine
 from turngate.errors import StoreError, TurngateError
+from turngate.gateway.cell.cell import Cell
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
@@ -57,6 +58,7 @@ class MetricsEndpoint:
         *,
         engine_name: str,
         shard: Shard,
+        cell: Cell | None = None,
     ) -> None:
         self._metrics = metrics
         self._sessions = sessions
@@ -66,6 +68,7 @@ class MetricsEndpoint:
         self._auth = auth
         self._engine_name = engine_name
         self._shard = shard
+        self._cell = cell
         self._lag_task: asyncio.Task[None] | None = None
         self._started = time.time()
 
@@ -109,6 +112,7 @@ class MetricsEndpoint:
                 "turngate_info": [((__version__, self._engine_name), 1)],
                 "turngate_workers_silent": [((), silent_workers)],
                 **self._feed_gauges(),
+                **self._cell_gauges(),
             }
         )
         return MetricsSnapshot({**shared.families, **own.families})
@@ -127,6 +131,14 @@ class MetricsEndpoint:
             "turngate_feed_waiting_groups": [((feed.name,), waiting.get(feed.name, none)[0]) for feed in listed],
             "turngate_feed_waiting_rollouts": [((feed.name,), waiting.get(feed.name, none)[1]) for feed in listed],
         }
+
+    def _cell_gauges(self) -> Gauges:
+        if self._cell is None:
+            return {}
+        try:
+            return {name: [((), value)] for name, value in self._cell.gauges().items()}
+        except StoreError:
+            return {}
 
     def route(self, collect_others: CollectOthers | None = None) -> Route:
         """Return the route. `collect_others` fetches the other workers' snapshots, with None for a worker that does not answer."""

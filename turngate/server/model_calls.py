@@ -20,7 +20,7 @@ from turngate.common.sharding import SESSION_PATH
 from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.base import StorableStream
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
-from turngate.errors import Conflict, Stopping, StoreError, TurngateError
+from turngate.errors import Conflict, StoreError, TurngateError
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.refusals import is_refusal
 from turngate.gateway.replies import ReplyArchive, SessionReplies
@@ -44,7 +44,7 @@ from turngate.server.routing import RouteMatch, client_host
 from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics
 from turngate.telemetry.spans import current_tracer
-from turngate.trace.session import CallError, Session
+from turngate.trace.session import CallError, Session, retry_error
 from turngate.trace.signals import read_signals
 from turngate.trace.tree import Trace
 from turngate.types import Call, Done, KeepAlive, ReplyEvent
@@ -322,8 +322,8 @@ class _ExplainCancellation:
         task.uncancel()
         if self._hang_up.disconnected:
             raise ClientDisconnect from None
-        if self._session.ending == "stopping":
-            raise Stopping("the gateway is stopping; retry this call in a moment") from None
+        if (pause := retry_error(self._session.ending)) is not None:
+            raise pause from None
         raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
 
 

@@ -211,7 +211,7 @@ class _EmbeddedServer(GatewayServer):
 
 async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket, *, announce: bool = True) -> None:
     try:
-        await gateway.start()
+        await gateway.start(local_url(listener))
         with ExitStack() as stack:
             if announce:
                 log.info("%s", startup_message(gateway.config, listener))

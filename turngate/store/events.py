@@ -6,6 +6,7 @@ An event that describes another write, such as a turn or the end of a session, i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,6 +31,9 @@ _NOTE_PRUNED = (
     "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"
     " SET value=CASE WHEN CAST(settings.value AS BIGINT)>CAST(excluded.value AS BIGINT) THEN settings.value ELSE excluded.value END"
 )
+
+# Events of sessions that the shared store does not have yet are kept.
+_SHIPPED = "session NOT IN (SELECT id FROM outbox JOIN sessions ON key=outbox.session)"
 
 
 class GatewayEvent(msgspec.Struct, frozen=True):
@@ -68,14 +72,19 @@ def insert_optional_event(db: StoreConnection, event: NewEvent | None) -> None:
 
 
 class EventTable:
-    def __init__(self, database: Database) -> None:
+    def __init__(
+        self, database: Database, on_add: Callable[[StoreConnection, str], None] = lambda db, session: None
+    ) -> None:
+        """`on_add` is called with the session of each event that is added on its own, in the same transaction."""
         self._database = database
         self._writing = database.writing
         self._reading = database.reading
+        self._on_add = on_add
 
     def add(self, event: NewEvent) -> int:
         """Write an event and return its number."""
         with self._writing() as db:
+            self._on_add(db, event.session)
             row = db.execute(f"{_EVENT} RETURNING seq", (event.time, event.session, event.kind, event.data)).fetchone()
             return int(row[0])
 
@@ -104,7 +113,7 @@ class EventTable:
     def prune(self, before: float) -> int:
         """Remove events older than a time, and return how many. Works in short transactions, so that no turn waits long."""
         removed = 0
-        which = "seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
+        which = f"seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<? AND {_SHIPPED}"
         while True:
             with self._writing() as db:
                 (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from turngate.store.attempts import ATTEMPT_TABLES
 from turngate.store.events import EVENT_TABLES
 from turngate.store.feeds import FEED_TABLES
+from turngate.store.outbox import OUTBOX_TABLES
 from turngate.store.outcomes import OUTCOME_TABLES
 from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
@@ -53,3 +54,4 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 SCHEMA += (
     EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES + ATTEMPT_TABLES
 )
+SCHEMA += OUTBOX_TABLES

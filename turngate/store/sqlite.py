@@ -7,7 +7,6 @@ durability setting.
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -18,10 +17,12 @@ import numpy as np
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import StoreError
 from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
+from turngate.store.checksums import UNDELIVERED, node_checksum
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Database, Durability, StoreConnection
 from turngate.store.database import SqliteDatabase
 from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
+from turngate.store.outbox import OutboxTable
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
 from turngate.store.refusals import Refusals
@@ -33,7 +34,6 @@ from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 T = TypeVar("T")
-_UNDELIVERED = 0x5EED  # XORed into the checksum of an undelivered turn, so that the checksum covers this flag too
 
 log = logging.getLogger("turngate")
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
@@ -98,7 +98,8 @@ class Store:
         self._add_tables(database.version)
 
     def _add_tables(self, version: int) -> None:
-        self.events = EventTable(self.database)
+        self.outbox = OutboxTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
+        self.events = EventTable(self.database, self.outbox.add_event)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(
             self._writing, self._reading, self._settle_outcome, self.feeds.enter, there=version > BEFORE_EVENTS
@@ -128,13 +129,15 @@ class Store:
             ).fetchone()
             if added is None:
                 raise KeyError(session_id)
-            register_attempt(db, config.rollout or session_id, config.attempt, session_id, opened)
+            register_attempt(db, config.rollout or session_id, config.attempt, session_id, opened, self.outbox.cell)
+            self.outbox.add_open(db, added[0])
             insert_optional_event(db, event)
             return int(added[0])
 
     def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
+            self.outbox.add_ended(db, key, closed)
             insert_optional_event(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
@@ -155,6 +158,7 @@ class Store:
 
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
         """Settle the attempt of an outcome that is being written. Return whether the outcome counts; if so, lock the feeds."""
+        self.outbox.add_outcome(db, session_id)
         counts = settle_attempt(db, session_id, outcome)
         if counts:
             db.execute(LOCK_FEEDS).fetchall()
@@ -233,7 +237,7 @@ class Store:
             db.execute(
                 "UPDATE nodes SET delivered=0, checksum=(checksum | ?) - (checksum & ?)"
                 " WHERE session=? AND id=? AND delivered=1",
-                (_UNDELIVERED, _UNDELIVERED, session, node),
+                (UNDELIVERED, UNDELIVERED, session, node),
             )
 
     def load(self, row: SessionRow) -> Session:
@@ -257,9 +261,8 @@ class Store:
         by_id: dict[int, Node] = {}
         trace: Trace = session.trace
         for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
-            place = _node_key(session.key, node_id, parent_id, kind)
-            written = _checksum(place, ids, logprobs, info, messages)
-            if delivered not in (0, 1) or checksum != (written if delivered else written ^ _UNDELIVERED):
+            written = node_checksum(session.key, node_id, parent_id, kind, ids, logprobs, info, messages)
+            if delivered not in (0, 1) or checksum != (written if delivered else written ^ UNDELIVERED):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, ID_DTYPE)
@@ -306,6 +309,12 @@ class Store:
             row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
         return None if row is None else row[0]
 
+    def settings_with(self, prefixes: tuple[str, ...]) -> dict[str, str]:
+        """Return the settings whose names start with one of the prefixes."""
+        with self._reading() as db:
+            rows = db.execute("SELECT name, value FROM settings").fetchall()
+        return {name: value for name, value in rows if name.startswith(prefixes)}
+
     def set_setting(self, name: str, value: str, event: NewEvent | None = None) -> None:
         self.set_settings({name: value}, event)
 
@@ -345,7 +354,6 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
     logprobs = node.logprobs.tobytes() if isinstance(node, Sampled) and node.logprobs is not None else None
     parent = None if node.parent is None else node.parent.id
     kind = "sampled" if sampled else "context"
-    place = _node_key(session, node.id, parent, kind)
     return (
         session,
         node.id,
@@ -355,7 +363,7 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
         logprobs,
         info,
         messages,
-        _checksum(place, ids, logprobs, info, messages),
+        node_checksum(session, node.id, parent, kind, ids, logprobs, info, messages),
     )
 
 
@@ -366,14 +374,3 @@ def _decode_info(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str,
         raise StoreError(
             f"session {session}: node {node} cannot be decoded ({error}); the trace cannot be used"
         ) from None
-
-
-def _node_key(session: int, node: int, parent: int | None, kind: str) -> bytes:
-    return f"{session}/{node}/{parent}/{kind}".encode()
-
-
-def _checksum(*blobs: bytes | None) -> int:
-    value = 0
-    for blob in blobs:
-        value = zlib.crc32(blob or b"\0", value)
-    return value

@@ -152,6 +152,30 @@ FAMILIES = (
         about="Delay of a timer on the event loop, sampled twice a second.",
     ),
     MetricFamily(
+        name="turngate_cell_unshipped_sessions",
+        kind="gauge",
+        merge="same",
+        about="Cell: ended sessions that are not in the shared store yet.",
+    ),
+    MetricFamily(
+        name="turngate_cell_unshipped_seconds",
+        kind="gauge",
+        merge="same",
+        about="Cell: how long the oldest of them has been due.",
+    ),
+    MetricFamily(
+        name="turngate_cell_failed_shipments",
+        kind="gauge",
+        merge="same",
+        about="Cell: sessions that cannot be shipped, because they are damaged or their id is taken.",
+    ),
+    MetricFamily(
+        name="turngate_cell_lease_seconds",
+        kind="gauge",
+        merge="same",
+        about="Cell: seconds until it stops serving, unless its lease is renewed; 0 if it has stopped.",
+    ),
+    MetricFamily(
         name="turngate_feed_newest",
         kind="gauge",
         labels=("feed",),

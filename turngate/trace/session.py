@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.errors import BadRequest, Boundary, Conflict, Stopping
+from turngate.errors import BadRequest, Boundary, Conflict, LeaseLapsed, Stopping
 from turngate.trace.host_tools import HostTool
 from turngate.trace.sample import TrainingPolicy
 from turngate.trace.signals import Signals
@@ -20,6 +20,7 @@ from turngate.types import Json, Limits, Mode
 Status = Literal["open", "sealed", "cancelled"]
 MAX_ATTEMPT = 2**31 - 1
 MAX_ROLLOUT_CHARS = 512
+LAPSED = "lapsed"  # the reason for aborted calls in a session that continues once the cell has a lease again
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
@@ -71,6 +72,15 @@ class EngineSilence:
 def limit_message(limit: str) -> str:
     """Return the answer to a call past a limit. It was not sampled, so it is not recorded in the trace."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
+
+
+def retry_error(ending: str) -> Stopping | None:
+    """Return the error for a call aborted for this reason, if the agent can repeat the call. Otherwise the session has ended."""
+    if ending == "stopping":
+        return Stopping("the gateway is stopping; retry this call in a moment")
+    if ending == LAPSED:
+        return LeaseLapsed("this cell cannot reach the shared store; retry this call in a moment")
+    return None
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -205,8 +215,8 @@ class Session:
             self.idle.set()
 
     def require_open(self) -> None:
-        if self.ending == "stopping":
-            raise Stopping("the gateway is stopping; retry this call in a moment")
+        if (pause := retry_error(self.ending)) is not None:
+            raise pause
         if self.status == "open" and self.ending:
             raise Conflict(f"this session is {self.ending}; open a new one")
         if self.status != "open":
@@ -240,3 +250,14 @@ class Session:
         for pending in self.pending_tool_calls.values():
             pending.cancel()
         await self.idle.wait()
+
+    async def interrupt_calls(self) -> None:
+        """Abort the model calls in flight, which agents repeat. The session stays open."""
+        async with self.ending_lock:
+            if self.ending or not self.calls:
+                return
+            self.ending = LAPSED
+            for task in list(self.calls):
+                task.cancel()
+            await self.idle.wait()
+            self.ending = ""

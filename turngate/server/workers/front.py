@@ -32,6 +32,7 @@ import uvloop
 from turngate.common.sharding import slot_from_head
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, DataFolderInUse
+from turngate.gateway.cell.lease_file import create_lease_file
 from turngate.server.auth import admin_key
 from turngate.server.bind import has_stale_note, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.store.lock import lock_folder
@@ -70,6 +71,8 @@ def run(config: ServeConfig) -> None:
     raise_file_limit()
     with _lock_data(data) as held:
         admin_key(data)  # created once, for all workers
+        if config.shared:
+            create_lease_file(data)
         listener = open_listener(config)
         with listener, _socket_folder(data) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(Front(config, listener, held, sockets).serve())

@@ -6,7 +6,7 @@ Statements are never prepared on the server, and no state of a database session 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,10 @@ def import_psycopg() -> Any:
     return psycopg
 
 
+def _copy_statement(table: str, columns: Sequence[str]) -> bytes:
+    return f"COPY {table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)".encode()
+
+
 class SharedConnection:
     """A connection to PostgreSQL that takes the store's SQL."""
 
@@ -45,6 +49,20 @@ class SharedConnection:
 
     def execute(self, sql: str, values: Sequence[Any] = (), /) -> psycopg.Cursor:
         return self._cursors(binary=True).execute(translate_statement(sql).encode(), values)
+
+    def copy_rows(
+        self, table: str, columns: Sequence[str], types: Sequence[str], rows: Iterable[Sequence[Any]]
+    ) -> None:
+        """Insert many rows at a fraction of the cost of single statements."""
+        with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
+            copy.set_types(types)
+            for row in rows:
+                copy.write_row(row)
+
+    def copy_encoded(self, table: str, columns: Sequence[str], rows: bytes) -> None:
+        """Insert rows in PostgreSQL's binary format (`copy_format.py`)."""
+        with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
+            copy.write(rows)
 
 
 class _ReadConnection:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from turngate.errors import ConfigError
 from turngate.store.schema import SCHEMA
+from turngate.store.shared.cells import CELL_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
 from turngate.store.shared.translation import translate_tables
 
@@ -52,7 +53,7 @@ def prepare(db: Connection, where: str) -> None:
             db.execute("INSERT INTO turngate_version VALUES (0)")
         for step in range(version or SHARED_VERSION, SHARED_VERSION):
             db.execute(_MIGRATIONS[step].encode())
-        db.execute(translate_tables(SCHEMA + FENCE_TABLES).encode())
+        db.execute(translate_tables(SCHEMA + CELL_TABLES + FENCE_TABLES).encode())
         if not version:
             db.execute((_EVENT_NUMBERS + _EVENT_JSON).encode())
         db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))

@@ -1,0 +1,152 @@
+"""Cells as processes, and a proxy that can cut one off from PostgreSQL."""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.speed import scaled
+from tests.store.kit import open_shared
+from tests.workers.test_processes import ENV, ROOT, ServeProcess, wait_until_gone
+from turngate.store.shared.store import SharedStore
+
+LEASE_S = 2.0
+
+
+class CellProcess(ServeProcess):
+    """A running cell."""
+
+    def request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """Send a request that may be refused."""
+        return httpx.request(
+            method, self.url + path, headers=self.admin, trust_env=False, timeout=scaled(60), **request
+        )
+
+    def record(self, session: str, group: str = "g", reward: float = 1.0) -> httpx.Response:
+        outcome = {"kind": "graded", "reward": reward, "group": group}
+        return self.request("PUT", f"/admin/sessions/{session}/outcome", json=outcome)
+
+    def finish(self, rollout: str, attempt: int = 1, group: str = "g") -> str:
+        """Run one attempt with a turn and an outcome, and return its session."""
+        opened = self.open(rollout=rollout, attempt=attempt)
+        assert self.say(opened["api_key"])
+        self.ask("POST", f"/admin/sessions/{opened['id']}/seal", json={})
+        assert self.record(opened["id"], group).is_success
+        return str(opened["id"])
+
+    def metric(self, name: str) -> float:
+        response = self.request("GET", "/metrics")
+        found = re.search(rf"^{name} (\S+)$", response.text, re.M)
+        assert found is not None, response.text
+        return float(found[1])
+
+
+@contextmanager
+def start_cell(data: Path, shared: str, *arguments: str, lease_s: float = LEASE_S) -> Iterator[CellProcess]:
+    data.parent.mkdir(parents=True, exist_ok=True)
+    log = data.with_name(data.name + ".log")
+    command = [sys.executable, "-m", "turngate", "cell", "--port", "0", "--data", str(data), "--shared", shared]
+    command += ["--lease-s", str(lease_s), "--cell-name", data.name, *arguments]
+    with log.open("a") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
+    running = CellProcess(process, log, data)
+    before = len(log.read_text())
+    pids: list[int] = []
+    try:
+        end = time.monotonic() + scaled(30)
+        while not (found := re.search(r"listens on (http://\S+)", log.read_text()[before:])):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+        running.url = found[1]
+        pids = running.workers
+        yield running
+    finally:
+        if process.poll() is None:
+            pids = running.workers
+            process.terminate()
+            try:
+                process.wait(scaled(20))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        assert wait_until_gone(pids, 15), "a worker was left behind"
+
+
+@contextmanager
+def open_shared_store(url: str) -> Iterator[SharedStore]:
+    store = open_shared(url)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + scaled(seconds)
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.05)
+
+
+def delivered(shared: SharedStore, feed: str = "f") -> list[str]:
+    """Return the sessions that a feed has delivered, in order."""
+    row = shared.feeds.find(feed)
+    assert row is not None
+    return [m.id for number in range(1, row.newest + 1) for m in shared.feeds.members(row.key, number)]
+
+
+class CutOffProxy:
+    """A TCP proxy to PostgreSQL. While it is cut, bytes vanish and connections hang, as if a cable were unplugged."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open = threading.Event()
+        self._open.set()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def mend(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._open.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            if not select.select([self._listener], [], [], 0.1)[0]:
+                continue
+            with suppress(OSError):
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        self._open.wait()
+        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as far:
+            other = {near: far, far: near}
+            while not self._stopping:
+                ready = select.select([near, far], [], [], 0.1)[0]
+                self._open.wait()
+                for source in ready:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    other[source].sendall(data)

@@ -1,0 +1,254 @@
+"""Serving under a lease, in one process with a clock of its own: the file, the fence, the keeper and the shipper."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.store.kit import add_session, event, finish_rollout, put_outcome
+from turngate.errors import Busy, LeaseLapsed, StoreError
+from turngate.gateway.cell.keeper import CellName, LeaseKeeper
+from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
+from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
+from turngate.gateway.cell.shipping import Shipper
+from turngate.store.shipment import ConflictingShipment, Shipment
+from turngate.store.sqlite import Store
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_permit(folder: Path, clock: Clock) -> tuple[LeaseFile, ServingPermit]:
+    create_lease_file(folder)
+    file = LeaseFile(folder)
+    permit = ServingPermit(LeaseFile(folder), clock)  # another mapping, as another process has
+    permit.accept_id(file.term)
+    return file, permit
+
+
+def test_a_worker_sees_what_the_keeper_writes(tmp_path: Path) -> None:
+    clock = Clock()
+    file, permit = new_permit(tmp_path, clock)
+    assert not permit.is_held
+    file.write(130.0, registered=True)
+    assert permit.is_held and permit.seconds_left == 30.0
+    clock.now = 130.0  # without any message: the clock alone ends it
+    assert not permit.is_held and permit.seconds_left == 0.0
+    with pytest.raises(LeaseLapsed) as lapsed:
+        permit.require()
+    assert (lapsed.value.status, lapsed.value.retry_safe) == (503, True)
+
+
+def test_a_worker_does_not_serve_a_new_id_before_it_has_stopped_the_old_one(tmp_path: Path) -> None:
+    file, permit = new_permit(tmp_path, Clock())
+    file.write(130.0, registered=True)
+    old = file.cell
+    file.start_over("b" * 32)
+    assert file.deadline == -math.inf and not file.registered
+    file.write(130.0, registered=True)
+    assert not permit.is_held and permit.has_new_id
+    assert permit.cell == "b" * 32 != old
+    permit.accept_id(permit.term)
+    assert permit.is_held
+
+
+async def test_calls_wait_for_the_lease_and_for_the_fence(tmp_path: Path) -> None:
+    file, permit = new_permit(tmp_path, Clock())
+    fence = LeasedFence(permit)
+    assert not fence.admits and not fence.paused  # a weight update does not take the lapse for its own pause
+    call = asyncio.create_task(fence.enter())
+    await asyncio.sleep(0)
+    await fence.pause()
+    file.write(130.0, registered=True)
+    permit.wake()
+    await asyncio.sleep(0)
+    assert not call.done()
+    fence.resume()
+    await asyncio.wait_for(call, 5)
+    assert fence.in_flight == 1
+    await asyncio.wait_for(fence.enter(), 5)
+
+
+def test_a_full_outbox_refuses_new_sessions(tmp_path: Path) -> None:
+    file, permit = new_permit(tmp_path, Clock())
+    file.write(130.0, registered=True)
+    store = open_cell(tmp_path)
+    guard = ServingGuard(permit, store.outbox, max_unshipped=1)
+    guard.require_room()
+    finish_rollout(store, "s", "g")
+    guard = ServingGuard(permit, store.outbox, max_unshipped=1)
+    with pytest.raises(Busy, match="1 sessions of this cell are not in the shared store yet"):
+        guard.require_room()
+    store.close()
+
+
+def open_cell(folder: Path) -> Store:
+    store = Store(folder)
+    store.outbox.start("a", ())
+    return store
+
+
+# ── the keeper ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Registry:
+    """The shared store's part, which fails or has taken the lease over if told so."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
+        self.ended: list[str] = []
+        self.is_away = self.is_lost = False
+
+    def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
+        self._answer()
+        self.registered.append(cell)
+        return []
+
+    def renew(self, cell: str) -> bool:
+        self._answer()
+        lost, self.is_lost = self.is_lost, False
+        return not lost
+
+    def end(self, cell: str) -> None:
+        self.ended.append(cell)
+
+    def _answer(self) -> None:
+        if self.is_away:
+            raise StoreError("away")
+
+
+def test_the_keeper_renews_loses_and_starts_over(tmp_path: Path) -> None:
+    create_lease_file(tmp_path)
+    file, store, registry = LeaseFile(tmp_path), Store(tmp_path), Registry()
+    keeper = LeaseKeeper(file, 1.0, store.outbox, lambda: registry)
+    keeper.start(CellName("a", ""))
+    first = file.cell
+    assert file.registered and registry.registered == [first] and store.outbox.cell == first
+    try:
+        deadline = file.deadline
+        _wait(lambda: file.deadline > deadline)
+        registry.is_away = True
+        time.sleep(0.2)
+        deadline = file.deadline
+        time.sleep(0.5)
+        assert file.deadline == deadline  # failed renewals do not extend it
+        registry.is_away, registry.is_lost = False, True
+        _wait(lambda: len(registry.registered) == 2)
+        _wait(lambda: file.registered)
+        assert file.cell == registry.registered[1] != first
+        assert store.outbox.cell == file.cell
+    finally:
+        keeper.stop()
+        store.close()
+    assert registry.ended == [file.cell]
+    assert file.deadline == -math.inf
+
+
+def test_a_cell_does_not_start_without_the_shared_store(tmp_path: Path) -> None:
+    create_lease_file(tmp_path)
+    store, registry = Store(tmp_path), Registry()
+    registry.is_away = True
+    keeper = LeaseKeeper(LeaseFile(tmp_path), 1.0, store.outbox, lambda: registry)
+    with pytest.raises(StoreError, match="away"):
+        keeper.start(CellName("a", ""))
+    store.close()
+
+
+# ── the shipper ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Target:
+    """A shared store in memory."""
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+        self.failures = 0
+        self.conflicts: set[str] = set()
+
+    def write(self, shipments: Sequence[Shipment]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("away")
+        for shipment in shipments:
+            if shipment.id in self.conflicts:
+                raise ConflictingShipment(shipment.id)
+        self.sessions += [shipment.id for shipment in shipments]
+
+
+def test_the_shipper_retries_and_sets_aside_what_cannot_be_shipped(tmp_path: Path) -> None:
+    store, target = open_cell(tmp_path), Target()
+    target.failures, target.conflicts = 2, {"s2"}
+    finish_rollout(store, "s1", "g")
+    finish_rollout(store, "s2", "g")
+    damaged = finish_rollout(store, "s3", "g")
+    with store.database.writing() as db:
+        db.execute("UPDATE nodes SET info=? WHERE session=?", (b"", damaged))
+    deleted = finish_rollout(store, "s4", "g")
+    store.delete_session(deleted)
+    shipper = Shipper(store.outbox, store.open_reader, lambda: target)
+    shipper.start()
+    try:
+        _wait(lambda: store.outbox.state().unshipped == 2)
+        assert target.sessions == ["s1"]
+        assert [session for session, _ in store.outbox.failures()] == ["s2", "s3"]
+        put_outcome(store, damaged, "s3", "g", task="new")  # a change lets it try again
+        _wait(lambda: store.outbox.state().failed == 2)
+        finish_rollout(store, "s5", "g")
+        _wait(lambda: target.sessions == ["s1", "s5"])
+    finally:
+        shipper.stop(0)
+    store.outbox.start("a", ())  # as a restarted cell does
+    assert len(store.outbox.find_due(time.time(), 10)) == 2
+    store.close()
+
+
+def test_a_full_disk_refuses_the_outcome_and_keeps_the_outbox(tmp_path: Path) -> None:
+    store, target = open_cell(tmp_path), Target()
+    done = finish_rollout(store, "done", "g")
+    key = add_session(store, "s")
+    store.close_session(key, "sealed", "", time.time())
+    with sqlite3.connect(tmp_path / "turngate.db") as db:
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+    with store.database.writing() as writer:
+        writer.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(StoreError, match="full"):
+        for number in range(1000):  # until the last page is full
+            put_outcome(store, key, "s", "g", message=f"{number}" + "x" * 10_000)
+    (row,) = [row for row in store.outbox.find_due(time.time() + 1e6, 10) if row.session == key]
+    assert row.revision >= 1
+    shipper = Shipper(store.outbox, store.open_reader, lambda: target)
+    assert shipper.ship()  # shipping reads, and frees space
+    assert "done" in target.sessions
+    with store.database.writing() as writer:
+        writer.execute("PRAGMA max_page_count=1000000")
+    put_outcome(store, key, "s", "g")
+    assert [row.session for row in store.outbox.find_due(time.time(), 10)] == [key]
+    assert done != key
+    store.close()
+
+
+def test_a_gateway_that_is_no_cell_has_no_outbox(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    key = finish_rollout(store, "s", "g")
+    store.events.add(event("s", "stage"))
+    assert store.outbox.state().unshipped == 0
+    store.outbox.require_shipped(key, "s")
+    store.close()
+
+
+def _wait(condition: object) -> None:
+    assert callable(condition)
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

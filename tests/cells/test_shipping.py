@@ -1,0 +1,296 @@
+"""Shipping: a cell's sessions reach the shared store exactly once, with everything recorded for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.store.kit import add_session, event, finish_rollout, new_turn, open_shared, put_outcome
+from turngate.errors import Conflict, StoreError
+from turngate.store.shared.shipments import ShipmentWriter
+from turngate.store.shared.store import SharedStore
+from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipment
+from turngate.store.sqlite import Store
+from turngate.trace.tree import Sampled
+
+pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
+LEASE_S = 30.0
+
+
+@pytest.fixture
+def shared(postgres_url: str) -> Iterator[SharedStore]:
+    store = open_shared(postgres_url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def cell(tmp_path: Path, shared: SharedStore) -> Iterator[Store]:
+    with_cell = open_cell(tmp_path / "a", shared, "a")
+    yield with_cell
+    with_cell.close()
+
+
+def open_cell(folder: Path, shared: SharedStore, cell: str) -> Store:
+    store = Store(folder)
+    shared.cells.register(cell, cell, "http://cell", LEASE_S)
+    store.outbox.start(cell, ())
+    return store
+
+
+def ship(cell: Store, shared: SharedStore, *, crash: bool = False) -> int:
+    """Ship all that is due in one transaction, and return the number of sessions."""
+    rows = cell.outbox.find_due(time.time(), 100)
+    shipments = [read for row in rows if (read := read_shipment(cell, row)) is not None]
+    ShipmentWriter(shared).write(shipments)
+    if not crash:
+        cell.outbox.remove(rows)
+    return len(rows)
+
+
+def count(shared: SharedStore, table: str) -> int:
+    with shared.database.reading() as db:
+        return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def end_lease(shared: SharedStore, cell: str) -> None:
+    with shared.database.writing() as db:
+        db.execute("UPDATE cells SET lease_until=0 WHERE id=?", (cell,))
+
+
+def open_feed(store: Store, n: int) -> None:
+    store.feeds.open("f", b"{}", n, "", from_start=False)
+
+
+def test_a_shipped_session_is_the_same_session(cell: Store, shared: SharedStore) -> None:
+    add_session(shared, "other")  # so that the keys differ
+    key = finish_rollout(cell, "s", "g")
+    cell.tool_calls.add(key, "s", "search", b"{}", "r1", b"[]", 10)
+    cell.refusals.add(key, "s", 400, "no", b"digest")
+    turn = new_turn(key, 1, "s")
+    cell.commit([turn])
+    cell.mark_undelivered(key, turn.sampled.id)
+    assert ship(cell, shared) == 1
+    here, there = cell.find("s"), shared.find("s")
+    assert here is not None and there is not None
+    assert msgspec.structs.replace(here, key=0) == msgspec.structs.replace(there, key=0)
+    assert here.key != there.key
+    loaded = shared.load(there)  # verifies the checksums
+    assert [(n.id, n.ids.tolist()) for n in loaded.trace.nodes] == [
+        (n.id, n.ids.tolist()) for n in cell.load(here).trace.nodes
+    ]
+    assert [n.delivered for n in loaded.trace.nodes if isinstance(n, Sampled)] == [True, False]
+    assert shared.messages(there.key) == cell.messages(here.key)
+    assert shared.preambles(there.key) == cell.preambles(here.key)
+    assert shared.outcomes.find(there.key) == cell.outcomes.find(here.key)
+    assert shared.tool_calls.page(there.key, 0, 10) == cell.tool_calls.page(here.key, 0, 10)
+    assert shared.refusals.find(there.key) == cell.refusals.find(here.key)
+    assert _kinds(shared, "s") == _kinds(cell, "s")
+    assert cell.outbox.state().unshipped == 0
+    for table in SESSION_TABLES:
+        assert _rows(shared, table, there.key) == _rows(cell, table, here.key), table
+
+
+def test_a_crash_between_commit_and_removal_ships_nothing_twice(cell: Store, shared: SharedStore) -> None:
+    open_feed(shared, 2)
+    finish_rollout(cell, "s1", "g")
+    assert ship(cell, shared, crash=True) == 1
+    finish_rollout(cell, "s2", "g")
+    assert ship(cell, shared) == 2
+    assert [member.id for member in shared.feeds.members(1, 1)] == ["s1", "s2"]
+    assert (count(shared, "sessions"), count(shared, "rolled"), count(shared, "attempts")) == (2, 2, 2)
+    assert _kinds(shared, "s1") == _kinds(cell, "s1")
+    finish_rollout(cell, "s3", "h")
+    assert ship(cell, shared) == 1
+
+
+def test_a_replaced_outcome_is_shipped_again(cell: Store, shared: SharedStore) -> None:
+    key = finish_rollout(cell, "s", "g")
+    ship(cell, shared)
+    put_outcome(cell, key, "s", "g", task="again")
+    assert ship(cell, shared) == 1
+    there = shared.find("s")
+    assert there is not None
+    outcome = shared.outcomes.find(there.key)
+    assert outcome == cell.outcomes.find(key)
+    assert _kinds(shared, "s").count("outcome") == 2
+
+
+def test_a_change_while_a_session_is_shipped_is_shipped_too(cell: Store, shared: SharedStore) -> None:
+    key = finish_rollout(cell, "s", "g")
+    rows = cell.outbox.find_due(time.time(), 10)
+    read = read_shipment(cell, rows[0])
+    assert read is not None
+    put_outcome(cell, key, "s", "g", task="meanwhile")
+    ShipmentWriter(shared).write([read])
+    cell.outbox.remove(rows)
+    assert cell.outbox.state().unshipped == 1
+    assert ship(cell, shared) == 1
+
+
+def test_events_after_the_outcome_are_shipped_later(cell: Store, shared: SharedStore) -> None:
+    finish_rollout(cell, "s", "g")
+    ship(cell, shared)
+    cell.events.add(event("s", "stage"))
+    assert ship(cell, shared) == 0  # collected for a moment
+    with cell.database.writing() as db:
+        db.execute("UPDATE outbox SET due=0")
+    assert ship(cell, shared) == 1
+    assert _kinds(shared, "s")[-1] == "stage"
+
+
+def test_a_session_without_an_outcome_is_shipped_after_an_hour(cell: Store, shared: SharedStore) -> None:
+    ended = time.time() - 3500
+    key = add_session(cell, "s")
+    assert ship(cell, shared) == 0
+    cell.close_session(key, "sealed", "", ended)
+    assert ship(cell, shared) == 0
+    assert [row.session for row in cell.outbox.find_due(ended + 3601, 10)] == [key]
+    with cell.database.writing() as db:
+        db.execute("UPDATE outbox SET due=0")
+    assert ship(cell, shared) == 1
+    assert shared.find("s") is not None
+    put_outcome(cell, key, "s", "g")  # it was not abandoned after all
+    open_feed(shared, 1)
+    assert ship(cell, shared) == 1
+    assert [member.id for member in shared.feeds.members(1, 1)] == ["s"]
+
+
+def test_a_damaged_session_stays_and_says_why(cell: Store, shared: SharedStore) -> None:
+    key = finish_rollout(cell, "s", "g")
+    with cell.database.writing() as db:
+        db.execute("UPDATE nodes SET ids=? WHERE session=?", (b"\1\0\0\0", key))
+    (row,) = cell.outbox.find_due(time.time(), 10)
+    with pytest.raises(StoreError, match="session s: node 1 is damaged"):
+        read_shipment(cell, row)
+    cell.outbox.mark_failed(row, "damaged")
+    assert cell.outbox.find_due(time.time(), 10) == []
+    assert cell.outbox.state().failed == 1
+    assert cell.outbox.failures() == [("s", "damaged")]
+    with pytest.raises(Conflict, match="it cannot be shipped: damaged"):
+        cell.outbox.require_shipped(key, "s")
+
+
+def test_another_session_with_the_same_id_is_refused(cell: Store, shared: SharedStore, tmp_path: Path) -> None:
+    other = open_cell(tmp_path / "b", shared, "b")
+    finish_rollout(cell, "s", "g")
+    finish_rollout(other, "s", "g")
+    ship(cell, shared)
+    with pytest.raises(ConflictingShipment, match="must be unique across all cells"):
+        ship(other, shared)
+    assert other.outbox.state().unshipped == 1
+    other.close()
+
+
+def test_an_unshipped_session_cannot_be_deleted_and_its_events_are_kept(cell: Store, shared: SharedStore) -> None:
+    key = finish_rollout(cell, "s", "g")
+    with pytest.raises(Conflict, match="not in the shared store yet"):
+        cell.outbox.require_shipped(key, "s")
+    cell.events.add(event("", "note"))
+    assert cell.events.prune(time.time() + 1) == 1
+    assert len(_kinds(cell, "s")) == 4
+    ship(cell, shared)
+    cell.outbox.require_shipped(key, "s")
+    assert cell.events.prune(time.time() + 1) == 4
+
+
+# ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def finish_attempt(store: Store, name: str, attempt: int, **outcome: Any) -> int:
+    key = add_session(store, name, rollout="r", attempt=attempt)
+    store.close_session(key, "sealed", "", 1.0)
+    put_outcome(store, key, name, "g", **outcome)
+    return key
+
+
+def delivered(shared: SharedStore) -> list[str]:
+    feed = shared.feeds.find("f")
+    assert feed is not None
+    return [m.id for number in range(1, feed.newest + 1) for m in shared.feeds.members(feed.key, number)]
+
+
+def states(shared: SharedStore) -> dict[str, str]:
+    return {row.session: row.state for row in shared.attempts.list_attempts("r")}
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_only_one_attempt_counts_whatever_is_shipped_first(
+    cell: Store, shared: SharedStore, tmp_path: Path, first: str
+) -> None:
+    open_feed(shared, 1)
+    other = open_cell(tmp_path / "b", shared, "b")
+    finish_attempt(cell, "s1", 1)
+    finish_attempt(other, "s2", 2)
+    for store in (cell, other) if first == "a" else (other, cell):
+        ship(store, shared)
+    winner, loser = ("s1", "s2") if first == "a" else ("s2", "s1")
+    assert delivered(shared) == [winner]
+    assert states(shared) == {winner: "settled", loser: "superseded"}
+    assert shared.find(loser) is not None
+    other.close()
+
+
+def test_two_sessions_of_one_attempt_count_once(cell: Store, shared: SharedStore, tmp_path: Path) -> None:
+    open_feed(shared, 1)
+    other = open_cell(tmp_path / "b", shared, "b")
+    finish_attempt(cell, "s1", 1)
+    finish_attempt(other, "t1", 1)
+    ship(cell, shared)
+    ship(other, shared)
+    assert delivered(shared) == ["s1"]
+    assert shared.attempts.filter_superseded(["s1", "t1"]) == ["t1"]
+    other.close()
+
+
+def test_outcomes_of_a_lost_cell_do_not_count(cell: Store, shared: SharedStore) -> None:
+    open_feed(shared, 1)
+    finish_attempt(cell, "early", 1)
+    ship(cell, shared)
+    assert not shared.cells.take_over("a")  # its lease lasts
+    finish_rollout(cell, "late", "g")
+    end_lease(shared, "a")
+    assert shared.cells.take_over("a")
+    assert shared.cells.take_over("a")  # again
+    assert not shared.cells.renew("a")
+    ship(cell, shared)
+    assert delivered(shared) == ["early"]
+    assert shared.attempts.filter_superseded(["early", "late"]) == ["late"]
+    # A later outcome of the lost cell's session does not count either, whatever id ships it.
+    cell.outbox.start("a2", ())
+    shared.cells.register("a2", "a", "http://cell", LEASE_S, ["a"])
+    late = cell.find("late")
+    assert late is not None
+    put_outcome(cell, late.key, "late", "g", task="replaced")
+    ship(cell, shared)
+    assert delivered(shared) == ["early"]
+
+
+def test_a_restarted_cell_keeps_the_attempts_of_its_previous_id(cell: Store, shared: SharedStore) -> None:
+    open_feed(shared, 1)
+    key = add_session(cell, "s", rollout="r", attempt=1)
+    adopted = shared.cells.register("a2", "a", "http://cell", LEASE_S, cell.outbox.cells())
+    assert adopted == ["a"]
+    cell.outbox.start("a2", adopted)
+    assert cell.outbox.find_foreign("a2") == []
+    assert not shared.cells.renew("a")
+    cell.close_session(key, "sealed", "", 1.0)
+    put_outcome(cell, key, "s", "g")
+    ship(cell, shared)
+    assert delivered(shared) == ["s"]
+
+
+def _kinds(store: Store, session: str) -> list[str]:
+    return [found.kind for found in store.events.page(session, 0, 100)]
+
+
+def _rows(store: Store, table: str, key: int) -> list[Any]:
+    names = SESSION_TABLES[table]
+    with store.database.reading() as db:
+        rows = db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE session=? ORDER BY 1", (key,)).fetchall()
+    return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]

@@ -1,0 +1,55 @@
+"""The settings of `turngate serve` and `turngate cell`."""
+
+from __future__ import annotations
+
+import os
+
+from turngate.cli.options import ServeOptions
+from turngate.common.database_url import DatabaseUrl, parse_database_url
+from turngate.config import ServeConfig, load_config
+from turngate.errors import ConfigError
+
+SHARED_URL = "TURNGATE_SHARED"
+
+
+def load_serve_config(options: ServeOptions) -> ServeConfig:
+    config = load_config(options.config, dict(options.settings))
+    if config.shared:
+        raise ConfigError(
+            "shared is a setting of a cell; start it with `turngate cell`, or remove the setting", param="shared"
+        )
+    return config
+
+
+def load_cell_config(options: ServeOptions) -> ServeConfig:
+    """Load the settings of a cell. The URL of the shared store may also come from the environment."""
+    config = load_optional_cell_config(options)
+    if not config.shared:
+        raise ConfigError(
+            f"shared is not set; pass --shared postgresql://user@host/database or set {SHARED_URL}", param="shared"
+        )
+    return config
+
+
+def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
+    """Load the settings of a cell, or of a gateway that is none. Raise an error for an invalid URL, which it does not repeat."""
+    flag = options.settings.get("shared") or ""
+    if flag and _parse_shared(flag).has_password:
+        raise ConfigError(
+            f"shared: the URL contains a password, which would appear in process lists; set {SHARED_URL} to the URL, put it "
+            "in the config file, or set PGPASSFILE or PGPASSWORD",
+            param="shared",
+        )
+    config = load_config(options.config, {**options.settings, "shared": flag or os.environ.get(SHARED_URL) or None})
+    if config.shared:
+        _parse_shared(config.shared)
+        if config.is_shared:
+            raise ConfigError("data: a cell keeps its own recordings; pass a folder as --data", param="data")
+    return config
+
+
+def _parse_shared(url: str) -> DatabaseUrl:
+    try:
+        return parse_database_url(url)
+    except ConfigError as error:
+        raise ConfigError(error.message.replace("data: ", "shared: ", 1), param="shared") from None

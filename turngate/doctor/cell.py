@@ -1,0 +1,62 @@
+"""Checks of a cell: its shared store and its outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from turngate.common.database_url import parse_database_url
+from turngate.config import ServeConfig
+from turngate.doctor.context import DoctorContext
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
+from turngate.errors import ConfigError
+from turngate.store.shared.store import SharedStore
+from turngate.store.sqlite import Store
+
+_LATE_S = 60.0  # a session that has been due for this long is late
+
+
+async def check_shared_store(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the shared store answers, and that this cell ships its sessions."""
+    if not context.config.shared:
+        return [not_checked("not a cell", "to check one, pass --shared or set TURNGATE_SHARED")]
+    return await asyncio.to_thread(_check, context.config)
+
+
+def _check(config: ServeConfig) -> list[CheckOutcome]:
+    url = parse_database_url(config.shared)
+    began = time.monotonic()
+    try:
+        shared = SharedStore(url, read_only=True)
+    except ConfigError as error:
+        return [failure(error.message.removeprefix("data: "), "start PostgreSQL, and check the URL and the password")]
+    try:
+        answered_s = time.monotonic() - began
+        cells = [cell for cell in shared.cells.list_cells() if cell.left_s > 0]
+    finally:
+        shared.close()
+    names = ", ".join(cell.name for cell in cells[:10]) or "none"
+    found = [ok(f"{url.name} answered in {answered_s * 1000:.0f} ms; cells with a lease: {names}")]
+    return found + _check_outbox(Path(config.data))
+
+
+def _check_outbox(data: Path) -> list[CheckOutcome]:
+    if not (data / "turngate.db").is_file():
+        return []
+    store = Store.reading(data)
+    try:
+        state, failures = store.outbox.state(), store.outbox.failures(3)
+    finally:
+        store.close()
+    waited = 0.0 if state.oldest_due is None else time.time() - state.oldest_due
+    if failures:
+        names = "; ".join(f"{session}: {error}" for session, error in failures)
+        fix = "the sessions stay in this cell; restore damaged ones from a backup of the data folder, then restart the cell"
+        return [failure(f"{state.failed} sessions cannot be shipped ({names})", fix)]
+    message = f"{state.unshipped} sessions are not in the shared store yet"
+    if waited > _LATE_S:
+        return [
+            warning(f"{message}; the oldest has been due for {waited:.0f} s", "start the cell, and look at its log")
+        ]
+    return [ok(message)]

@@ -1,0 +1,91 @@
+"""A cell's lease: the right to serve until a deadline. A state machine without I/O; every method takes the time.
+
+    register ─► held ──renew──► held ── deadline passes ──► lapsed ──renew──► held
+                  └──────────── another has taken it over ─────┴────► lost ──► a new id, registered from the start
+
+The shared store's clock decides when a lease ends there. The cell counts its own deadline from before it sent the request, so whatever
+the request's way took, the cell stops first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+import msgspec
+
+LeaseState = Literal["waiting", "held", "lapsed", "lost"]
+CLOCK_DRIFT = 0.02  # share of the lease by which the cell stops early, since two clocks do not run at the same speed
+_RENEWALS = 3  # renewals per lease
+_RETRIES = 30  # attempts per lease while the shared store does not answer
+_FIRST_RETRIES = 5  # the first few attempts come faster, for a connection that was merely cut
+
+
+def lease_clock() -> float:
+    """Return the time in seconds on a clock that is never set, is the same in all processes, and also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Renewal(msgspec.Struct, frozen=True):
+    """A request to register or renew, as sent at a time."""
+
+    cell: str
+    sent: float
+
+
+class Lease:
+    """The lease of one cell as the cell itself knows it."""
+
+    def __init__(self, cell: str, ttl_s: float, *, registered: bool = False) -> None:
+        self.cell = cell
+        self.ttl_s = ttl_s
+        self.registered = registered  # False: the next request must register the cell
+        self.deadline = -math.inf
+        self._lost = False
+        self._failures = 0
+        self._next = -math.inf
+
+    def state(self, now: float) -> LeaseState:
+        if self._lost:
+            return "lost"
+        if now < self.deadline:
+            return "held"
+        return "waiting" if self.deadline == -math.inf else "lapsed"
+
+    def next_request(self) -> float:
+        """Return when to send the next request."""
+        return self._next
+
+    def send(self, now: float) -> Renewal:
+        """Note that a request is being sent. Call this before anything is written to the connection."""
+        return Renewal(self.cell, now)
+
+    def confirm(self, renewal: Renewal) -> None:
+        """Extend the lease: the shared store has registered or renewed it. An answer that overtook another changes nothing."""
+        if renewal.cell != self.cell or self._lost:
+            return
+        self.registered = True
+        self._failures = 0
+        self.deadline = max(self.deadline, renewal.sent + self.ttl_s * (1 - CLOCK_DRIFT))
+        self._next = renewal.sent + self.ttl_s / _RENEWALS
+
+    def fail(self, now: float) -> None:
+        """Note that a request was not answered. It may have succeeded, which does not extend the deadline."""
+        self._failures += 1
+        pause = self.ttl_s / _RETRIES
+        self._next = now + (pause / _FIRST_RETRIES if self._failures <= _FIRST_RETRIES else pause)
+
+    def lose(self, renewal: Renewal) -> None:
+        """End the lease: another has taken it over."""
+        if renewal.cell == self.cell:
+            self._lost = True
+            self.deadline = -math.inf
+
+    def start_over(self, cell: str, now: float) -> None:
+        """Continue with a new id, which must be registered."""
+        self.cell = cell
+        self.registered = self._lost = False
+        self.deadline = -math.inf
+        self._failures = 0
+        self._next = now

@@ -1,0 +1,145 @@
+"""Whether this worker of a cell may serve, and what it does when that changes.
+
+lease held     serve
+lease lapsed   abort the calls in flight, which agents repeat; hold model calls; refuse new sessions and outcomes
+lease lost     also cancel the sessions of the lost id, then serve under the new one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from turngate.errors import Busy, LeaseLapsed, TurngateError
+from turngate.gateway.cell.lease import lease_clock
+from turngate.gateway.cell.lease_file import LeaseFile
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Sessions
+from turngate.store.outbox import OutboxTable
+
+log = logging.getLogger("turngate")
+_POLL_S = 0.1  # between looks at the file, which another process may have written
+_UNSHIPPED_CHECK_S = 1.0  # between counts of the unshipped sessions
+
+
+class ServingPermit:
+    """The lease as one worker sees it. A worker serves a new id only after it has ended the sessions of the old one."""
+
+    def __init__(self, file: LeaseFile, clock: Callable[[], float] = lease_clock) -> None:
+        self._file = file
+        self._clock = clock
+        self._term = 0  # the id that this worker serves; 0: none yet
+        self._granted = asyncio.Event()
+
+    @property
+    def is_held(self) -> bool:
+        return self._clock() < self._file.deadline and self._file.term == self._term
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the cell stops serving unless the lease is renewed; 0 if it has stopped."""
+        return max(0.0, self._file.deadline - self._clock()) if self.is_held else 0.0
+
+    @property
+    def has_new_id(self) -> bool:
+        """Whether the cell has an id that this worker does not serve yet."""
+        return self._file.term != self._term
+
+    @property
+    def cell(self) -> str:
+        return self._file.cell
+
+    def accept_id(self, term: int) -> None:
+        self._term = term
+
+    @property
+    def term(self) -> int:
+        """The number of the cell's current id, which this worker may not serve yet."""
+        return self._file.term
+
+    def require(self) -> None:
+        """Raise `LeaseLapsed` unless the lease is held."""
+        if not self.is_held:
+            raise LeaseLapsed(
+                "this cell cannot reach the shared store, so it does not accept this now; retry in a moment"
+            )
+
+    async def wait(self) -> None:
+        """Wait until the lease is held."""
+        while not self.is_held:
+            self._granted.clear()
+            await self._granted.wait()
+
+    def wake(self) -> None:
+        """Let waiting calls look again."""
+        self._granted.set()
+
+
+class LeasedFence(Fence):
+    """A fence that also holds calls while the cell's lease is not held."""
+
+    def __init__(self, permit: ServingPermit, version: int = 0, model: str = "") -> None:
+        super().__init__(version, model)
+        self._permit = permit
+
+    @property
+    def admits(self) -> bool:
+        return super().admits and self._permit.is_held
+
+    async def enter(self) -> None:
+        while not self.admits:
+            await (self._open.wait() if self.paused else self._permit.wait())
+        await super().enter()  # without waiting
+
+
+class ServingGuard:
+    """Stops and resumes this worker's sessions as the lease changes. `run` does so until it is cancelled."""
+
+    def __init__(self, permit: ServingPermit, outbox: OutboxTable, max_unshipped: int) -> None:
+        self.permit = permit
+        self._outbox = outbox
+        self._max_unshipped = max_unshipped
+        self._unshipped = 0
+        self._counted = 0.0
+
+    def require_room(self) -> None:
+        """Raise if no new session may be opened: the lease is not held, or too many sessions are not shipped yet."""
+        self.permit.require()
+        if (now := lease_clock()) - self._counted > _UNSHIPPED_CHECK_S:
+            self._unshipped, self._counted = self._outbox.state().unshipped, now
+        if self._unshipped >= self._max_unshipped:
+            raise Busy(
+                f"{self._unshipped} sessions of this cell are not in the shared store yet (max_unshipped is "
+                f"{self._max_unshipped}); retry in a moment"
+            )
+
+    async def run(self, sessions: Sessions) -> None:
+        was_held = self.permit.is_held
+        while True:
+            if self.permit.has_new_id:
+                await self.stop_foreign_sessions(sessions)
+            is_held = self.permit.is_held
+            if is_held:
+                self.permit.wake()
+            elif was_held:
+                log.warning("the lease has lapsed: holding model calls until the shared store answers")
+                await sessions.interrupt_calls()
+            was_held = is_held
+            left = self.permit.seconds_left
+            await asyncio.sleep(min(_POLL_S, left) if is_held else _POLL_S)
+
+    async def stop_foreign_sessions(self, sessions: Sessions) -> None:
+        """Cancel this worker's sessions of ids that were taken over, then serve the current id."""
+        term, cell = self.permit.term, self.permit.cell
+        self._outbox.cell = cell
+        for session_id in self._outbox.find_foreign(cell):
+            if not sessions.owns(session_id):
+                continue
+            try:
+                await sessions.end(session_id, "cancelled", "lease lost")
+            except TurngateError as error:
+                log.warning("cannot cancel session %s: %s", session_id, error.message)
+                if sessions.find_live(session_id) is not None:
+                    return  # try again at the next look; a session that cannot be loaded serves no calls anyway
+        self.permit.accept_id(term)

@@ -1,0 +1,126 @@
+"""A thread that ships ended sessions from a cell's outbox to the shared store, over connections of its own. No turn waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from turngate.errors import StoreError, TurngateError
+from turngate.store.outbox import OutboxTable, UnshippedSession
+from turngate.store.shipment import ConflictingShipment, Shipment, read_shipment
+from turngate.store.sqlite import Store
+
+log = logging.getLogger("turngate")
+_IDLE_S = 0.2  # between looks at an empty outbox
+_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
+_SESSIONS = 16  # per transaction
+_BYTES = 16_000_000  # a transaction of this size gets no further session
+
+
+class ShipmentTarget(Protocol):
+    """Writes sessions to the shared store."""
+
+    def write(self, shipments: Sequence[Shipment]) -> None:
+        """Write all of them in one transaction. Writing one again changes nothing."""
+
+
+class Shipper:
+    """Ships until `stop`. `connect` opens the target; `store` is the cell's store, and `reader` opens it for reading."""
+
+    def __init__(self, outbox: OutboxTable, reader: Callable[[], Store], connect: Callable[[], ShipmentTarget]) -> None:
+        self._outbox = outbox
+        self._open_reader = reader
+        self._connect = connect
+        self._reader: Store | None = None
+        self._target: ShipmentTarget | None = None
+        self._failures = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="turngate-shipping", daemon=True)
+        self.shipped = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, wait_s: float) -> None:
+        """Ship what is due, for up to `wait_s` seconds, then stop. What is left stays in the outbox."""
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end and self._thread.is_alive() and not self._failures:
+            if not self._outbox.find_due(time.time(), 1):
+                break
+            time.sleep(0.05)
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._reader is not None:
+            self._reader.close()
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._stopping.wait(pause):
+            try:
+                pause = 0.0 if self.ship() else _IDLE_S
+                if self._failures:
+                    log.info("sessions are shipped again")
+                self._failures = 0
+            except TurngateError as error:
+                pause = self._back_off(error.message)
+            except Exception as error:
+                log.exception("cannot ship sessions")
+                pause = self._back_off(str(error))
+
+    def _back_off(self, message: str) -> float:
+        if not self._failures:
+            log.warning("cannot ship sessions: %s; trying again", message)
+        self._failures += 1
+        return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
+
+    def ship(self) -> int:
+        """Ship the sessions that are due, in one transaction, and return their number."""
+        rows = self._outbox.find_due(time.time(), _SESSIONS)
+        if not rows:
+            return 0
+        shipments = self._read(rows)
+        if shipments:
+            if self._target is None:
+                self._target = self._connect()
+            self._write(self._target, shipments)
+        return len(rows)
+
+    def _read(self, rows: list[UnshippedSession]) -> list[tuple[UnshippedSession, Shipment]]:
+        if self._reader is None:
+            self._reader = self._open_reader()
+        read: list[tuple[UnshippedSession, Shipment]] = []
+        size = 0
+        for row in rows:
+            if size > _BYTES:
+                break
+            try:
+                with self._reader.snapshot():
+                    shipment = read_shipment(self._reader, row)
+            except StoreError as error:
+                self._set_aside(row, error.message)
+                continue
+            if shipment is None:
+                self._outbox.remove([row])  # the session was deleted
+                continue
+            size += shipment.size
+            read.append((row, shipment))
+        return read
+
+    def _write(self, target: ShipmentTarget, read: list[tuple[UnshippedSession, Shipment]]) -> None:
+        try:
+            target.write([shipment for _, shipment in read])
+        except ConflictingShipment as error:
+            for row, shipment in read:
+                if shipment.id == error.session:
+                    self._set_aside(row, error.message)
+            return  # the others are shipped without it
+        self._outbox.remove(row for row, _ in read)
+        self.shipped += len(read)
+
+    def _set_aside(self, row: UnshippedSession, message: str) -> None:
+        log.error("a session cannot be shipped and stays in this cell: %s", message)
+        self._outbox.mark_failed(row, message)

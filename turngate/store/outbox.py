@@ -1,0 +1,162 @@
+"""The outbox of a cell: the sessions that the shared store does not have yet, or not in their latest state.
+
+A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. A change after that,
+such as a replaced outcome, adds it again. A session in the outbox cannot be deleted, and its events are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from turngate.errors import Conflict
+from turngate.store.connection import Connect, StoreConnection
+
+OUTBOX_TABLES = """
+CREATE TABLE IF NOT EXISTS outbox (
+    session INTEGER PRIMARY KEY,  -- key of the session
+    cell TEXT NOT NULL,           -- id of the cell that serves or served it
+    due REAL,                     -- when to ship it; NULL: it is open
+    revision INTEGER NOT NULL DEFAULT 1,  -- increases with each change, so that a change during shipping is shipped too
+    error TEXT NOT NULL DEFAULT ''        -- why it cannot be shipped; empty: it can
+);
+CREATE INDEX IF NOT EXISTS outbox_due ON outbox (due) WHERE due IS NOT NULL;
+"""
+ABANDONED_S = 3600.0  # an ended session without an outcome is shipped after this time
+_LATE_EVENT_S = 2.0  # events after the outcome are shipped together after this time
+_CHANGE = "ON CONFLICT (session) DO UPDATE SET revision=outbox.revision+1, error=''"
+_EARLIER = "due=CASE WHEN outbox.due<excluded.due THEN outbox.due ELSE excluded.due END"
+
+
+class UnshippedSession(msgspec.Struct, frozen=True):
+    """One row of the outbox."""
+
+    session: int
+    cell: str
+    revision: int
+
+
+class OutboxState(msgspec.Struct, frozen=True):
+    """The size of the outbox. Open sessions are not counted."""
+
+    unshipped: int = 0
+    oldest_due: float | None = None  # when the session that has waited longest was due
+    failed: int = 0  # sessions that cannot be shipped, because they are damaged, for example
+
+
+class OutboxTable:
+    """The outbox table. Without `cell`, the gateway is not a cell and nothing is added."""
+
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version, without this table
+        self.cell = ""  # id of the cell that this gateway is
+
+    # ── in the transaction of the change ────────────────────────────────────────────────────────────────────────
+
+    def add_open(self, db: StoreConnection, session: int) -> None:
+        if self.cell:
+            db.execute("INSERT INTO outbox (session, cell) VALUES (?,?)", (session, self.cell))
+
+    def add_ended(self, db: StoreConnection, session: int, ended: float) -> None:
+        """Make an ended session due after the time in which its runner may still record an outcome."""
+        if self.cell:
+            query = f"INSERT INTO outbox (session, cell, due) VALUES (?,?,?) {_CHANGE}, {_EARLIER}"
+            db.execute(query, (session, self.cell, ended + ABANDONED_S))
+
+    def add_outcome(self, db: StoreConnection, session_id: str) -> None:
+        """Make a session due now: its outcome was recorded or replaced."""
+        self._add(db, session_id, time.time(), f"{_CHANGE}, {_EARLIER}")
+
+    def add_event(self, db: StoreConnection, session_id: str) -> None:
+        """Make an ended session due again, since something happened after it was shipped. Do nothing for an open one."""
+        self._add(db, session_id, time.time() + _LATE_EVENT_S, _CHANGE)
+
+    def _add(self, db: StoreConnection, session_id: str, due: float, on_conflict: str) -> None:
+        if self.cell and session_id:
+            db.execute(
+                "INSERT INTO outbox (session, cell, due) SELECT key, ?, ? FROM sessions WHERE id=? AND status<>'open'"
+                f" {on_conflict}",
+                (self.cell, due, session_id),
+            )
+
+    # ── for the shipper ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
+        """Return the sessions to ship, longest due first."""
+        query = "SELECT session, cell, revision FROM outbox WHERE due<=? AND error='' ORDER BY due, session LIMIT ?"
+        with self._reading() as db:
+            return [UnshippedSession(*row) for row in db.execute(query, (now, limit)).fetchall()]
+
+    def remove(self, shipped: Iterable[UnshippedSession]) -> None:
+        """Remove sessions that the shared store has committed. One that changed since it was read stays."""
+        with self._writing() as db:
+            for row in shipped:
+                db.execute("DELETE FROM outbox WHERE session=? AND revision=?", (row.session, row.revision))
+
+    def mark_failed(self, row: UnshippedSession, error: str) -> None:
+        """Keep a session that cannot be shipped, with the reason. It is tried again if it changes or the cell restarts."""
+        with self._writing() as db:
+            query = "UPDATE outbox SET error=? WHERE session=? AND revision=?"
+            db.execute(query, (error, row.session, row.revision))
+
+    def state(self) -> OutboxState:
+        if not self._there:
+            return OutboxState()
+        query = "SELECT count(*), min(due), coalesce(sum(error<>''), 0) FROM outbox WHERE due IS NOT NULL"
+        with self._reading() as db:
+            return OutboxState(*db.execute(query).fetchone())
+
+    def failures(self, limit: int = 10) -> list[tuple[str, str]]:
+        """Return the ids of sessions that cannot be shipped, and why."""
+        if not self._there:
+            return []
+        query = "SELECT id, error FROM outbox JOIN sessions ON key=session WHERE error<>'' ORDER BY session LIMIT ?"
+        with self._reading() as db:
+            return [(session_id, error) for session_id, error in db.execute(query, (limit,)).fetchall()]
+
+    # ── for the cell ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def cells(self) -> list[str]:
+        """Return the ids of the cells that sessions in the outbox belong to."""
+        with self._reading() as db:
+            return [cell for (cell,) in db.execute("SELECT DISTINCT cell FROM outbox ORDER BY cell").fetchall()]
+
+    def start(self, cell: str, adopted: Iterable[str]) -> None:
+        """Become this cell. Move the sessions of the adopted cells to it, and include what changed while no cell was running."""
+        with self._writing() as db:
+            for old in adopted:
+                db.execute("UPDATE outbox SET cell=? WHERE cell=?", (cell, old))
+            db.execute("UPDATE outbox SET error='' WHERE error<>''")
+            db.execute(
+                "UPDATE outbox SET revision=revision+1, due=(SELECT CASE WHEN EXISTS"
+                " (SELECT 1 FROM outcomes WHERE outcomes.session=outbox.session) THEN 0 ELSE closed+? END"
+                " FROM sessions WHERE key=outbox.session)"
+                " WHERE due IS NULL AND session IN (SELECT key FROM sessions WHERE status<>'open')",
+                (ABANDONED_S,),
+            )
+        self.cell = cell
+
+    def find_foreign(self, cell: str) -> list[str]:
+        """Return the ids of open sessions that belong to another cell, whose lease was taken over."""
+        query = "SELECT id FROM outbox JOIN sessions ON key=session WHERE status='open' AND cell<>?"
+        with self._reading() as db:
+            return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
+
+    def require_shipped(self, session: int, session_id: str) -> None:
+        """Raise `Conflict` for a session that the shared store does not have, and make it due now."""
+        if not self._there:
+            return
+        with self._reading() as db:
+            row = db.execute("SELECT error FROM outbox WHERE session=?", (session,)).fetchone()
+        if row is None:
+            return
+        with self._writing() as db:
+            db.execute("UPDATE outbox SET due=? WHERE session=? AND due IS NOT NULL", (time.time(), session))
+        raise Conflict(
+            f"session {session_id} is not in the shared store yet, so it cannot be deleted; "
+            + (f"it cannot be shipped: {row[0]}" if row[0] else "delete it again once this cell has shipped it")
+        )

@@ -1,0 +1,120 @@
+"""The cells of the shared store and their leases. PostgreSQL's clock decides when a lease ends.
+
+active ──► ended      stopped by its operator
+   │ ────► replaced   restarted: the new id has taken over its sessions
+   └─────► lost       taken over after its lease ended: its attempts are superseded, and outcomes that it ships later do not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from turngate.store.attempts import supersede_attempts
+from turngate.store.connection import Connect, StoreConnection
+
+CELL_TABLES = """
+CREATE TABLE IF NOT EXISTS cells (
+    id TEXT PRIMARY KEY,          -- new each time the cell starts
+    name TEXT NOT NULL,           -- chosen by the operator; usually the name of the machine
+    url TEXT NOT NULL,            -- of its gateway
+    started REAL NOT NULL,
+    ttl REAL NOT NULL,            -- seconds that a renewal adds
+    lease_until REAL NOT NULL,
+    state TEXT NOT NULL           -- active, ended, replaced or lost
+);
+CREATE TABLE IF NOT EXISTS shipments (
+    session INTEGER PRIMARY KEY,  -- key of the session
+    cell TEXT NOT NULL,           -- id of the cell that served it
+    newest INTEGER NOT NULL,      -- the session's newest event that was shipped, by its number in the cell's store
+    shipped REAL NOT NULL
+);
+"""
+CellState = Literal["active", "ended", "replaced", "lost"]
+_NOW = "(EXTRACT(EPOCH FROM clock_timestamp())::float8)"
+_COLUMNS = "id, name, url, started, ttl, lease_until, state"
+LOCK_ROWS = "/* FOR SHARE */"
+
+
+class CellRow(msgspec.Struct, frozen=True):
+    """One cell as stored."""
+
+    id: str
+    name: str
+    url: str
+    started: float
+    ttl: float
+    lease_until: float
+    state: CellState
+    left_s: float  # until the lease ends; negative if it has ended
+
+
+class CellTable:
+    """The cells. Each method is one transaction."""
+
+    def __init__(self, writing: Connect, reading: Connect) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
+        """Register a cell that starts, and give it the attempts of its previous ids. Return those ids that were not lost."""
+        with self._writing() as db:
+            adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]
+            db.execute(
+                "INSERT INTO cells (id, name, url, started, ttl, lease_until, state)"
+                f" VALUES (?,?,?,{_NOW},?,{_NOW}+?,'active')",
+                (cell, name, url, ttl_s, ttl_s),
+            )
+        return adopted
+
+    def _adopt(self, db: StoreConnection, old: str, cell: str) -> bool:
+        query = "UPDATE cells SET state='replaced' WHERE id=? AND state<>'lost'"
+        if not db.execute(query, (old,)).rowcount:
+            return False
+        db.execute("UPDATE attempts SET cell=? WHERE cell=? AND state='running'", (cell, old))
+        return True
+
+    def renew(self, cell: str) -> bool:
+        """Renew a lease. Return False if it was taken over."""
+        query = f"UPDATE cells SET lease_until={_NOW}+ttl WHERE id=? AND state='active'"
+        with self._writing() as db:
+            return db.execute(query, (cell,)).rowcount == 1
+
+    def end(self, cell: str) -> None:
+        """End the lease of a cell that stops."""
+        with self._writing() as db:
+            query = f"UPDATE cells SET state='ended', lease_until={_NOW} WHERE id=? AND state='active'"
+            db.execute(query, (cell,))
+
+    def take_over(self, cell: str) -> bool:
+        """Declare a cell lost and supersede its running attempts. Return False while its lease lasts, or if it is unknown."""
+        with self._writing() as db:
+            query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{_NOW} RETURNING id"
+            if db.execute(query, (cell,)).fetchone() is not None:
+                supersede_attempts(db, "cell=? AND state='running'", (cell,))
+                return True
+            return db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is not None
+
+    def find(self, cell: str) -> CellRow | None:
+        return next(iter(self._select("id=?", (cell,))), None)
+
+    def list_cells(self, state: CellState = "active") -> list[CellRow]:
+        """Return the cells in a state, oldest first."""
+        return self._select("state=? ORDER BY started, id", (state,))
+
+    def _select(self, where: str, values: Sequence[object]) -> list[CellRow]:
+        query = f"SELECT {_COLUMNS}, lease_until-{_NOW} FROM cells WHERE {where}"
+        with self._reading() as db:
+            return [CellRow(*row) for row in db.execute(query, values).fetchall()]
+
+
+def find_lost(db: StoreConnection, cells: Iterable[str]) -> set[str]:
+    """Return those of the cells that are lost. None of the others can be taken over before the caller's transaction ends."""
+    lost = set()
+    for cell in sorted(set(cells)):
+        row = db.execute(f"SELECT state FROM cells WHERE id=? {LOCK_ROWS}", (cell,)).fetchone()
+        if row is None or row[0] == "lost":
+            lost.add(cell)
+    return lost
