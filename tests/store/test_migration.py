@@ -184,6 +184,10 @@ def test_attempts_in_metadata_are_registered(data_before_attempts: Path) -> None
         with closing(sqlite3.connect(data / "turngate.db")) as db:
             db.execute("PRAGMA user_version=5")
             db.commit()
+    Store(data).close()
+    with SessionReader(data) as folder, open_row_source(data) as rows:
+        for session in folder.session_ids():
+            assert verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers())).ok, session
 
 
 def test_read_only_access_does_not_add_attempts(data_before_attempts: Path) -> None:
