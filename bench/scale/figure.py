@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 900, 250, 840, 84, 34
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW = 900, 280, 860, 84, 34
 _INK, _SOFT, _BAR, _FIRST = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
 _MOST = 100_000
 

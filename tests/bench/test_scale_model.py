@@ -57,7 +57,7 @@ def test_lost_rollouts_run_again() -> None:
     """With failures, the oldest rollouts end too: only those of the last minutes may be in flight."""
     given = msgspec.structs.replace(SMALL, machine_mean_days=0.001, machine_repair_s=5.0, lease_s=3.0)
     cluster = Cluster(SOME, given, 5)
-    cluster.run_turns(0.0, 600.0)
+    cluster.run_turns(0.0, 400.0)
     assert min(cluster.in_flight) > cluster.ordered * 0.8
     assert max(order.attempt for order in cluster.in_flight.values()) < 10
 
@@ -138,7 +138,7 @@ def test_the_limit_follows_from_the_cost(
     costs: dict[str, float], changes: dict[str, object], rate: float, machines: int, why: str
 ) -> None:
     given = msgspec.structs.replace(SMALL, machine_mean_days=0.0, lease_s=1e9, **changes)
-    limit, first = find_limit(msgspec.structs.replace(FREE, **costs), given, rate, most=256, seconds=100.0)
+    limit, first = find_limit(msgspec.structs.replace(FREE, **costs), given, rate, most=256, seconds=60.0)
     assert limit == pytest.approx(machines, rel=0.12, abs=2.5)
     assert first is not None
     assert any(why in one for one in first.breaks) or "finished sessions pile up" in first.breaks

@@ -50,7 +50,7 @@ def test_time_inside_matches_theory(
     simulation.start(_arrive(simulation, station, rate, draw))
     simulation.run(1000.0)
     station.reset()
-    simulation.run(21_000.0)
+    simulation.run(15_000.0)
     assert station.time_inside / station.departures == pytest.approx(expected, rel=0.1)
     assert station.utilization == pytest.approx(rate * service / servers, rel=0.03)  # utilization law
 
@@ -62,9 +62,9 @@ def test_littles_law(slice_s: float, servers: int, load: float) -> None:
     simulation = Simulation(seed=3)
     station = Station(simulation, "cores", servers, slice_s)
     simulation.start(_arrive(simulation, station, load * servers, lambda: simulation.random.lognormvariate(-0.5, 1.0)))
-    simulation.run(3000.0)
+    simulation.run(2000.0)
     rate, seconds = station.departures / simulation.now, station.time_inside / station.departures
-    assert station.mean_inside == pytest.approx(rate * seconds, rel=0.03)
+    assert station.mean_inside == pytest.approx(rate * seconds, rel=0.04)
     assert station.arrivals == station.departures + station.inside
 
 
