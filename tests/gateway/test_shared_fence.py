@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,12 +21,9 @@ from tests.speed import scaled
 from tests.store.kit import open_shared
 from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.errors import StoreError
-from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
-from turngate.gateway.fence_state import FenceState
-from turngate.gateway.replicas import ReplicaSet
-from turngate.gateway.shared_fence import FenceFollower, SharedBarrier, find_blocking
-from turngate.gateway.weights import LocalBarrier, WeightUpdates
+from turngate.gateway.shared_fence import FenceFollower, find_blocking
+from turngate.gateway.weights import WeightUpdates
 from turngate.store.shared.fence import FenceFollowerRow, FenceTable, SharedFence
 
 TTL_S = min(scaled(1.0), 4.0)  # a longer one only makes the tests longer
@@ -97,10 +95,6 @@ class CutTable:
         self._table.forget(follower)
 
 
-class NoStaleSessions:
-    def cancel_in_background(self) -> None: ...
-
-
 class FollowingCell:
     """A gateway whose fence follows the shared one."""
 
@@ -155,18 +149,15 @@ async def cell(url: str, name: str, world: World) -> AsyncIterator[FollowingCell
 
 @asynccontextmanager
 async def controller(url: str) -> AsyncIterator[WeightUpdates]:
-    """The part of a gateway on the shared store that updates weights."""
-    store = open_shared(url)
-    state = FenceState(store)
-    fence, events, replicas = Fence(*state.read_policy()), Events(store), ReplicaSet(None, state)
-    local = LocalBarrier(fence, state, events, replicas, NoStaleSessions())  # type: ignore[arg-type]
-    updates = WeightUpdates(fence, state, events, replicas, SharedBarrier(local, fence, state, replicas, store.fence))
-    await updates.start()
-    try:
-        yield updates
-    finally:
-        await updates.close()
-        store.close()
+    """The weight updates of a gateway on the shared store."""
+    async with gateway(data=url) as g:
+        yield g.app.updates
+
+
+@pytest.fixture(autouse=True)
+def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway on the shared store keeps its key in the working folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 async def update(updates: WeightUpdates, world: World, version: int) -> float:

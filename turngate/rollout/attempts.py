@@ -14,6 +14,7 @@ from turngate.common.aio import run_to_completion, wait_for_tasks
 from turngate.errors import TurngateError
 from turngate.rollout.classify import Classification
 from turngate.rollout.concurrency import Concurrency, Slot
+from turngate.rollout.engine_pressure import EnginePressure
 from turngate.rollout.executor import Attempt, AttemptExecutor, AttemptResult, fail_attempt
 from turngate.rollout.health import BatchHealth
 from turngate.rollout.ledger import AttemptStarted, LedgerError, timestamp
@@ -167,8 +168,16 @@ class AttemptRunner:
 class Workers:
     """Workers that take rollouts from the schedule and run them, until all are done or the batch stops."""
 
-    def __init__(self, schedule: Schedule, concurrency: Concurrency, attempts: AttemptRunner, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        concurrency: Concurrency,
+        attempts: AttemptRunner,
+        pressure: EnginePressure,
+        stop: StopSignal,
+    ) -> None:
         self._schedule = schedule
+        self._pressure = pressure
         self._concurrency = concurrency
         self._attempts = attempts
         self._stop = stop
@@ -203,7 +212,12 @@ class Workers:
     async def _work(self) -> None:
         worker = asyncio.current_task()
         assert worker is not None
-        while (item := await self._schedule.next()) is not None:
+        while True:
+            # While others run, so that a batch always makes progress.
+            await self._pressure.wait(lambda: bool(self._slots) and not self._stop)
+            item = await self._schedule.next()
+            if item is None:
+                return
             self._slots[worker] = None
             try:
                 await self._attempts.run(item, lambda: self._take_slot(worker))

@@ -36,6 +36,7 @@ from turngate.rollout import health
 from turngate.rollout.attempts import AttemptRunner, Workers
 from turngate.rollout.concurrency import Concurrency
 from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.engine_pressure import EnginePressure
 from turngate.rollout.executor import AttemptExecutor, LocalExecutor
 from turngate.rollout.group_closer import GroupCloser
 from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerError, LedgerHeader, timestamp
@@ -142,7 +143,7 @@ class Batch:
         self._schedule = Schedule(plan, self.progress, results.report, self._closer, throttle, stop)
         self._lost = LostAttempts(gateway, results, stop)
         attempts = AttemptRunner(plan, gateway, self._executor, results, self._schedule, self._lost, stop)
-        self._workers = Workers(self._schedule, concurrency, attempts, stop)
+        self._workers = Workers(self._schedule, concurrency, attempts, EnginePressure(gateway), stop)
         self._retries = RetryListener(plan, gateway, results, self._schedule, stop)
 
     async def run(self) -> BatchResult:

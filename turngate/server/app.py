@@ -35,9 +35,10 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.sessions import Sessions
+from turngate.gateway.shared_fence import SharedBarrier
 from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
-from turngate.gateway.weights import LocalBarrier, WeightUpdates
+from turngate.gateway.weights import Barrier, LocalBarrier, WeightUpdates
 from turngate.render import Certificate, Renderer
 from turngate.server.admin import AdminRoutes
 from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
@@ -61,6 +62,7 @@ from turngate.server.websocket import refuse_path, serve_socket
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.location import open_store
+from turngate.store.shared.store import SharedStore
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
@@ -175,9 +177,15 @@ class Gateway:
         self.replicas = ReplicaSet(self.engine, self.fence_state)
         self.replicas.expect(self.fence.version)
         self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
-        self.updates = WeightUpdates(self.fence, self.fence_state, self.events, self.replicas, self.barrier)
+        self.updates = WeightUpdates(self.fence, self.fence_state, self.events, self.replicas, self._compose_barrier())
         self.local_engines = self._compose_engines(self.engine) if isinstance(self.engine, Pool) else None
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
+
+    def _compose_barrier(self) -> Barrier:
+        """Return the fence of this process or, on the shared store, that of all cells."""
+        if not isinstance(self.store, SharedStore):
+            return self.barrier
+        return SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
 
     def _compose_engines(self, pool: Pool) -> LocalEngines:
         return LocalEngines(
