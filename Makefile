@@ -1,4 +1,5 @@
 # make demo       run a real agent and show its tokens in the first minute, then train it on two cores, in less than ten minutes (FAST=1: three; SEED=2; SANDBOX=docker)
+# make demo-cluster  run a batch on PostgreSQL and three Ray nodes of this machine, and kill a node in the middle: about five minutes
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed
 # make test-all   run all tests: about 40 minutes, once the parts are installed
@@ -22,7 +23,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo test test-real test-all check format docs dist bench soak gauntlet clean
+.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist bench soak gauntlet clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -53,6 +54,9 @@ demo: $(INSTALLED)
 	@$(BIN)/python -c 'import gguf, accelerate' 2> /dev/null || $(BIN)/python -m pip install --quiet $(GGUF)
 	@command -v bwrap > /dev/null || $(BIN)/python tools/base_image.py bubblewrap || true
 	@$(BIN)/python examples/demo.py $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(SANDBOX),--sandbox $(SANDBOX))
+
+demo-cluster: $(READY)
+	@$(BIN)/python examples/demo_cluster.py
 
 # Test tiers. Heavy parts are installed into $$TURNGATE_CACHE on first use. Tests of a missing part fail in CI and are skipped elsewhere.
 test test-real test-all: $(READY)

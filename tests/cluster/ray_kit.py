@@ -41,7 +41,7 @@ def ray_environment(token: Path, **more: str) -> dict[str, str]:
 class RayNode:
     """One node: `ray start --block` in a session of its own."""
 
-    def __init__(self, name: str, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, name: str, folder: Path, arguments: list[str], **env: str) -> None:
         self.name, self.folder = name, folder
         self._log = folder / f"{name}.log"
         data = folder / name
@@ -51,7 +51,7 @@ class RayNode:
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=ray_environment(folder / "token", TURNGATE_CELL_DATA=str(data)),
+                env=ray_environment(folder / "token", TURNGATE_CELL_DATA=str(data), **env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -119,12 +119,27 @@ class LocalRay:
         self.nodes["head"] = RayNode("head", self.folder, [*arguments, "--temp-dir", str(self.folder / "r")])
         self.nodes["head"].wait()
 
-    def add_node(self, name: str, *, slots: int = 4, labels: str = "") -> RayNode:
+    def add_node(self, name: str, *, slots: int = 4, labels: str = "", **env: str) -> RayNode:
         arguments = ["--address", self.address, "--num-cpus", "1", "--resources", f'{{"turngate_slots": {slots}}}']
         arguments += ["--labels", labels] if labels else []
-        node = self.nodes[name] = RayNode(name, self.folder, arguments)
+        node = self.nodes[name] = RayNode(name, self.folder, arguments, **env)
         node.wait()  # two that start at the same time on one machine choose the same ports
         return node
+
+    def drain(self, name: str) -> None:
+        """Ask Ray to drain a node, as its autoscaler does before it removes one."""
+        find = f"import ray; ray.init('{self.address}', logging_level='ERROR')"
+        find += f"; print(next(node['NodeID'] for node in ray.nodes() if node['NodeName'] == '{name}'))"
+        node = self._run([str(ray_python()), "-c", find])
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
+        reason += ["--deadline-remaining-seconds", "3600"]
+        ray = [str(ray_python()), "-m", "ray.scripts.scripts"]
+        self._run([*ray, "drain-node", "--address", self.address, "--node-id", node, *reason])
+
+    def _run(self, command: list[str]) -> str:
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()[-1] if done.stdout.split() else ""
 
     def __enter__(self) -> LocalRay:
         return self

@@ -145,6 +145,12 @@ async def test_failed_call_is_repeated_with_the_same_session() -> None:
     assert result.verdict.kind == "graded" and not result.is_lost and not cell.load.is_closed
 
 
+async def test_dead_actor_is_not_called_again() -> None:
+    actor = FakeActor(CallFailed("ActorDiedError", actor_died=True))
+    result, _ = await execute(actor, FakeStore(outcome=None))
+    assert actor.orders == ["s1"] and result.is_lost
+
+
 async def test_lost_cell_is_superseded_only_after_its_lease() -> None:
     store = FakeStore(outcome=None, lease_checks=3)
     result, cell = await execute(FakeActor(*[CallFailed("ActorDiedError")] * 3), store)
@@ -163,6 +169,18 @@ async def test_outcome_that_never_arrives_is_lost(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray_executor, "_SHIP_S", 0.02)
     result, _ = await execute(FakeActor(OrderEnded("s1", graded())), FakeStore(outcome=None))
     assert result.is_lost, "a result that only the lost cell has must not be counted"
+
+
+async def test_outcome_of_a_draining_cell_is_awaited() -> None:
+    actor = FakeActor(OrderEnded("s1", graded()))
+    cluster, cell = make_cluster(actor)
+    store = FakeStore(arrives_after=3)
+    executor = RayExecutor(cluster, store, ())  # type: ignore[arg-type]
+    async with cluster.take_slot():
+        cell.load.is_closed = True
+        attempt: Any = executor.prepare(ORDER, lambda progress: None, lambda phase: nullcontext())  # type: ignore[arg-type, return-value]
+        result = await attempt._run_in(cell, [])
+    assert result.verdict.kind == "graded" and store.looks == 4
 
 
 async def test_unrecorded_outcome_is_settled_by_the_shared_store() -> None:

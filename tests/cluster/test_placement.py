@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from turngate.config import ServeConfig
 from turngate.errors import ConfigError
+from turngate.rollout.cluster.open_cluster import collect_settings, strip_password
 from turngate.rollout.cluster.placement import (
     CellLoad,
     Demand,
@@ -120,6 +122,26 @@ def test_node_as_ray_describes_it() -> None:
     undeclared = {**described, "Resources": {"CPU": 16.0}, "NodeName": ""}
     assert parse_node(undeclared, free, is_draining=False).slots is None
     assert parse_node(undeclared, free, is_draining=False).name == "10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("postgresql://u:secret@db/t", "postgresql://u@db/t"),
+        ("postgresql://u:s%40cret@db:5433/t?sslmode=require", "postgresql://u@db:5433/t?sslmode=require"),
+        ("postgresql:///t?host=db&password=secret", "postgresql:///t?host=db"),
+        ("postgresql://a,b/t", "postgresql://a,b/t"),
+    ],
+)
+def test_password_of_the_database_stays_with_the_driver(url: str, sent: str) -> None:
+    assert strip_password(url) == sent
+
+
+def test_cells_get_only_the_settings_that_they_share() -> None:
+    config = ServeConfig(
+        data="postgresql://db/t", port=0, engine="vllm", engine_url=["http://e:8000"], model="m", workers=2
+    )
+    assert collect_settings(config) == {"engine": "vllm", "engine_url": ["http://e:8000"], "model": "m", "workers": 2}
 
 
 def test_labels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,7 +21,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.speed import scaled
+from tools import parts
 from turngate.config import load_config
+from turngate.rollout.cluster.cell_actor import DATA_FOLDER
+from turngate.rollout.cluster.placement import SLOTS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -132,6 +136,51 @@ def test_liveness_probe_ignores_engine() -> None:
     [gateway] = manifest_of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
     paths = {name: gateway[name]["httpGet"]["path"] for name in gateway if name.endswith("Probe")}
     assert paths == {"startupProbe": "/", "livenessProbe": "/", "readinessProbe": "/health"}
+
+
+RAY = [
+    document
+    for name in ("cluster.yaml", "batch.yaml")
+    for document in yaml.safe_load_all((DEPLOY / "kuberay" / name).read_text())
+]
+
+
+def test_kuberay_pods_and_job_match_kubernetes_schema() -> None:
+    cluster, *others = RAY
+    for document in others:
+        kubernetes_validate.validate(document, "1.34", strict=True)
+    spec = cluster["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, "1.34", strict=True)
+
+
+def test_kuberay_cluster_and_batch_agree() -> None:
+    cluster, claim, job = RAY
+    pins = {name: version for name, _, version in (pin.partition("==") for pin in parts.RAY_PINS)}
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    assert cluster["spec"]["rayVersion"] == pins["ray"]
+    assert f"rayproject/ray:{pins['ray']}-" in (DEPLOY / "kuberay" / "Dockerfile").read_text()
+    [workers] = cluster["spec"]["workerGroupSpecs"]
+    assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == {SLOTS: 32}, "KubeRay passes it to a shell"
+    [worker] = workers["template"]["spec"]["containers"]
+    [batch] = job["spec"]["template"]["spec"]["containers"]
+    command = batch["command"]
+    assert command[command.index("--ray") + 1] == f"{cluster['metadata']['name']}-head-svc:6379"
+    assert {"name": DATA_FOLDER, "value": "/cell"} in worker["env"]
+    passwords = [
+        variable for container in (worker, batch) for variable in container["env"] if variable["name"] == "PGPASSWORD"
+    ]
+    assert len(passwords) == 2 and passwords[0] == passwords[1] and "valueFrom" in passwords[0]
+    [volume] = job["spec"]["template"]["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("script", ["slurm/turngate.sbatch", "ssh/cluster.sh"])
+def test_scripts_are_valid_bash_and_explain_themselves(script: str) -> None:
+    done = subprocess.run(["bash", str(DEPLOY / script)], capture_output=True, text=True, timeout=scaled(10))
+    assert done.returncode == 2 and "turngate" in done.stderr
 
 
 # ── systemd ─────────────────────────────────────────────────────────────────────────────────────────────────────────

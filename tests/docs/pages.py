@@ -182,6 +182,7 @@ NEEDS_TRL = "needs TRL, which has its own environment"
 NEEDS_OPENENV = "needs OpenEnv, which has its own environment"
 NEEDS_VERIFIERS = "needs verifiers, which has its own environment"
 NEEDS_SYSTEMD = "installs a system service"
+NEEDS_RAY = "needs Ray, which has its own environment"
 TOO_LONG = "takes minutes"
 
 UNRUN = [
@@ -190,6 +191,11 @@ UNRUN = [
     Unrun("docs/cells.md", "createdb", NEEDS_POSTGRES),
     Unrun("docs/cells.md", "turngate cell --shared", NEEDS_POSTGRES, "tests/cells/test_cell.py"),
     Unrun("docs/cells.md", "turngate doctor --shared", NEEDS_POSTGRES, "tests/cells/test_cell.py"),
+    Unrun("docs/cluster.md", "createdb", NEEDS_POSTGRES, "tests/cluster/test_ray_batch.py"),
+    Unrun("docs/cluster.md", "ray start", NEEDS_RAY, "tests/cluster/test_ray_batch.py"),
+    Unrun("docs/cluster.md", "turngate batch --ray", NEEDS_RAY, "tests/cluster/test_ray_batch.py"),
+    Unrun("docs/cluster.md", "import ray", NEEDS_RAY, "tests/cluster/test_groups.py"),
+    Unrun("docs/cluster.md", "make demo-cluster", TOO_LONG, "tests/cluster/test_demo.py"),
     Unrun("docs/comparison.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),
     Unrun("docs/deploy.md", "mkdir -m 700 deploy/secrets", NEEDS_DOCKER, "tests/deploy/test_image.py"),
     Unrun("docs/deploy.md", "MODEL=Qwen/Qwen3-8B docker compose", NEEDS_DOCKER, "tests/deploy/test_files.py"),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate import tasks
+from turngate.cli.cluster import choose_cluster, open_batch_executor, start_shared_gateway
 from turngate.cli.gateway import GatewayChoice, RemoteAccess, choose_gateway, connect_gateway, load_gateway_config
 from turngate.cli.options import BatchOptions
 from turngate.cli.prepare import (
@@ -36,6 +37,7 @@ from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
+from turngate.rollout.cluster.open_cluster import ClusterChoice
 from turngate.rollout.concurrency import Bounds, SlotState
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.ledger import LEDGER_NAME
@@ -86,10 +88,12 @@ def run_batch(options: BatchOptions) -> int:
     _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
     console = new_console(stderr=options.as_json)
 
+    cluster = choose_cluster(options, config)
+
     def build_plan(model: str) -> BatchPlan:
         plan = _build_plan(options, selected, agent, sandboxes, model=config.model or model, folder=out or Path())
         if out is None:
-            folder = Path(config.data) / "batches" / plan.fingerprint()
+            folder = config.folder / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
         if options.resume and not (plan.folder / LEDGER_NAME).is_file():
             raise ConfigError(
@@ -98,7 +102,7 @@ def run_batch(options: BatchOptions) -> int:
         return plan
 
     access = RemoteAccess(options.public_url, options.tunnel)
-    work = _run(build_plan, config, choose_gateway(options), access, console)
+    work = _run(build_plan, config, choose_gateway(options), access, console, cluster)
     with reserve_stdout(options.as_json):
         result, interrupted = asyncio.run(cancel_on_signal(work, console, STOPPING, STOPPING_NOW))
     if result is None:
@@ -161,12 +165,14 @@ async def _run(
     gateway: GatewayChoice,
     access: RemoteAccess,
     console: Console,
+    cluster: ClusterChoice | None,
 ) -> tuple[BatchResult | None, bool]:
     """Run the batch. Return its result, or None if it had not started, and whether it was interrupted."""
     batch: Batch | None = None
+    connecting = connect_gateway(config, gateway, console) if cluster is None else start_shared_gateway(config)
     try:
         async with (
-            connect_gateway(config, gateway, console) as (client, own),
+            connecting as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
             model = config.model or next(iter(await client.models()), "turngate")
@@ -176,8 +182,9 @@ async def _run(
             if own and config.engine == "scripted":
                 say(console, f"note: {SYNTHETIC_NOTE}", "dim")
             with BatchDisplay(console, plan.total) as display:
-                batch = Batch(plan, client, connector, display.update)
-                return await _run_interruptible(batch)
+                async with open_batch_executor(cluster, plan, client, console) as executor:
+                    batch = Batch(plan, client, connector, display.update, executor=executor)
+                    return await _run_interruptible(batch)
     except asyncio.CancelledError:
         absorb_cancellation()
     return (None if batch is None else batch.result), True

@@ -170,7 +170,7 @@ def run(options: flags.RunOptions) -> None:
     raise typer.Exit(_or_exit(action))
 
 
-@app.command()
+@app.command(cls=flags.ClusterCommand)
 @flags.takes(flags.BatchOptions, flags.RUN_SETTINGS)
 def batch(options: flags.BatchOptions) -> None:
     """Run n rollouts of each task, resuming the batch if it already exists.

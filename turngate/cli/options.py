@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+import typer.core
 
 O = TypeVar("O")  # noqa: E741
 DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
@@ -25,6 +26,7 @@ RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "toke
 
 WHAT, SAMPLING, SANDBOX, GATEWAY = "What to run", "Sampling", "Sandbox", "Gateway"
 LIMITS, GRADING, BATCH, OUTPUT = "Limits", "Grading", "Batch", "Output"
+CLUSTER = "Cluster"
 SELECTION, FORMAT, SCORING, TRAINING = "Which rollouts", "Format", "Scoring", "Training"
 
 
@@ -48,6 +50,15 @@ _SPANS = _flag(
     OUTPUT,
     "--spans",
 )
+
+
+_RAY = _flag(
+    "Run the rollouts on a Ray cluster: its address, or auto for that of this machine (the default without a value). Needs the "
+    "`ray` extra, and --data with the URL of a PostgreSQL database.",
+    CLUSTER,
+    metavar="[ADDRESS]",
+)
+_RAY_LABEL = _flag("Run only on Ray nodes with this label, as NAME=VALUE; repeatable.", CLUSTER)
 
 
 def _biasing(setting: str) -> str:
@@ -230,6 +241,8 @@ class BatchOptions(RolloutOptions):
         Optional[int],
         _flag("Number of sandboxes to start ahead of time.", LIMITS, default="the number of CPU cores"),
     ] = None
+    ray: Annotated[str, _RAY] = ""
+    ray_label: Annotated[Optional[list[str]], _RAY_LABEL] = None
     out: Annotated[Optional[Path], _flag("Folder for the batch.", OUTPUT, default="DATA/batches/FINGERPRINT")] = None
     resume: Annotated[bool, _flag("Only resume an existing batch; fail if there is none.", BATCH, "--resume")] = False
     keep_work: Annotated[bool, _flag("Keep the agents' working folders after grading.", OUTPUT, "--keep-work")] = False
@@ -408,6 +421,22 @@ class CheckTasksOptions(ListTasksOptions):
     image: Annotated[str, _flag("Container image that overrides the tasks' own.", SANDBOX)] = ""
     prove: Annotated[bool, _flag("Run and grade each task's solution.", "Proof", "--prove/--no-prove")] = True
     concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
+
+
+class ClusterCommand(typer.core.TyperCommand):
+    """A command whose flag --ray may be given without a value, for the cluster of this machine."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "-"]
+        bare = (
+            [
+                "--ray=auto" if one == "--ray" and after.startswith("-") else one
+                for one, after in zip(args, following, strict=True)
+            ]
+            if args
+            else args
+        )
+        return super().parse_args(ctx, bare)
 
 
 class OptionCommand(Generic[O]):

@@ -121,7 +121,7 @@ class CellActor:
 
     def _write(self, line: bytes) -> None:
         process = self._process
-        if process is None or process.stdin is None or process.returncode is not None:
+        if process is None or process.stdin is None or process.stdin.is_closing() or process.returncode is not None:
             raise CellUnusable(
                 f"the cell on {self._settings.name} has ended; its log is {self._settings.folder}/runner.log"
             )

@@ -34,7 +34,7 @@ class CellProcess:
     """One `turngate cell`, restarted whenever it ends. It keeps its port, so its URL stays valid."""
 
     def __init__(self, shared: str, name: str, data: Path, config: Path) -> None:
-        self._arguments = ["--shared", shared, "--name", name, "--data", str(data), "--config", str(config)]
+        self._arguments = ["--shared", shared, "--cell-name", name, "--data", str(data), "--config", str(config)]
         self._data = data
         self._log = data.parent / "cell.log"
         self._port = _find_free_port()

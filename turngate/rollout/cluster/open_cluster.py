@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion, wait_for_tasks
+from turngate.common.database_url import is_database_url
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.rollout.cluster.messages import RunnerSettings
@@ -19,10 +21,9 @@ from turngate.rollout.cluster.ray_cluster import RayCluster
 from turngate.rollout.cluster.ray_executor import RayExecutor
 from turngate.rollout.cluster.ray_nodes import RayConnection
 from turngate.rollout.plan import BatchPlan
-from turngate.store.shared.url import is_database_url, parse_database_url
 
 # Settings of the driver's own gateway, which cells do not take over.
-_OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans")
+_OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "shared", "cell_name")
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
         """Return what a cell needs. Its nodes take the database's password from PGPASSWORD, PGPASSFILE or ~/.pgpass."""
         config = self.config
         return RunnerSettings(
-            shared=parse_database_url(config.data).name,
+            shared=strip_password(config.data),
             name="",
             folder="",
             sandbox=plan.backend.name,
@@ -53,6 +54,15 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
             gateway=collect_settings(config),
             script=_read_script(config.script),
         )
+
+
+def strip_password(url: str) -> str:
+    """Return the URL of a database without its password, but with options such as `sslmode`."""
+    parts = urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    options = [(name, value) for name, value in parse_qsl(parts.query, keep_blank_values=True) if name != "password"]
+    query = f"?{urlencode(options)}" if options else ""
+    return f"{parts.scheme}://{user.partition(':')[0]}{at}{place}{parts.path}{query}"
 
 
 def collect_settings(config: ServeConfig) -> dict[str, object]:

@@ -43,6 +43,7 @@ class PlacedCell:
 
     def __init__(self, node: RayNodeView, actor: Any, load: CellLoad) -> None:
         self.node, self.actor, self.load = node, actor, load
+        self.is_lost = False  # its node or its actor has died
 
 
 class RayCluster:
@@ -117,8 +118,8 @@ class RayCluster:
                 try:
                     self._nodes = await self.connection.list_nodes()
                     self._update()
-                except (OSError, RuntimeError) as error:  # of the cluster's head, which may come back
-                    log.warning("the nodes of the Ray cluster cannot be listed: %s", error)
+                except Exception:  # the cluster's head may come back, and the cells must not be closed meanwhile
+                    log.exception("the nodes of the Ray cluster cannot be listed; trying again")
                 await self._notify()
                 await asyncio.gather(asyncio.sleep(_POLL_S), *(self._poll(cell) for cell in self.cells))
         finally:
@@ -133,6 +134,7 @@ class RayCluster:
         for key, cell in list(self._cells.items()):
             node = nodes.get(key)
             if node is None:
+                cell.is_lost = True
                 self._remove(cell, f"node {cell.node.name} is lost")
             elif node.is_draining and not cell.load.is_closed:
                 cell.load.is_closed = True
@@ -198,6 +200,7 @@ class RayCluster:
 
     def mark_dead(self, cell: PlacedCell, why: str) -> None:
         """Send no more orders to a cell whose actor has died."""
+        cell.is_lost = True
         if self._cells.get(cell.node.id) is cell:
             self._remove(cell, f"the cell on {cell.node.name} is lost: {why}")
 

@@ -181,7 +181,7 @@ class _RayAttempt:
                 reply = await self._cluster.connection.call(cell.actor.run.remote(data, archive))
                 return msgspec.json.decode(reply, type=OrderEnded)
             except CallFailed as error:
-                if pause is None or cell.load.is_closed:
+                if pause is None or error.actor_died:
                     raise
                 log.warning("a call to the cell on %s failed; repeating it: %s", cell.node.name, error.message)
                 await asyncio.sleep(pause)
@@ -194,7 +194,7 @@ class _RayAttempt:
             return result  # nothing to ship
         deadline = time.monotonic() + _SHIP_S
         pauses = iter(_CONFIRM_S)
-        while not is_unrecorded(outcome) and time.monotonic() < deadline and not cell.load.is_closed:
+        while not is_unrecorded(outcome) and time.monotonic() < deadline and not cell.is_lost:
             if await self._shared.find_outcome(self._order):
                 return result
             await asyncio.sleep(next(pauses, _CONFIRM_S[-1]))

@@ -25,6 +25,10 @@ class CallFailed(TurngateError):
     boundary = "sandbox"
     kind = "call_failed"
 
+    def __init__(self, message: str, *, actor_died: bool = False) -> None:
+        super().__init__(message)
+        self.actor_died = actor_died  # Ray says so: calling it again is of no use
+
 
 class RayConnection:
     """A connection of this process to a Ray cluster."""
@@ -43,6 +47,7 @@ class RayConnection:
         self._ray, self._state, self._affinity = ray, state, NodeAffinitySchedulingStrategy
         self._address = address or "auto"
         self._failures = (ray.exceptions.RayError, ConnectionError)
+        self._died = ray.exceptions.ActorDiedError
 
     async def open(self) -> None:
         def connect() -> None:
@@ -84,7 +89,7 @@ class RayConnection:
         client = getattr(self._ray._private.worker.global_worker, "gcs_client", None)
         if client is None:  # a driver outside the cluster, connected with ray://
             return set()
-        return {node.hex() for node in client.get_draining_nodes(timeout=_DRAIN_QUERY_S)}
+        return {*client.get_draining_nodes(timeout=_DRAIN_QUERY_S)}
 
     def start_actor(self, node: RayNodeView, slots: int, demand: Demand, settings: bytes) -> Any:
         """Create the actor of a cell on a node. It reserves what its slots need, so that other Ray jobs do not use it."""
@@ -107,11 +112,14 @@ class RayConnection:
 
     async def call(self, reference: Any) -> Any:
         """Wait for the result of a call. Raise `CallFailed` if it failed, whatever the cause. Cancelling leaves the call running."""
+        calling = asyncio.wrap_future(reference.future())
+        calling.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # mark it as retrieved
         try:
-            return await asyncio.shield(asyncio.wrap_future(reference.future()))
+            return await asyncio.shield(calling)
         except self._failures as error:
             lines = str(error).strip().splitlines() or [""]
-            raise CallFailed(f"{type(error).__name__}: {lines[-1][:300]}") from None
+            died = isinstance(error, self._died)
+            raise CallFailed(f"{type(error).__name__}: {lines[-1][:300]}", actor_died=died) from None
 
 
 def parse_node(node: Mapping[str, Any], free: Mapping[str, float], *, is_draining: bool) -> RayNodeView:

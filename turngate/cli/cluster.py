@@ -1,0 +1,57 @@
+"""The flags --ray and --ray-label: choose a Ray cluster, and open the executor that runs rollouts there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+
+from turngate.cli.options import BatchOptions
+from turngate.client.gateway import GatewayClient
+from turngate.common.terminal import sanitize_line, say
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.rollout.cluster.open_cluster import ClusterChoice, open_executor
+from turngate.rollout.cluster.placement import parse_labels
+from turngate.rollout.executor import AttemptExecutor
+from turngate.rollout.plan import BatchPlan
+from turngate.server.run import run_embedded
+
+
+def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice | None:
+    """Return the cluster of the flags; None without --ray."""
+    labels = parse_labels(options.ray_label or ())
+    if not options.ray:
+        if labels:
+            raise ConfigError("ray_label is set without a cluster; pass --ray too", param="ray_label")
+        return None
+    for name in ("gateway", "public_url", "tunnel"):
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"{name} cannot be set with --ray, because each node has its own gateway; remove --{flag}", param=name
+            )
+    choice = ClusterChoice(address=options.ray, labels=labels, config=config)
+    choice.check()
+    return choice
+
+
+@asynccontextmanager
+async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
+    """Start a gateway on the shared store: for groups, feeds and the page. Yield a client, and that we started it."""
+    async with run_embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+        yield client, True
+
+
+@asynccontextmanager
+async def open_batch_executor(
+    choice: ClusterChoice | None, plan: BatchPlan, gateway: GatewayClient, console: Console
+) -> AsyncIterator[AttemptExecutor | None]:
+    """Open the executor of a batch; None runs it in this process."""
+    if choice is None:
+        yield None
+        return
+    say(console, f"The page of all nodes: {gateway.url}", "dim")
+    async with open_executor(choice, plan, gateway, lambda text: say(console, sanitize_line(text), "dim")) as executor:
+        yield executor
