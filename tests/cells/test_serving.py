@@ -17,6 +17,7 @@ from turngate.gateway.cell.keeper import CellName, LeaseKeeper
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
 from turngate.gateway.cell.shipping import Shipper
+from turngate.store.outbox import OpenAttempt
 from turngate.store.shipment import ConflictingShipment, Shipment
 from turngate.store.sqlite import Store
 
@@ -172,8 +173,12 @@ class Target:
 
     def __init__(self) -> None:
         self.sessions: list[str] = []
+        self.opened: list[str] = []
         self.failures = 0
         self.conflicts: set[str] = set()
+
+    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
+        self.opened += [attempt.session for attempt in attempts]
 
     def write(self, shipments: Sequence[Shipment]) -> None:
         if self.failures:
@@ -195,11 +200,12 @@ def test_the_shipper_retries_and_sets_aside_what_cannot_be_shipped(tmp_path: Pat
         db.execute("UPDATE nodes SET info=? WHERE session=?", (b"", damaged))
     deleted = finish_rollout(store, "s4", "g")
     store.delete_session(deleted)
+    add_session(store, "open")
     shipper = Shipper(store.outbox, store.open_reader, lambda: target)
     shipper.start()
     try:
         _wait(lambda: store.outbox.state().unshipped == 2)
-        assert target.sessions == ["s1"]
+        assert target.sessions == ["s1"] and target.opened == ["open"]
         assert [session for session, _ in store.outbox.failures()] == ["s2", "s3"]
         put_outcome(store, damaged, "s3", "g", task="new")  # a change lets it try again
         _wait(lambda: store.outbox.state().failed == 2)

@@ -285,6 +285,26 @@ def test_a_restarted_cell_keeps_the_attempts_of_its_previous_id(cell: Store, sha
     assert delivered(shared) == ["s"]
 
 
+def test_an_attempt_cannot_be_superseded_while_the_lease_of_its_cell_lasts(cell: Store, shared: SharedStore) -> None:
+    add_session(cell, "s", rollout="r", attempt=1)
+    opened = cell.outbox.find_unannounced(10)
+    ShipmentWriter(shared).announce(opened)
+    cell.outbox.mark_announced(opened)
+    assert cell.outbox.find_unannounced(10) == []
+    assert states(shared) == {"s": "running"}
+    with pytest.raises(Conflict, match="runs on cell a, whose lease lasts"):
+        shared.attempts.supersede("r", 1, "s")
+    assert states(shared) == {"s": "running"}
+    key = add_session(cell, "t", rollout="q", attempt=1)
+    ShipmentWriter(shared).announce(cell.outbox.find_unannounced(10))
+    cell.close_session(key, "cancelled", "cancelled", time.time())
+    assert ship(cell, shared) == 1
+    assert shared.attempts.supersede("q", 1, "t")[0].state == "superseded"  # it runs no more
+    end_lease(shared, "a")
+    row, outcome = shared.attempts.supersede("r", 1, "s")
+    assert (row.state, outcome) == ("superseded", None)
+
+
 def _kinds(store: Store, session: str) -> list[str]:
     return [found.kind for found in store.events.page(session, 0, 100)]
 

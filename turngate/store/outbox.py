@@ -19,6 +19,7 @@ CREATE TABLE IF NOT EXISTS outbox (
     session INTEGER PRIMARY KEY,  -- key of the session
     cell TEXT NOT NULL,           -- id of the cell that serves or served it
     due REAL,                     -- when to ship it; NULL: it is open
+    announced INTEGER NOT NULL DEFAULT 0,  -- 1: the shared store knows which cell serves it
     revision INTEGER NOT NULL DEFAULT 1,  -- increases with each change, so that a change during shipping is shipped too
     error TEXT NOT NULL DEFAULT ''        -- why it cannot be shipped; empty: it can
 );
@@ -36,6 +37,16 @@ class UnshippedSession(msgspec.Struct, frozen=True):
     session: int
     cell: str
     revision: int
+
+
+class OpenAttempt(msgspec.Struct, frozen=True):
+    """An open session that the shared store does not know yet."""
+
+    key: int
+    session: str
+    cell: str
+    config: bytes
+    opened: float
 
 
 class OutboxState(msgspec.Struct, frozen=True):
@@ -61,11 +72,14 @@ class OutboxTable:
         if self.cell:
             db.execute("INSERT INTO outbox (session, cell) VALUES (?,?)", (session, self.cell))
 
-    def add_ended(self, db: StoreConnection, session: int, ended: float) -> None:
-        """Make an ended session due after the time in which its runner may still record an outcome."""
+    def add_ended(self, db: StoreConnection, session: int, ended: float, *, cancelled: bool) -> None:
+        """Make an ended session due after the time in which its runner may still record an outcome.
+
+        A cancelled session is due now, since its outcome would not count.
+        """
         if self.cell:
             query = f"INSERT INTO outbox (session, cell, due) VALUES (?,?,?) {_CHANGE}, {_EARLIER}"
-            db.execute(query, (session, self.cell, ended + ABANDONED_S))
+            db.execute(query, (session, self.cell, ended if cancelled else ended + ABANDONED_S))
 
     def add_outcome(self, db: StoreConnection, session_id: str) -> None:
         """Make a session due now: its outcome was recorded or replaced."""
@@ -90,6 +104,20 @@ class OutboxTable:
         query = "SELECT session, cell, revision FROM outbox WHERE due<=? AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:
             return [UnshippedSession(*row) for row in db.execute(query, (now, limit)).fetchall()]
+
+    def find_unannounced(self, limit: int) -> list[OpenAttempt]:
+        """Return open sessions that were not announced to the shared store."""
+        query = (
+            "SELECT key, id, cell, CAST(config AS BLOB), opened FROM outbox JOIN sessions ON key=session"
+            " WHERE due IS NULL AND announced=0 ORDER BY key LIMIT ?"
+        )
+        with self._reading() as db:
+            return [OpenAttempt(*row) for row in db.execute(query, (limit,)).fetchall()]
+
+    def mark_announced(self, attempts: Iterable[OpenAttempt]) -> None:
+        with self._writing() as db:
+            for attempt in attempts:
+                db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
         """Remove sessions that the shared store has committed. One that changed since it was read stays."""

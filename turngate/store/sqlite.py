@@ -137,7 +137,7 @@ class Store:
     def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
-            self.outbox.add_ended(db, key, closed)
+            self.outbox.add_ended(db, key, closed, cancelled=status == "cancelled")
             insert_optional_event(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:

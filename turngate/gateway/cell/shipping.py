@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from turngate.errors import StoreError, TurngateError
-from turngate.store.outbox import OutboxTable, UnshippedSession
+from turngate.store.outbox import OpenAttempt, OutboxTable, UnshippedSession
 from turngate.store.shipment import ConflictingShipment, Shipment, read_shipment
 from turngate.store.sqlite import Store
 
@@ -17,6 +17,7 @@ log = logging.getLogger("turngate")
 _IDLE_S = 0.2  # between looks at an empty outbox
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 16  # per transaction
+_ANNOUNCED = 256  # open sessions announced at a time
 _BYTES = 16_000_000  # a transaction of this size gets no further session
 
 
@@ -25,6 +26,9 @@ class ShipmentTarget(Protocol):
 
     def write(self, shipments: Sequence[Shipment]) -> None:
         """Write all of them in one transaction. Writing one again changes nothing."""
+
+    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
+        """Register open sessions as attempts that this cell runs."""
 
 
 class Shipper:
@@ -61,6 +65,7 @@ class Shipper:
         pause = 0.0
         while not self._stopping.wait(pause):
             try:
+                self._announce()
                 pause = 0.0 if self.ship() else _IDLE_S
                 if self._failures:
                     log.info("sessions are shipped again")
@@ -70,6 +75,15 @@ class Shipper:
             except Exception as error:
                 log.exception("cannot ship sessions")
                 pause = self._back_off(str(error))
+
+    def _announce(self) -> None:
+        """Tell the shared store which sessions are open here. They do not wait for it."""
+        opened = self._outbox.find_unannounced(_ANNOUNCED)
+        if opened:
+            if self._target is None:
+                self._target = self._connect()
+            self._target.announce(opened)
+            self._outbox.mark_announced(opened)
 
     def _back_off(self, message: str) -> float:
         if not self._failures:

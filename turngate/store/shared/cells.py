@@ -12,8 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from turngate.store.attempts import supersede_attempts
+from turngate.errors import Conflict
+from turngate.store.attempts import AttemptRow, AttemptTable, supersede_attempts
 from turngate.store.connection import Connect, StoreConnection
+from turngate.store.outcomes import RecordedOutcome
 
 CELL_TABLES = """
 CREATE TABLE IF NOT EXISTS cells (
@@ -108,6 +110,25 @@ class CellTable:
         query = f"SELECT {_COLUMNS}, lease_until-{_NOW} FROM cells WHERE {where}"
         with self._reading() as db:
             return [CellRow(*row) for row in db.execute(query, values).fetchall()]
+
+
+class LeasedAttempts(AttemptTable):
+    """The attempts of all cells. One that runs on a cell can be superseded only after the cell's lease has ended."""
+
+    def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
+        query = (
+            f"SELECT cells.name, lease_until-{_NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
+            f" WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active' AND lease_until>{_NOW}"
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # shipped: it runs no more
+        )
+        with self._reading() as db:
+            row = db.execute(query, (rollout, attempt)).fetchone()
+        if row is not None:
+            raise Conflict(
+                f"attempt {attempt} of rollout {rollout!r} runs on cell {row[0]}, whose lease lasts for another {row[1]:.0f} s "
+                "unless it is renewed; cancel its session there, or try again later"
+            )
+        return super().supersede(rollout, attempt, session)
 
 
 def find_lost(db: StoreConnection, cells: Iterable[str]) -> set[str]:

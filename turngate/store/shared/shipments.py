@@ -10,6 +10,7 @@ import msgspec
 
 from turngate.store.attempts import outcome_state, supersede_attempts
 from turngate.store.connection import LOCK_FEEDS, StoreConnection
+from turngate.store.outbox import OpenAttempt
 from turngate.store.outcomes import decode_outcome
 from turngate.store.shared.cells import find_lost
 from turngate.store.shared.copy_format import encode_events, encode_nodes
@@ -89,6 +90,14 @@ class ShipmentWriter:
                 if shipment.id in counting:
                     self._store.feeds.enter(db, keys[shipment.id], shipment.id, outcome)
             self._note_shipments(db, shipments, keys, known)
+
+    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
+        """Register open sessions as attempts of their cell, so that others know by whose lease they run."""
+        with self._store.database.writing() as db:
+            _register(
+                db,
+                [(*_decode_name(a.config, a.session), a.session, a.cell, a.opened) for a in attempts],
+            )
 
     def _find_known(self, db: StoreConnection, shipments: Sequence[Shipment]) -> dict[str, _Known]:
         """Return those of the sessions that the shared store already has, by id."""
@@ -239,11 +248,16 @@ def _cell_of(shipment: Shipment, known: _Known | None) -> str:
 
 
 def _name_attempt(shipment: Shipment) -> tuple[str, int]:
+    return _decode_name(shipment.session[2], shipment.id)
+
+
+def _decode_name(config: bytes, session: str) -> tuple[str, int]:
+    """Return the rollout and attempt of a session with these settings."""
     try:
-        settings = _settings.decode(shipment.session[2])
+        settings = _settings.decode(config)
     except (msgspec.DecodeError, UnicodeDecodeError):
         settings = _NamedSettings()  # damaged settings
-    return settings.rollout or shipment.id, settings.attempt
+    return settings.rollout or session, settings.attempt
 
 
 def _register(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turngate.common.database_url import DatabaseUrl
-from turngate.store.shared.cells import CellTable
+from turngate.store.shared.cells import CellTable, LeasedAttempts
 from turngate.store.shared.database import SharedDatabase
 from turngate.store.shared.fence import FenceTable
 from turngate.store.shared.queries import SharedQueries
@@ -23,5 +23,6 @@ class SharedStore(Store):
     def _add_tables(self, version: int) -> None:
         super()._add_tables(version)
         self.queries = SharedQueries(self._reading)
+        self.attempts = LeasedAttempts(self._writing, self._reading)
         self.cells = CellTable(self._writing, self._reading)
         self.fence = FenceTable(self._writing, self._reading)
