@@ -148,9 +148,10 @@ class Store:
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
         """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
         with self._writing() as db:
+            sessions = db.execute(f"SELECT id FROM sessions WHERE key=? {FOR_UPDATE}", (key,)).fetchall()
             for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
-            for (session_id,) in db.execute("SELECT id FROM sessions WHERE key=?", (key,)).fetchall():
+            for (session_id,) in sessions:
                 release_attempt(db, session_id)
                 db.execute("DELETE FROM events WHERE session=?", (session_id,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))

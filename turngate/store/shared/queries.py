@@ -1,29 +1,28 @@
-"""Queries over many rollouts that PostgreSQL answers in its own SQL."""
+"""Queries over many rollouts that PostgreSQL answers from totals, without reading events."""
 
 from __future__ import annotations
 
 from turngate.store.queries import EventTotals, RolloutQueries, TimeBucket
-
-# As in SQLite's queries: damaged data counts as 0, an aborted turn has tokens but does not count as a turn.
-_TURNS = "coalesce(kind='turn' AND coalesce(event_json(data)->>'finish', '')!='abort' AND event_json(data) IS NOT NULL, false)"
-_TOKENS = "CASE WHEN kind='turn' THEN coalesce(CAST(event_json(data)->>'sampled_tokens' AS BIGINT), 0) ELSE 0 END"
+from turngate.store.shared.totals import BUCKET_SECONDS, TOKENS, TURNS
 
 
 class SharedQueries(RolloutQueries):
     def sum_events(self) -> list[EventTotals]:
-        query = (
-            f"SELECT session, max(seq), (array_agg(time ORDER BY seq DESC))[1], count(*) FILTER (WHERE {_TURNS}),"
-            f" CAST(sum({_TOKENS}) AS BIGINT), count(*) FILTER (WHERE kind='stage')"
-            " FROM events WHERE session!='' GROUP BY session"
-        )
+        query = "SELECT session, newest, at, turns, sampled_tokens, stages FROM session_totals"
         with self._reading() as db:
             return [EventTotals(*row) for row in db.execute(query).fetchall()]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
-        query = (
-            f"SELECT CAST(trunc(time/?) AS BIGINT), count(*) FILTER (WHERE {_TURNS}),"
-            f" CAST(sum({_TOKENS}) AS BIGINT), count(*) FILTER (WHERE kind='outcome')"
-            " FROM events WHERE kind IN ('turn', 'outcome') GROUP BY 1"
-        )
+        query = "SELECT number, turns, sampled_tokens, outcomes FROM bucket_totals"
+        values: tuple[float, ...] = ()
+        if seconds != BUCKET_SECONDS:
+            query, values = _BUCKETS, (float(seconds),)
         with self._reading() as db:
-            return [TimeBucket(*row) for row in db.execute(query, (float(seconds),)).fetchall()]
+            return [TimeBucket(*row) for row in db.execute(query, values).fetchall()]
+
+
+_BUCKETS = (
+    f"SELECT CAST(trunc(time/?) AS BIGINT), {TURNS}, {TOKENS}, count(*) FILTER (WHERE kind='outcome')"
+    " FROM (SELECT *, CASE WHEN kind='turn' THEN event_json(data) END AS json FROM events"
+    " WHERE kind IN ('turn', 'outcome')) AS read GROUP BY 1"
+)

@@ -8,15 +8,14 @@ from turngate.errors import ConfigError
 from turngate.store.schema import SCHEMA
 from turngate.store.shared.cells import CELL_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
+from turngate.store.shared.totals import FILL_TOTALS, TOTAL_TABLES
 from turngate.store.shared.translation import translate_tables
 
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 1
-_MIGRATION_LOCK = (
-    7_466_721_083  # any constant; two processes that start at once take this advisory lock one after the other
-)
+SHARED_VERSION = 2
+_MIGRATION_LOCK = 7_466_721_083  # any constant; processes that start at once take this advisory lock in turn
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
 CREATE TABLE event_counter (newest BIGINT NOT NULL);
@@ -36,7 +35,9 @@ EXCEPTION WHEN others THEN
 END $$;
 """
 # Statements that bring a store of a version to the next one. Tables that are new in a version need none.
-_MIGRATIONS: dict[int, str] = {}
+_MIGRATIONS = {
+    1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
+}
 
 
 def prepare(db: Connection, where: str) -> None:
@@ -55,7 +56,7 @@ def prepare(db: Connection, where: str) -> None:
             db.execute(_MIGRATIONS[step].encode())
         db.execute(translate_tables(SCHEMA + CELL_TABLES + FENCE_TABLES).encode())
         if not version:
-            db.execute((_EVENT_NUMBERS + _EVENT_JSON).encode())
+            db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES).encode())
         db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))
 
 
