@@ -186,3 +186,21 @@ def test_bad_settings_name_the_fix_and_no_password(tmp_path: Path, postgres_url:
 def _verify(data: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "turngate", "verify", "--data", str(data)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV, check=False)
+
+
+def test_cell_follows_the_fence_of_the_shared_store(tmp_path: Path, postgres_url: str) -> None:
+    with open_shared_store(postgres_url) as shared, start_cell(tmp_path / "a", postgres_url) as cell:
+        opened = cell.open()
+        assert cell.say(opened["api_key"])
+        for epoch, (stage, version) in enumerate([("hold", 0), ("open", 4)], start=1):
+            assert shared.fence.write(stage, version, "", "") == epoch
+            wait_for(lambda epoch=epoch: [row.epoch for row in shared.fence.list_followers()] == [epoch])
+            state = cell.ask("GET", "/admin/fence")
+            assert (state["version"], state["paused"]) == (version, stage == "hold")
+        assert cell.say(opened["api_key"])
+        nodes = cell.ask("GET", f"/admin/sessions/{opened['id']}/trace")["nodes"]
+        assert [node["version_start"] for node in nodes if node["kind"] == "sampled"] == [0, 4]
+        refused = cell.request("POST", "/admin/fence/resume", json={"version": 5})
+        assert refused.status_code == 409 and "use the gateway on the shared store" in refused.text
+    with open_shared_store(postgres_url) as shared:
+        assert not shared.fence.list_followers()  # it stopped, so no update waits for it

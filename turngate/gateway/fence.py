@@ -39,6 +39,9 @@ class Fence:
     @property
     def admits(self) -> bool:
         """Whether a call can enter without waiting."""
+        return self._is_open()
+
+    def _is_open(self) -> bool:
         if self.valid_until != math.inf and fence_clock() >= self.valid_until:
             self._open.clear()
         return self._open.is_set()
@@ -56,7 +59,7 @@ class Fence:
 
     async def enter(self) -> None:
         """Wait while paused, then count as in flight until `leave`."""
-        while not self.admits:
+        while not self._is_open():
             await self._open.wait()
         self._in_flight += 1
         self._idle.clear()

@@ -15,13 +15,13 @@ from contextlib import suppress
 
 import msgspec
 
-from turngate.client.protocol import FenceView
+from turngate.client.protocol import FenceView, PauseMode
 from turngate.engines.weights import PolicyWeights
 from turngate.errors import Conflict, TurngateError
 from turngate.gateway.fence import Fence, fence_clock
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.replicas import ReplicaSet
-from turngate.gateway.weights import LocalBarrier
+from turngate.gateway.weights import LoadReply, LocalBarrier, WeightUpdates
 from turngate.store.shared.fence import FenceFollowerRow, FenceStage, FenceTable, SharedFence
 
 log = logging.getLogger("turngate")
@@ -87,6 +87,23 @@ class SharedBarrier:
         await asyncio.to_thread(self._table.prune, _PRUNE_S)
 
 
+class FollowedUpdates(WeightUpdates):
+    """The weight updates of a cell, which follows the fence of the shared store and cannot change it."""
+
+    async def pause(self, mode: PauseMode, limit_s: float | None) -> FenceView:
+        raise _refusal()
+
+    async def resume(self, version: int | None, model: str | None) -> FenceView:
+        raise _refusal()
+
+    async def load(self, load: PolicyWeights, mode: PauseMode | None, limit_s: float) -> LoadReply:
+        raise _refusal()
+
+
+def _refusal() -> Conflict:
+    return Conflict("this cell follows the fence of the shared store; use the gateway on the shared store instead")
+
+
 class FenceFollower:
     """Makes the fence of one process of a cell follow that of the shared store.
 
@@ -120,8 +137,12 @@ class FenceFollower:
         fence.valid_until = 0.0  # hold calls until the first report
 
     async def start(self) -> None:
-        """Follow the fence. Raise an error if the shared store cannot be reached."""
-        await self._report()
+        """Follow the fence. Calls are held until the shared store has answered."""
+        try:
+            await self._report()
+        except TurngateError as error:
+            log.warning("cannot follow the fence of the shared store: %s; trying again", error.message)
+            self._is_away = True
         self._tasks = [asyncio.create_task(self._keep_reporting()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:

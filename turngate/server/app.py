@@ -35,7 +35,7 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.shared_fence import SharedBarrier
+from turngate.gateway.shared_fence import FollowedUpdates, SharedBarrier
 from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
 from turngate.gateway.weights import Barrier, LocalBarrier, WeightUpdates
@@ -177,9 +177,18 @@ class Gateway:
         self.replicas = ReplicaSet(self.engine, self.fence_state)
         self.replicas.expect(self.fence.version)
         self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
-        self.updates = WeightUpdates(self.fence, self.fence_state, self.events, self.replicas, self._compose_barrier())
+        self.updates = self.create_updates(self._compose_barrier())
+        self.follower = (
+            None
+            if self.cell is None
+            else self.cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, self.sessions)
+        )
         self.local_engines = self._compose_engines(self.engine) if isinstance(self.engine, Pool) else None
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
+
+    def create_updates(self, barrier: Barrier) -> WeightUpdates:
+        kind = WeightUpdates if self.cell is None else FollowedUpdates
+        return kind(self.fence, self.fence_state, self.events, self.replicas, barrier)
 
     def _compose_barrier(self) -> Barrier:
         """Return the fence of this process or, on the shared store, that of all cells."""
@@ -320,6 +329,8 @@ class Gateway:
             await self.local_engines.sync()  # restores which engines are draining
         if self.cell is not None:
             await self.cell.start(self.sessions, url)
+        if self.follower is not None:
+            await self.follower.start()
         if self.config.max_context is None and self.engine is not None:
             limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
             if limits:
@@ -364,6 +375,8 @@ class Gateway:
         await self.stale.close()
         for reader in (self.feeds, self.session_views, self.page):
             await asyncio.to_thread(reader.close)
+        if self.follower is not None:
+            await self.follower.stop()
         if self.cell is not None:
             await self.cell.stop()
         self.store.close()

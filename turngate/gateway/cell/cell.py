@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,12 @@ from turngate.gateway.cell.keeper import CellName, LeaseKeeper, LeaseRegistry
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
 from turngate.gateway.cell.shipping import ShipmentTarget, Shipper
+from turngate.gateway.fence import Fence
+from turngate.gateway.fence_state import FenceState
+from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.sessions import Sessions
+from turngate.gateway.shared_fence import FenceFollower
+from turngate.gateway.weights import LocalBarrier
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
@@ -48,6 +54,22 @@ class Cell:
 
     def create_fence(self, version: int, model: str) -> LeasedFence:
         return LeasedFence(self.permit, version, model)
+
+    def create_follower(
+        self, fence: Fence, barrier: LocalBarrier, state: FenceState, replicas: ReplicaSet, sessions: Sessions
+    ) -> FenceFollower:
+        """Return what makes this worker's fence follow that of all cells. Until it starts, the fence admits no calls."""
+        return FenceFollower(
+            fence,
+            barrier,
+            state,
+            replicas,
+            lambda: _open_shared(self._url).fence,
+            sessions.interrupt_calls,
+            id=uuid.uuid4().hex,
+            name=self._config.cell_name or socket.gethostname(),
+            ttl_s=self._config.lease_s,
+        )
 
     async def start(self, sessions: Sessions, url: str) -> None:
         """Get a lease, and cancel the sessions of a previous id that was taken over."""

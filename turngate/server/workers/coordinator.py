@@ -17,7 +17,6 @@ from starlette.routing import Route
 from turngate.client.protocol import FenceView
 from turngate.errors import Stopping
 from turngate.gateway.engine_changes import LocalEngines
-from turngate.gateway.weights import WeightUpdates
 from turngate.server.app import Gateway
 from turngate.server.engines import EngineRoutes
 from turngate.server.http import decode_body, json_response, route
@@ -56,7 +55,7 @@ class Coordinator:
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
         self._peers = peers
-        self.updates = WeightUpdates(gateway.fence, gateway.fence_state, gateway.events, gateway.replicas, self)
+        self.updates = gateway.create_updates(self)
         self.engine_changes = gateway.change_engines(self.updates, self)
 
     def routes(self) -> list[Route]:
