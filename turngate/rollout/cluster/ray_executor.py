@@ -4,7 +4,7 @@ Ray decides where an attempt runs. Whether it has ended, and how, only the share
 
     the call returned      wait until the shared store has the outcome
     the call failed        send the order again: a cell that already has it runs it once
-    the cell is lost       wait until its lease has lapsed, then supersede the attempt: adopt its outcome if there is one, else it is lost
+    the cell is lost       supersede the attempt, as soon as the shared store allows it: adopt its outcome if there is one, else it is lost
 """
 
 from __future__ import annotations
