@@ -23,7 +23,7 @@ ROUNDS = 5
 
 def list_paths(session: str, group: str) -> list[str]:
     lists = [
-        "summary",
+        "overview",
         "rollouts",
         "rollouts?sort=reward",
         "rollouts?text=t17",
@@ -53,7 +53,7 @@ async def measure(url: str) -> bool:
                 times = []
                 for _ in range(ROUNDS):
                     began = time.perf_counter()
-                    response = await client.get(f"/page/api/{path}")
+                    response = (await client.get(f"/page/api/{path}")).raise_for_status()
                     times.append((time.perf_counter() - began) * 1000)
                 slowest = max(slowest, statistics.median(times))
                 print(
