@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.cells.kit import CutOffProxy, delivered, open_shared_store, start_cell, wait_for
 from tests.postgres import PostgresServer, start_postgres
 from tests.workers.test_processes import ENV, ROOT
+from turngate.store.shared.fence import FenceStage
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
@@ -188,13 +190,18 @@ def _verify(data: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV, check=False)
 
 
+def has_carried_out(shared: SharedStore, epoch: int) -> bool:
+    return [row.epoch for row in shared.fence.list_followers()] == [epoch]
+
+
 def test_cell_follows_the_fence_of_the_shared_store(tmp_path: Path, postgres_url: str) -> None:
     with open_shared_store(postgres_url) as shared, start_cell(tmp_path / "a", postgres_url) as cell:
         opened = cell.open()
         assert cell.say(opened["api_key"])
-        for epoch, (stage, version) in enumerate([("hold", 0), ("open", 4)], start=1):
-            assert shared.fence.write(stage, version, "", "") == epoch
-            wait_for(lambda epoch=epoch: [row.epoch for row in shared.fence.list_followers()] == [epoch])
+        changes: list[tuple[FenceStage, int]] = [("hold", 0), ("open", 4)]
+        for stage, version in changes:
+            epoch = shared.fence.write(stage, version, "", "")
+            wait_for(partial(has_carried_out, shared, epoch))
             state = cell.ask("GET", "/admin/fence")
             assert (state["version"], state["paused"]) == (version, stage == "hold")
         assert cell.say(opened["api_key"])
