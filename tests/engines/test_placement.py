@@ -103,7 +103,7 @@ def test_saturated_if_every_lane_is_crowded() -> None:
     assert is_saturated([])  # no engine accepts calls
 
 
-# Copied from the /metrics of vLLM 0.32 with two data-parallel ranks.
+# Written by hand with the metric names of vLLM 0.32, as two data-parallel ranks would report them.
 VLLM_METRICS = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="1",model_name="m"} 2.0

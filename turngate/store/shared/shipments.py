@@ -223,7 +223,9 @@ class ShipmentWriter:
         if not new:
             return
         query = "UPDATE event_counter SET newest=newest+? RETURNING newest"
-        first = db.execute(query, (len(new),)).fetchone()[0] - len(new) + 1
+        row = db.execute(query, (len(new),)).fetchone()
+        assert row is not None
+        first = row[0] - len(new) + 1
         rows = [(seq, e.time, name, e.kind, e.data) for seq, (name, e) in enumerate(new, first)]
         db.copy_encoded("events", ("seq", "time", "session", "kind", "data"), encode_events(rows))
 
