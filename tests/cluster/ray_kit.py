@@ -112,11 +112,11 @@ class LocalRay:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start_head(self, *, slots: int = 4) -> None:
+    def start_head(self, *, slots: int = 4, **env: str) -> None:
         arguments = ["--head", "--port", str(self.port), "--num-cpus", "1", "--include-dashboard", "false"]
         arguments += ["--resources", f'{{"turngate_slots": {slots}}}']
         # The path of a unix socket must be short.
-        self.nodes["head"] = RayNode("head", self.folder, [*arguments, "--temp-dir", str(self.folder / "r")])
+        self.nodes["head"] = RayNode("head", self.folder, [*arguments, "--temp-dir", str(self.folder / "r")], **env)
         self.nodes["head"].wait()
 
     def add_node(self, name: str, *, slots: int = 4, labels: str = "", **env: str) -> RayNode:
@@ -153,15 +153,15 @@ class LocalRay:
 
 @uses("ray")
 @contextmanager
-def start_ray(*names: str, slots: int = 4) -> Iterator[LocalRay]:
+def start_ray(*names: str, slots: int = 4, **env: str) -> Iterator[LocalRay]:
     """Start a cluster with the node `head` and these, and stop and delete it at the end."""
     require("ray")
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     try:
         with LocalRay(folder) as cluster:
-            cluster.start_head(slots=slots)
+            cluster.start_head(slots=slots, **env)
             for name in names:
-                cluster.add_node(name, slots=slots)
+                cluster.add_node(name, slots=slots, **env)
             yield cluster
     finally:
         shutil.rmtree(folder, ignore_errors=True)

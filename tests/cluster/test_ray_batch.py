@@ -27,7 +27,7 @@ LEASE_S = 6
 class Driver:
     """`turngate batch --ray` as a process."""
 
-    def __init__(self, cluster: LocalRay, url: str, out: Path, *, n: int, concurrency: int) -> None:
+    def __init__(self, cluster: LocalRay, url: str, out: Path, *, n: int, concurrency: int, **env: str) -> None:
         config = out.with_suffix(".toml")
         config.write_text(f"lease_s = {LEASE_S}\n")
         self.out, self.started = out, time.monotonic()
@@ -45,7 +45,7 @@ class Driver:
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=cluster.environment(),
+                env=cluster.environment(**env),
                 cwd=cluster.folder,
                 stdout=output,
                 stderr=output,
@@ -151,13 +151,14 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
 def test_storm_of_lost_and_cut_off_nodes(
     tmp_path: Path, postgres_server: PostgresServer, postgres_url: str, storm_scale: float
 ) -> None:
+    port = str(postgres_server.port)
     n, cut_s = int(300 * storm_scale), max(3 * LEASE_S, 60 * storm_scale)
-    with CutWire(postgres_server.port) as wire, start_ray(slots=4) as cluster:
+    with CutWire(postgres_server.port) as wire, start_ray(slots=4, PGPORT=port) as cluster:
         # Node b reaches PostgreSQL through the wire: libpq takes the port from the environment if the URL has none.
-        url = postgres_url.replace(f":{postgres_server.port}", "")
-        cluster.add_node("a", slots=4)
+        url = postgres_url.replace(f":{port}", "")
+        cluster.add_node("a", slots=4, PGPORT=port)
         cluster.add_node("b", slots=4, PGPORT=str(wire.port))
-        driver = Driver(cluster, url, tmp_path / "out", n=n, concurrency=12)
+        driver = Driver(cluster, url, tmp_path / "out", n=n, concurrency=12, PGPORT=port)
         driver.wait_for(lambda: driver.finished() >= n // 6)
         wire.cut()
         started = time.monotonic()
