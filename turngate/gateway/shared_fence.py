@@ -1,9 +1,9 @@
 """One fence for many cells, in the shared store.
 
 The gateway on the shared store changes it (`SharedBarrier`), and every cell follows it (`FenceFollower`). A change returns when each
-follower has carried it out, or cannot serve any more. A follower serves only for `ttl_s` after its last report, counted from before the
-report was sent. So a change never waits longer than that for a cell that cannot be reached, and such a cell holds its calls, and has
-aborted those in flight, before the change returns.
+follower has carried it out or can no longer serve. A follower serves only for `ttl_s` after its last report, counted from before it sent
+the report. So a change waits at most that long for a cell that cannot be reached. Before the change returns, that cell holds new calls and
+has aborted those in flight.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from turngate.gateway.weights import LoadReply, LocalBarrier, WeightUpdates
 from turngate.store.shared.fence import FenceFollowerRow, FenceStage, FenceTable, SharedFence
 
 log = logging.getLogger("turngate")
-_POLL_S = 0.1  # between looks at the followers, and of a follower that drains
+_POLL_S = 0.1  # between checks of the followers, and between the checks of a follower that drains
 _REPORTS = 5  # reports per ttl
 _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clocks do not run at the same speed
 _PRUNE_S = 3600.0
 
 
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
-    """Return the followers that may still serve as before the change `epoch`, which was in force at `since`.
+    """Return the followers that may still serve without the change `epoch`, which was in force at `since`.
 
-    A follower that has not carried it out may serve until `ttl` after its last report that came before the change.
+    A follower that has not carried it out may serve until `ttl` after its last report before the change.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 
@@ -72,7 +72,7 @@ class SharedBarrier:
         return await self._local.describe()
 
     async def _change(self, stage: FenceStage, version: int, model: str) -> None:
-        """Write a change, and wait until every follower has carried it out or cannot serve any more."""
+        """Write a change, and wait until every follower has carried it out or can no longer serve."""
         weights = self._state.read_weights(version)
         encoded = "" if weights is None else msgspec.json.encode(weights).decode()
         epoch = await asyncio.to_thread(self._table.write, stage, version, model, encoded)
@@ -105,9 +105,9 @@ def _refusal() -> Conflict:
 
 
 class FenceFollower:
-    """Makes the fence of one process of a cell follow that of the shared store.
+    """Makes the fence of one process of a cell follow the fence of the shared store.
 
-    `connect` opens the table over a connection of its own. `abort_calls` ends the calls in flight when the cell may not serve any more.
+    `connect` opens the table over a separate connection. `abort_calls` ends the calls in flight when the cell may no longer serve.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class FenceFollower:
         return self._table.report(self._id, self._name, self._ttl_s, self._epoch)
 
     async def _carry_out(self, shared: SharedFence) -> bool:
-        """Bring the local fence to the shared stage and version. Return False if that takes longer."""
+        """Move the local fence to the shared stage and version. Return False if that is not finished yet."""
         if shared.stage != "open":
             await self._fence.pause("hold")
             return shared.stage == "hold" or not self._fence.in_flight

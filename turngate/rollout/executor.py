@@ -38,14 +38,14 @@ class Attempt(Protocol):
     """One attempt at a rollout."""
 
     async def run(self) -> AttemptResult:
-        """Run the attempt to its end. Whatever fails is part of the result.
+        """Run the attempt to its end. Failures are part of the result.
 
         If cancelled, end the attempt where it runs before the cancellation propagates.
         """
 
     @property
     def result(self) -> AttemptResult | None:
-        """The result so far; None if nothing is known. After a cancellation, it tells whether the gateway has the outcome."""
+        """The result so far, or None if nothing is known. After a cancellation, it says whether the gateway has the outcome."""
 
 
 class AttemptExecutor(Protocol):
@@ -55,14 +55,14 @@ class AttemptExecutor(Protocol):
         """Raise `SandboxUnavailable`, with the cause and a fix, if attempts cannot run."""
 
     async def sweep(self) -> None:
-        """Remove what executors that died left behind."""
+        """Remove what dead executors left behind."""
 
     def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
         """Prepare an attempt. `watch` is called with its progress. `gate` limits how many attempts are in a phase at the same time."""
 
 
 class OrderResolver(Protocol):
-    """Turns orders into specs: supplies what belongs to the machine that runs them."""
+    """Turns orders into specs: supplies the parts that belong to the machine that runs them."""
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         """Build the spec of an attempt. Raise `TurngateError` if this machine cannot run it."""

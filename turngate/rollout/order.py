@@ -1,4 +1,4 @@
-"""An order: all that one attempt at a rollout needs, as plain data, so that any machine can run it.
+"""An order: everything that one attempt at a rollout needs, as plain data, so that any machine can run it.
 
     order = decode_order(data)
     spec = await machine.resolve(order)         # `resolve.py`
@@ -11,7 +11,7 @@ An order contains no live objects, no paths of the machine that made it, and no 
     sandbox   its name and settings, from which the machine creates the backend
     env       the names of variables; each machine takes the values from its own environment
 
-What a user writes into a task, an agent's description, its options or the session's settings travels as it is.
+Whatever a user writes into a task, an agent's description, its options or the session's settings is sent unchanged.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _encode_path(value: object) -> str:
 
 
 def _decode_path(kind: type, value: object) -> Path:
-    """Decode a path in a task's archive. It must stay inside."""
+    """Decode a path in a task's archive. It must stay inside the archive."""
     if kind is not Path or not isinstance(value, str):
         raise NotImplementedError(kind)
     path = PurePosixPath(value)

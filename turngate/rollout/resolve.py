@@ -1,11 +1,11 @@
-"""Turn an order into the spec of a rollout: add what belongs to the machine that runs it.
+"""Turn an order into the spec of a rollout: add the parts that belong to the machine that runs it.
 
     task      its files, unpacked from the archive of that name; a missing archive is fetched from the machine that made the order
     agent     its installation, in this machine's cache
     sandbox   a backend, with this machine's own folders
     env       values from this machine's environment; the order has only their names
 
-A failure here is never the agent's fault: another machine may well be able to run the order.
+A failure here is never the agent's fault: another machine may be able to run the order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
 
 
 class PlanResolver:
-    """Resolves the orders of a batch in the process that made them: the plan has all parts, so nothing is unpacked or installed."""
+    """Resolves the orders of a batch in the process that made them. The plan has all parts, so nothing is unpacked or installed."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
@@ -162,7 +162,7 @@ class MachineResolver:
                 await asyncio.to_thread(self._archives.add, digest, data)
 
     async def _install_agent(self, agent: AgentSpec) -> Installation:
-        """Install the agent once. `ensure_installed` is too slow to call it for each attempt: it starts processes."""
+        """Install the agent once. `ensure_installed` starts processes, so it is too slow to call for each attempt."""
         key = msgspec.json.encode([agent.name, agent.install, agent.uses("node")])
         async with self._installing.setdefault(key, asyncio.Lock()):
             if key not in self._installations:
@@ -182,7 +182,7 @@ class MachineResolver:
 
 
 def _check_modules(task: Task) -> None:
-    """Check that this machine has the modules of grading functions, which do not travel with the task."""
+    """Check that this machine has the modules of grading functions, which are not sent with the task."""
     for name in function_names(task.grader):
         location = name.rpartition(":")[0]
         module = location.partition(".")[0]

@@ -4,8 +4,8 @@
        │ ─────► failed        an infrastructure fault; a further attempt can be opened
        └──────► superseded    given up, or replaced by a higher attempt; its outcome is stored but never counts
 
-At most one attempt of a rollout is ever settled. Each function changes the row before it reads what the row decides, so that two concurrent
-transactions of a database with row locks cannot both decide.
+At most one attempt of a rollout is ever settled. Each function changes the row, and so locks it, before it reads the row and decides. So
+two concurrent transactions of a database with row locks cannot both decide.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class AttemptTable:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
     def explain_exclusions(self, first: int, last: int) -> dict[int, str]:
-        """Return why sessions with keys from `first` to `last` do not count, by session key. Sessions that do are omitted."""
+        """Return why sessions with keys from `first` to `last` do not count, by session key. Sessions that count are omitted."""
         return self._explain("key BETWEEN ? AND ?", (first, last))
 
     def explain_exclusions_of(self, keys: Sequence[int]) -> dict[int, str]:
-        """Return why the sessions with these keys do not count, by session key. Sessions that do are omitted."""
+        """Return why the sessions with these keys do not count, by session key. Sessions that count are omitted."""
         found: dict[int, str] = {}
         for start in range(0, len(keys), _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])
@@ -111,7 +111,7 @@ class AttemptTable:
         return self.explain_exclusions(session, session).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
-        """Return those of the given session ids whose attempts are superseded."""
+        """Return which of the given session ids have superseded attempts."""
         found: list[str] = []
         for start in range(0, len(sessions) if self._there else 0, _MAX_VALUES):
             chunk = tuple(sessions[start : start + _MAX_VALUES])

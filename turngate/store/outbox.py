@@ -54,7 +54,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
     unshipped: int = 0
     oldest_due: float | None = None  # when the session that has waited longest was due
-    failed: int = 0  # sessions that cannot be shipped, because they are damaged, for example
+    failed: int = 0  # sessions that cannot be shipped, for example because they are damaged
 
 
 class OutboxTable:
@@ -73,7 +73,7 @@ class OutboxTable:
             db.execute("INSERT INTO outbox (session, cell) VALUES (?,?)", (session, self.cell))
 
     def add_ended(self, db: StoreConnection, session: int, ended: float, *, cancelled: bool) -> None:
-        """Make an ended session due after the time in which its runner may still record an outcome.
+        """Make an ended session due later, because its runner may still record an outcome.
 
         A cancelled session is due now, since its outcome would not count.
         """
@@ -86,7 +86,7 @@ class OutboxTable:
         self._add(db, session_id, time.time(), f"{_CHANGE}, {_EARLIER}")
 
     def add_event(self, db: StoreConnection, session_id: str) -> None:
-        """Make an ended session due again, since something happened after it was shipped. Do nothing for an open one."""
+        """Make an ended session due again, because of an event after it was shipped. Do nothing for an open one."""
         self._add(db, session_id, time.time() + _LATE_EVENT_S, _CHANGE)
 
     def _add(self, db: StoreConnection, session_id: str, due: float, on_conflict: str) -> None:
@@ -154,7 +154,7 @@ class OutboxTable:
             return [cell for (cell,) in db.execute("SELECT DISTINCT cell FROM outbox ORDER BY cell").fetchall()]
 
     def start(self, cell: str, adopted: Iterable[str]) -> None:
-        """Become this cell. Move the sessions of the adopted cells to it, and include what changed while no cell was running."""
+        """Make this gateway the cell. Move the sessions of the adopted cells to it, and add changes made while no cell was running."""
         with self._writing() as db:
             for old in adopted:
                 db.execute("UPDATE outbox SET cell=? WHERE cell=?", (cell, old))
@@ -175,7 +175,7 @@ class OutboxTable:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """Raise `Conflict` for a session that the shared store does not have, and make it due now."""
+        """Raise `Conflict` if the shared store does not have the session, and make it due now."""
         if not self._there:
             return
         with self._reading() as db:

@@ -1,7 +1,7 @@
 """One ended session as data, on its way from a cell's store to the shared store.
 
-Checksums cover a session's key, which the shared store assigns anew. So they are verified when the session is read, and computed again
-for its new key.
+Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read, and computed again
+for the new key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The cell's part of a gateway: its lease, its outbox, and the threads that renew the one and ship the other.
+"""The cell's part of a gateway: its lease, its outbox, and the threads that renew the lease and ship the sessions.
 
-With several workers, worker 0 runs the threads for all; each worker watches the lease itself.
+With several workers, worker 0 runs the threads for all of them. Each worker watches the lease itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
-_LAST_SHIPMENTS_S = 5.0  # time for shipping what is due when the cell stops
+_LAST_SHIPMENTS_S = 5.0  # time to ship due sessions when the cell stops
 _TOKENIZER_SETTINGS = ("tokenizer:", "renderer:")
 
 
@@ -58,7 +58,7 @@ class Cell:
     def create_follower(
         self, fence: Fence, barrier: LocalBarrier, state: FenceState, replicas: ReplicaSet, sessions: Sessions
     ) -> FenceFollower:
-        """Return what makes this worker's fence follow that of all cells. Until it starts, the fence admits no calls."""
+        """Return a follower that keeps this worker's fence in step with the shared one. Until it starts, the fence admits no calls."""
         return FenceFollower(
             fence,
             barrier,

@@ -35,7 +35,7 @@ class LeaseRegistry(Protocol):
 
 
 class LeaseKeeper:
-    """Keeps the lease in `file` until `stop`. `connect` opens the registry, over a connection of the thread's own."""
+    """Keeps the lease in `file` until `stop`. `connect` opens the registry, over a separate connection for this thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing, and give the lease up."""
+        """Stop renewing, and give up the lease."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -115,7 +115,7 @@ class LeaseKeeper:
         log.info("cell %s (%s) has a lease of %g s", self._name.name, cell, self._lease.ttl_s)
 
     def _start_over(self, request: Renewal) -> None:
-        """Choose a new id, since another has taken over the old one. The next request registers it."""
+        """Choose a new id, since the lease of the old one was taken over. The next request registers the new id."""
         log.warning("the lease of cell %s was taken over; its sessions end, and it starts over", self._lease.cell)
         self._lease.lose(request)
         cell = new_cell_id()

@@ -3,8 +3,8 @@
     register ─► held ──renew──► held ── deadline passes ──► lapsed ──renew──► held
                   └──────────── another has taken it over ─────┴────► lost ──► a new id, registered from the start
 
-The shared store's clock decides when a lease ends there. The cell counts its own deadline from before it sent the request, so whatever
-the request's way took, the cell stops first.
+The shared store's clock decides when a lease ends there. The cell counts its own deadline from before it sent the request. So the cell
+stops first, however long the request took to arrive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LeaseState = Literal["waiting", "held", "lapsed", "lost"]
 CLOCK_DRIFT = 0.02  # share of the lease by which the cell stops early, since two clocks do not run at the same speed
 _RENEWALS = 3  # renewals per lease
 _RETRIES = 30  # attempts per lease while the shared store does not answer
-_FIRST_RETRIES = 5  # the first few attempts come faster, for a connection that was merely cut
+_FIRST_RETRIES = 5  # the first few retries come faster, in case the connection was only cut
 
 
 def lease_clock() -> float:
@@ -28,14 +28,14 @@ def lease_clock() -> float:
 
 
 class Renewal(msgspec.Struct, frozen=True):
-    """A request to register or renew, as sent at a time."""
+    """A request to register or renew, and when it was sent."""
 
     cell: str
     sent: float
 
 
 class Lease:
-    """The lease of one cell as the cell itself knows it."""
+    """The lease of one cell, as known to the cell itself."""
 
     def __init__(self, cell: str, ttl_s: float, *, registered: bool = False) -> None:
         self.cell = cell
@@ -62,7 +62,7 @@ class Lease:
         return Renewal(self.cell, now)
 
     def confirm(self, renewal: Renewal) -> None:
-        """Extend the lease: the shared store has registered or renewed it. An answer that overtook another changes nothing."""
+        """Extend the lease: the shared store has registered or renewed it. The answer to an older request never shortens it."""
         if renewal.cell != self.cell or self._lost:
             return
         self.registered = True
@@ -71,13 +71,13 @@ class Lease:
         self._next = renewal.sent + self.ttl_s / _RENEWALS
 
     def fail(self, now: float) -> None:
-        """Note that a request was not answered. It may have succeeded, which does not extend the deadline."""
+        """Note that a request was not answered. Even if it succeeded, it does not extend the deadline."""
         self._failures += 1
         pause = self.ttl_s / _RETRIES
         self._next = now + (pause / _FIRST_RETRIES if self._failures <= _FIRST_RETRIES else pause)
 
     def lose(self, renewal: Renewal) -> None:
-        """End the lease: another has taken it over."""
+        """End the lease, because it was taken over."""
         if renewal.cell == self.cell:
             self._lost = True
             self.deadline = -math.inf

@@ -22,7 +22,7 @@ def new_cell_id() -> str:
 def create_lease_file(data: Path) -> None:
     """Create the file for a cell that starts, with a new id and no lease."""
     path = data / _NAME
-    path.unlink(missing_ok=True)  # a worker of an earlier run may still have the old one mapped
+    path.unlink(missing_ok=True)  # a worker of an earlier run may still map the old one
     path.write_bytes(bytes(_SIZE))
     path.chmod(0o600)
     LeaseFile(data).start_over(new_cell_id())

@@ -1,4 +1,4 @@
-"""Whether this worker of a cell may serve, and what it does when that changes.
+"""Decide whether this worker of a cell may serve, and act when that changes.
 
 lease held     serve
 lease lapsed   abort the calls in flight, which agents repeat; hold model calls; refuse new sessions and outcomes
@@ -19,7 +19,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.store.outbox import OutboxTable
 
 log = logging.getLogger("turngate")
-_POLL_S = 0.1  # between looks at the file, which another process may have written
+_POLL_S = 0.1  # between reads of the file, which another process may have written
 _UNSHIPPED_CHECK_S = 1.0  # between counts of the unshipped sessions
 
 
@@ -72,7 +72,7 @@ class ServingPermit:
             await self._granted.wait()
 
     def wake(self) -> None:
-        """Let waiting calls look again."""
+        """Let waiting calls check the lease again."""
         self._granted.set()
 
 
@@ -141,5 +141,5 @@ class ServingGuard:
             except TurngateError as error:
                 log.warning("cannot cancel session %s: %s", session_id, error.message)
                 if sessions.find_live(session_id) is not None:
-                    return  # try again at the next look; a session that cannot be loaded serves no calls anyway
+                    return  # try again at the next poll; a session that cannot be loaded serves no calls anyway
         self.permit.accept_id(term)

@@ -1,4 +1,4 @@
-"""A thread that ships ended sessions from a cell's outbox to the shared store, over connections of its own. No turn waits for it."""
+"""A thread that ships ended sessions from a cell's outbox to the shared store, over separate connections. No turn waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turngate.store.shipment import ConflictingShipment, Shipment, read_shipment
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
-_IDLE_S = 0.2  # between looks at an empty outbox
+_IDLE_S = 0.2  # between checks of an empty outbox
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 16  # per transaction
 _ANNOUNCED = 256  # open sessions announced at a time
@@ -49,7 +49,7 @@ class Shipper:
         self._thread.start()
 
     def stop(self, wait_s: float) -> None:
-        """Ship what is due, for up to `wait_s` seconds, then stop. What is left stays in the outbox."""
+        """Ship due sessions for up to `wait_s` seconds, then stop. The others stay in the outbox."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and self._thread.is_alive() and not self._failures:
             if not self._outbox.find_due(time.time(), 1):
@@ -77,7 +77,7 @@ class Shipper:
                 pause = self._back_off(str(error))
 
     def _announce(self) -> None:
-        """Tell the shared store which sessions are open here. They do not wait for it."""
+        """Announce open sessions to the shared store. The sessions do not wait for it."""
         opened = self._outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:

@@ -1,7 +1,7 @@
 """The Ray actor of a cell: passes orders to the process that runs them (`order_runner.py`), and returns their results.
 
-Calls may be repeated: an order is identified by its session, and runs once. A driver whose call failed without an answer can therefore
-send it again.
+An order is identified by its session and runs once, even if the call is repeated. So a driver can repeat a call that failed without
+an answer.
 """
 
 from __future__ import annotations
@@ -148,4 +148,4 @@ class CellActor:
         for waiting in self._results.values():
             if not waiting.done():
                 waiting.set_exception(CellUnusable(f"the cell on {self._settings.name} has ended: {failed.message}"))
-                waiting.exception()  # mark it as retrieved: no call may be waiting
+                waiting.exception()  # mark it as retrieved, since there may be no waiting call

@@ -116,7 +116,7 @@ class CellProcess:
 
 
 def _end_with_parent() -> None:
-    """End this process if its parent is killed: nothing would run in the cell any more, and it would keep its lease forever."""
+    """End this process if its parent is killed. Otherwise the cell would keep its lease forever, although nothing runs in it."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

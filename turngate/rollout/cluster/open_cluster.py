@@ -22,7 +22,7 @@ from turngate.rollout.cluster.ray_executor import RayExecutor
 from turngate.rollout.cluster.ray_nodes import RayConnection
 from turngate.rollout.plan import BatchPlan
 
-# Settings of the driver's own gateway, which cells do not take over.
+# Settings of the driver's own gateway, which cells do not use.
 _OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "shared", "cell_name")
 
 

@@ -5,7 +5,7 @@
     stderr   log
 
 It runs the cell's gateway as a child (`cell_process.py`) and the rollouts in its own event loop. It is not part of the Ray worker, because
-Ray kills workers without notice: when the actor is gone, the input ends, and this process ends its rollouts, removes their sandboxes and
+Ray kills workers without notice. When the actor is gone, the input ends. This process then ends its rollouts, removes their sandboxes and
 stops the gateway.
 """
 
@@ -50,7 +50,7 @@ from turngate.tasks.archive_cache import ArchiveCache
 
 log = logging.getLogger("turngate")
 _MAX_LINE_BYTES = 64_000_000
-_MAX_ORDERS = 100_000  # the driver limits how many run at the same time; this process limits only starting and grading
+_MAX_ORDERS = 100_000  # the driver limits running orders; this process limits only starting and grading
 _MAX_FOLDERS = 1000
 
 
@@ -121,7 +121,7 @@ class OrderRunner:
 def claim_folder(place: str) -> Path:
     """Return the first folder below `place` that no other process on this machine uses, and lock it until this process ends.
 
-    A cell that starts again on the same machine gets the folder of the last one, and ships what that one could not.
+    A cell that starts again on the same machine gets the folder of the previous one, and ships the sessions that it could not ship.
     """
     root = Path(place).expanduser()
     for number in range(1, _MAX_FOLDERS):

@@ -34,7 +34,7 @@ class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rollout of a batch needs of a node."""
+    """The resources of a node that each rollout of a batch needs."""
 
     cpus: float | None = None  # None: not limited; counts as one CPU on a node that declares no slots
     memory_mb: int | None = None
@@ -86,7 +86,7 @@ def count_slots(node: RayNodeView, demand: Demand) -> int:
 
 
 def explain_mismatch(node: RayNodeView, demand: Demand) -> str:
-    """Return why a node can run no rollout of a batch, however free it is; empty if it can."""
+    """Return why a node can run no rollout of a batch even when it is idle, or an empty string if it can."""
     if node.is_draining:
         return f"{node.name} is draining"
     for name, value in demand.labels.items():

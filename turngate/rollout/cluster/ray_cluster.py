@@ -31,7 +31,7 @@ from turngate.rollout.cluster.placement import (
 from turngate.rollout.cluster.ray_nodes import CallFailed, RayConnection
 
 log = logging.getLogger("turngate")
-_POLL_S = 2.0  # between looks at the nodes, and at the progress of their orders
+_POLL_S = 2.0  # between checks of the nodes and of the progress of their orders
 _START_S = 180.0  # for a cell, including its Ray worker
 _RETRY_S = 30.0  # before a cell is started again on a node where one failed
 _FIRST_CELL_S = 240.0
@@ -57,7 +57,7 @@ class RayCluster:
         max_slots: int,
         note: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
-        """`max_slots` limits the slots of each cell: more than the batch's concurrency are of no use."""
+        """`max_slots` limits the slots of each cell. More slots than the batch's concurrency would be useless."""
         self.connection = connection
         self.note = note
         self._settings = settings
@@ -105,7 +105,7 @@ class RayCluster:
             await run_to_completion(self._notify())
 
     def watch(self, session: str, callback: Callable[[OrderProgress], None] | None) -> None:
-        """Call a function with the progress of an order; None ends that."""
+        """Call a function with the progress of an order. Pass None to stop."""
         if callback is None:
             self._watchers.pop(session, None)
         else:
@@ -118,7 +118,7 @@ class RayCluster:
                 try:
                     self._nodes = await self.connection.list_nodes()
                     self._update()
-                except Exception:  # the cluster's head may come back, and the cells must not be closed meanwhile
+                except Exception:  # the cluster's head may come back, and the cells must stay open until then
                     log.exception("the nodes of the Ray cluster cannot be listed; trying again")
                 await self._notify()
                 await asyncio.gather(asyncio.sleep(_POLL_S), *(self._poll(cell) for cell in self.cells))
@@ -188,7 +188,7 @@ class RayCluster:
         self.note(self._failures[node.id])
 
     async def _poll(self, cell: PlacedCell) -> None:
-        """Read the progress of a cell's orders. A cell whose actor has died is removed; a call that merely failed proves nothing."""
+        """Read the progress of a cell's orders. Remove the cell if its actor has died, but not if only the call failed."""
         try:
             async with asyncio.timeout(_POLL_S):
                 reply = await self.connection.call(cell.actor.progress.remote())

@@ -1,10 +1,10 @@
 """Run the attempts of a batch in the cells of a Ray cluster.
 
-Ray decides where an attempt runs. Whether it has ended, and how, only the shared store decides:
+Ray decides where an attempt runs. Only the shared store decides whether it has ended, and how:
 
     the call returned      wait until the shared store has the outcome
     the call failed        send the order again: a cell that already has it runs it once
-    the cell is lost       supersede the attempt, as soon as the shared store allows it: adopt its outcome if there is one, else it is lost
+    the cell is lost       supersede the attempt as soon as the shared store allows it; adopt its outcome if it has one, else it is lost
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from turngate.tasks.task import Task
 log = logging.getLogger("turngate")
 _CONFLICT, _UNKNOWN = 409, 404
 _REPEAT_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # pauses before a failed call is sent again
-_CONFIRM_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between looks at the shared store
+_CONFIRM_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between queries of the shared store
 _SHIP_S = 60.0  # an outcome that is not in the shared store after this time is treated as lost
 _LEASE_CHECK_S = 1.0  # between tries to supersede an attempt whose cell holds its lease
 _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
@@ -61,7 +61,7 @@ class RayExecutor:
 
 
 class TaskArchives:
-    """The archives of a batch's tasks in Ray's object store, each of them once."""
+    """The archives of a batch's tasks in Ray's object store, each stored once."""
 
     def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...]) -> None:
         self._connection = cluster.connection
@@ -104,7 +104,7 @@ class SharedAttempts:
         return shown.outcome is not None
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
-        """Supersede an attempt, as soon as the lease of its cell allows that. Adopt its outcome if it has one."""
+        """Supersede an attempt as soon as the lease of its cell has ended. Adopt its outcome if it has one."""
         while True:
             try:
                 settled = await retry_while_unreachable(

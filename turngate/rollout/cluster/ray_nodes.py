@@ -1,6 +1,6 @@
 """Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
 
-Ray does not document how to read the free resources of one node, or which nodes are draining; its own libraries use the same two functions.
+Ray does not document how to read the free resources of a node, or which nodes are draining. Its own libraries use the same two functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DRAIN_QUERY_S = 5
 
 
 class CallFailed(TurngateError):
-    """A call of an actor failed. It proves nothing: the actor may have done what was asked."""
+    """A call to an actor failed. The actor may have carried it out nevertheless."""
 
     boundary = "sandbox"
     kind = "call_failed"
 
     def __init__(self, message: str, *, actor_died: bool = False) -> None:
         super().__init__(message)
-        self.actor_died = actor_died  # Ray says so: calling it again is of no use
+        self.actor_died = actor_died  # according to Ray; calling it again is useless
 
 
 class RayConnection:
@@ -61,7 +61,7 @@ class RayConnection:
             )
 
         try:
-            await asyncio.to_thread(connect)  # in a thread, Ray does not replace the handlers of our signals
+            await asyncio.to_thread(connect)  # in a thread, Ray does not replace our signal handlers
         except (*self._failures, RuntimeError, ValueError, OSError) as error:
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(
@@ -92,7 +92,7 @@ class RayConnection:
         return {*client.get_draining_nodes(timeout=_DRAIN_QUERY_S)}
 
     def start_actor(self, node: RayNodeView, slots: int, demand: Demand, settings: bytes) -> Any:
-        """Create the actor of a cell on a node. It reserves what its slots need, so that other Ray jobs do not use it."""
+        """Create the actor of a cell on a node. It reserves the resources of its slots, so that other Ray jobs do not use them."""
         options: dict[str, Any] = {
             "num_cpus": slots * demand.cpus_on(node),
             "memory": slots * demand.memory_bytes or None,

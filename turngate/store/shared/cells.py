@@ -1,7 +1,7 @@
 """The cells of the shared store and their leases. PostgreSQL's clock decides when a lease ends.
 
 active ──► ended      stopped by its operator
-   │ ────► replaced   restarted: the new id has taken over its sessions
+   │ ────► replaced   restarted: its sessions continue under the new id
    └─────► lost       taken over after its lease ended: its attempts are superseded, and outcomes that it ships later do not count
 """
 
@@ -61,7 +61,7 @@ class CellTable:
         self._reading = reading
 
     def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
-        """Register a cell that starts, and give it the attempts of its previous ids. Return those ids that were not lost."""
+        """Register a cell that starts, and give it the attempts of its previous ids. Return the previous ids that were not lost."""
         with self._writing() as db:
             adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]
             db.execute(
@@ -113,13 +113,13 @@ class CellTable:
 
 
 class LeasedAttempts(AttemptTable):
-    """The attempts of all cells. One that runs on a cell can be superseded only after the cell's lease has ended."""
+    """The attempts of all cells. A running attempt can be superseded only after the lease of its cell has ended."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
         query = (
             f"SELECT cells.name, lease_until-{_NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
             f" WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active' AND lease_until>{_NOW}"
-            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # shipped: it runs no more
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # a shipped session no longer runs
         )
         with self._reading() as db:
             row = db.execute(query, (rollout, attempt)).fetchone()
@@ -132,7 +132,7 @@ class LeasedAttempts(AttemptTable):
 
 
 def find_lost(db: StoreConnection, cells: Iterable[str]) -> set[str]:
-    """Return those of the cells that are lost. None of the others can be taken over before the caller's transaction ends."""
+    """Return which of the cells are lost. The others cannot be taken over before the caller's transaction ends."""
     lost = set()
     for cell in sorted(set(cells)):
         row = db.execute(f"SELECT state FROM cells WHERE id=? {LOCK_ROWS}", (cell,)).fetchone()

@@ -1,6 +1,6 @@
 """The shared store's database: connections to PostgreSQL, transactions, and errors in plain words.
 
-Statements are never prepared on the server, and no state of a database session is used. So it works behind PgBouncer in transaction mode.
+It prepares no statements on the server and uses no state of a database session, so it works behind PgBouncer in transaction mode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _copy_statement(table: str, columns: Sequence[str]) -> bytes:
 
 
 class SharedConnection:
-    """A connection to PostgreSQL that takes the store's SQL."""
+    """A connection to PostgreSQL that accepts the store's SQL."""
 
     __slots__ = ("_cursors",)
 
@@ -53,7 +53,7 @@ class SharedConnection:
     def copy_rows(
         self, table: str, columns: Sequence[str], types: Sequence[str], rows: Iterable[Sequence[Any]]
     ) -> None:
-        """Insert many rows at a fraction of the cost of single statements."""
+        """Insert many rows with COPY, at a fraction of the cost of single statements."""
         with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
             copy.set_types(types)
             for row in rows:
@@ -66,7 +66,7 @@ class SharedConnection:
 
 
 class _ReadConnection:
-    """The connection for reading. It connects again after an interruption, since a read can be repeated."""
+    """The connection for reading. It reconnects after an interruption, since a read can be repeated."""
 
     __slots__ = ("_database",)
 
@@ -172,7 +172,7 @@ class SharedDatabase:
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> psycopg.Connection:
-        """Begin a transaction. If the connection was interrupted in the meantime, connect again."""
+        """Begin a transaction. Reconnect first if the connection was interrupted."""
         db = self._require_writer()
         try:
             db.execute(_BEGIN)
@@ -194,7 +194,7 @@ class SharedDatabase:
             db.close()
 
     def execute_read(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read. If the connection was interrupted, connect again, except inside a snapshot, which would then see other data."""
+        """Run a read. Reconnect if the connection was interrupted, except inside a snapshot, which would then see other data."""
         db = self._require_reader()
         try:
             return SharedConnection(db).execute(sql, values)

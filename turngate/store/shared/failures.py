@@ -51,7 +51,7 @@ def _guess_state(text: str) -> str:
 
 
 def _first_line(error: psycopg.Error) -> str:
-    """Return the message on one line, from the server's own part on."""
+    """Return the message on one line, starting at the server's own part."""
     text = " ".join(str(error).split())
     _, fatal, rest = text.partition("FATAL: ")
     return (rest if fatal else text).strip() or type(error).__name__

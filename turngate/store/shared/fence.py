@@ -1,7 +1,7 @@
-"""The fence of all cells: one row with the newest change, and the cells that follow it. PostgreSQL's clock decides.
+"""The fence of all cells: one row with the newest change, and the cells that follow it. All times are PostgreSQL's.
 
-A change gets the next epoch. A follower reports the newest epoch that it has carried out, and reads the row *after* it has reported.
-So a change that a follower has not read yet finds the follower in the table.
+Each change gets the next number, its epoch. A follower reports the newest epoch that it has carried out, and only then reads the row. So if
+a follower has not read a change yet, the change finds it in the table.
 """
 
 from __future__ import annotations

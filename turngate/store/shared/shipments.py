@@ -46,7 +46,7 @@ _NEW_KEYS = "SELECT nextval(pg_get_serial_sequence('sessions', 'key')) FROM gene
 
 
 class _NamedSettings(msgspec.Struct, frozen=True):
-    """The settings that name a session's rollout."""
+    """The session settings that name its rollout and attempt."""
 
     rollout: str = ""
     attempt: int = 1
@@ -60,17 +60,17 @@ class _Known(msgspec.Struct, frozen=True):
 
     key: int
     cell: str
-    newest: int  # event
+    newest: int  # number of its newest event
 
 
 class ShipmentWriter:
-    """Writes shipments. Writing one again changes nothing, except that it adds what is new: a replaced outcome, later events."""
+    """Writes shipments. Writing one again adds only what is new, such as a replaced outcome or later events."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write sessions in one transaction. If it raises an error, none was written."""
+        """Write sessions in one transaction. If it raises an error, none of them was written."""
         if not shipments:
             return
         with self._store.database.writing() as db:
@@ -92,7 +92,7 @@ class ShipmentWriter:
             self._note_shipments(db, shipments, keys, known)
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> None:
-        """Register open sessions as attempts of their cell, so that others know by whose lease they run."""
+        """Register open sessions as attempts of their cell, so that they are protected by its lease."""
         with self._store.database.writing() as db:
             _register(
                 db,
@@ -100,7 +100,7 @@ class ShipmentWriter:
             )
 
     def _find_known(self, db: StoreConnection, shipments: Sequence[Shipment]) -> dict[str, _Known]:
-        """Return those of the sessions that the shared store already has, by id."""
+        """Return the sessions that the shared store already has, by id."""
         query = (
             "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0) FROM sessions"
             " LEFT JOIN shipments ON shipments.session=key WHERE id=ANY(?)"
@@ -136,7 +136,7 @@ class ShipmentWriter:
         return keys
 
     def _rewrite_tool_calls(self, db: SharedConnection, key: int, shipment: Shipment) -> None:
-        """Replace the tool calls of a session that was shipped before: one may have been answered since."""
+        """Replace the tool calls of a session that was shipped before, since some may have been answered in the meantime."""
         db.execute("DELETE FROM tool_calls WHERE session=?", (key,))
         rows = [(key, *row) for row in shipment.others["tool_calls"]]
         self._copy(db, "tool_calls", ("session", *SESSION_TABLES["tool_calls"]), rows)
@@ -152,13 +152,13 @@ class ShipmentWriter:
     def _write_attempts(
         self, db: StoreConnection, shipments: Sequence[Shipment], cells: dict[str, str], lost: set[str]
     ) -> None:
-        """Register the sessions as attempts, superseded if their cell was lost, or if another attempt has replaced them."""
+        """Register the sessions as attempts. They are superseded if their cell was lost or another attempt has replaced them."""
         names = {shipment.id: _name_attempt(shipment) for shipment in shipments}
         registered = _register(db, [(*names[s.id], s.id, cells[s.id], s.session[3]) for s in shipments])
         decided = []
         for shipment in shipments:
             session, state = registered[names[shipment.id]]
-            if session != shipment.id:  # another session is this attempt
+            if session != shipment.id:  # the attempt belongs to another session
                 own = (shipment.id, names[shipment.id][1], shipment.id, cells[shipment.id], shipment.session[3])
                 _register(db, [own])
                 decided.append((shipment, True))
@@ -178,7 +178,7 @@ class ShipmentWriter:
     def _find_changed_outcomes(
         self, db: StoreConnection, shipments: Sequence[Shipment], keys: dict[str, int], known: dict[str, _Known]
     ) -> list[tuple[Shipment, bytes]]:
-        """Return the sessions whose outcomes the shared store does not have, with those outcomes."""
+        """Return the sessions with outcomes that the shared store does not have, and these outcomes."""
         old = [keys[shipment.id] for shipment in shipments if shipment.id in known]
         query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session=ANY(?)"
         rows = db.execute(query, (old,)).fetchall() if old else []
@@ -214,7 +214,7 @@ class ShipmentWriter:
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write_events(self, db: SharedConnection, shipments: Sequence[Shipment], known: dict[str, _Known]) -> None:
-        """Write the events that the shared store does not have, in their own order, with numbers of the shared store."""
+        """Write the events that the shared store does not have. They keep their order and get numbers of the shared store."""
         new: list[tuple[str, ShippedEvent]] = []
         for shipment in shipments:
             before = known.get(shipment.id)
@@ -245,7 +245,7 @@ class ShipmentWriter:
 
 
 def _cell_of(shipment: Shipment, known: _Known | None) -> str:
-    """Return the cell that served a session: the one that first shipped it, whatever id ships it now."""
+    """Return the cell that served a session: the first one that shipped it, even if another id ships it now."""
     return known.cell if known is not None and known.cell else shipment.cell
 
 
@@ -265,7 +265,7 @@ def _decode_name(config: bytes, session: str) -> tuple[str, int]:
 def _register(
     db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, float]]
 ) -> dict[tuple[str, int], tuple[str, str]]:
-    """Register attempts unless they are known: rollout, attempt, session, cell, start. Return the session and state of each."""
+    """Register new attempts, given as rollout, attempt, session, cell and start. Return the session and state of each."""
     unique = {row[:2]: row for row in sorted(attempts, reverse=True)}
     columns = [list(column) for column in zip(*sorted(unique.values()), strict=True)]
     rows = db.execute(
@@ -280,7 +280,7 @@ def _register(
 
 
 def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, bytes]]) -> set[str]:
-    """Note that sessions have outcomes: id, status, outcome. Return those whose outcomes count. As `settle_attempt`, for many."""
+    """Like `settle_attempt`, for many sessions, given as id, status and outcome. Return those whose outcomes count."""
     if not outcomes:
         return set()
     states = [outcome_state(decode_outcome(outcome), status) for _, status, outcome in outcomes]
@@ -294,7 +294,7 @@ def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, byte
 
 
 def copy_settings(store: SharedStore, settings: dict[str, Any]) -> None:
-    """Add the cell's tokenizers to those that the shared store knows."""
+    """Add the cell's tokenizers to the shared store."""
     with store.database.writing() as db:
         for name, value in sorted(settings.items()):
             db.execute("INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO NOTHING", (name, value))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from psycopg import Connection
 
 SHARED_VERSION = 2
-_MIGRATION_LOCK = 7_466_721_083  # any constant; processes that start at once take this advisory lock in turn
+_MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
 CREATE TABLE event_counter (newest BIGINT NOT NULL);
@@ -25,7 +25,7 @@ CREATE FUNCTION next_event() RETURNS BIGINT LANGUAGE sql VOLATILE AS
 ALTER TABLE events ALTER seq DROP IDENTITY;
 ALTER TABLE events ALTER seq SET DEFAULT next_event();
 """
-# The data of an event is JSON. Damaged data is NULL here, and does not fail the query.
+# The data of an event is JSON. Damaged data becomes NULL, so it does not fail the query.
 _EVENT_JSON = """
 CREATE FUNCTION event_json(data BYTEA) RETURNS JSON LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
 BEGIN
@@ -34,7 +34,7 @@ EXCEPTION WHEN others THEN
     RETURN NULL;
 END $$;
 """
-# Statements that bring a store of a version to the next one. Tables that are new in a version need none.
+# By version: statements that migrate a store of that version to the next one. New tables need no statements.
 _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
 }

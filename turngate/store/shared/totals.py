@@ -1,11 +1,11 @@
 """Totals over events, kept by triggers, so that listings need not read millions of events.
 
-Only transactions that hold the counter of events change them, so the triggers cannot deadlock.
+Only transactions that hold the event counter's lock change them, so the triggers cannot deadlock.
 """
 
 from __future__ import annotations
 
-BUCKET_SECONDS = 10  # length of the time intervals in `bucket_totals`, the one that the page asks for
+BUCKET_SECONDS = 10  # length of the intervals in `bucket_totals`; the page uses the same
 
 # An aborted turn has tokens but does not count as a turn. Damaged data counts as 0.
 TURNS = "count(*) FILTER (WHERE kind='turn' AND json IS NOT NULL AND coalesce(json->>'finish', '')!='abort')"

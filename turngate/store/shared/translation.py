@@ -1,4 +1,4 @@
-"""Translation of the store's SQL, as written for SQLite, to PostgreSQL."""
+"""Translate the store's SQL, which is written for SQLite, to PostgreSQL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = (
 
 @lru_cache(maxsize=2048)
 def translate_statement(sql: str) -> str:
-    """Translate one statement, with `?` for its values."""
+    """Translate one statement, which has `?` for its values."""
     sql = _LOCK.sub(r"\1", sql).replace(" AS BLOB)", " AS BYTEA)")
     return _LITERAL_OR_VALUE.sub(_translate_value, sql)
 
