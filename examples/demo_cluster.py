@@ -26,7 +26,6 @@ from tools import base_image, parts
 from turngate.agents.install import ensure_installed
 from turngate.agents.spec import find_agent
 from turngate.errors import TurngateError
-from turngate.rollout.ledger import LEDGER_NAME, read_ledger
 
 ROOT = Path(__file__).parents[1]
 N, CONCURRENCY, SLOTS = 12, 6, 2
@@ -55,10 +54,17 @@ def start_batch(cluster: LocalRay, url: str, folder: Path) -> subprocess.Popen[b
     return subprocess.Popen(command, env=cluster.environment(), cwd=folder)
 
 
+def count_finished(out: Path) -> int:
+    """Count the finished rollouts in the ledger of the batch, which has one JSON object per line."""
+    ledger = out / "ledger.jsonl"
+    lines = ledger.read_text().splitlines() if ledger.exists() else []
+    return sum(line.startswith('{"type":"finished"') for line in lines)
+
+
 def wait_for_half(batch: subprocess.Popen[bytes], out: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while batch.poll() is None and time.monotonic() < deadline:
-        if (out / LEDGER_NAME).exists() and len(read_ledger(out).finished) >= N // 3:
+        if count_finished(out) >= N // 3:
             return
         time.sleep(0.5)
 

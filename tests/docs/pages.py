@@ -239,6 +239,12 @@ UNRUN = [
     Unrun("docs/openenv-environment.md", "openenv ", NEEDS_OPENENV),
     Unrun("docs/openenv-environment.md", "python -m pip wheel", "builds a wheel", "tests/test_dist.py"),
     Unrun("docs/remote-sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),
+    Unrun("docs/shared-store.md", "createdb", NEEDS_POSTGRES, "tests/store/shared/test_gateway.py"),
+    Unrun(
+        "docs/shared-store.md", "turngate serve --data postgresql", NEEDS_POSTGRES, "tests/store/shared/test_gateway.py"
+    ),
+    Unrun("docs/shared-store.md", "python bench/fill_shared_store.py", TOO_LONG),
+    Unrun("docs/shared-store.md", "python bench/shared_store_pages.py", TOO_LONG),
     Unrun("docs/sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),
     Unrun("docs/scale.md", ".venv/bin/python -m bench.scale", TOO_LONG, "tests/bench/test_scale_model.py"),
     Unrun("docs/speed.md", "make ", TOO_LONG),

@@ -592,7 +592,7 @@ async def test_concurrent_writes_never_find_database_busy() -> None:
         for _ in range(3):
             await asyncio.gather(*(c[n % 3].ask(s.key, f"Question {n}") for n, s in enumerate(sessions)))
         assert c[0].rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(36,)]
-        assert [worker.app.store._checkpoints is not None for worker in c.workers] == [True, False, False]
+        assert [worker.app.store.database._checkpoints is not None for worker in c.workers] == [True, False, False]
 
 
 async def test_non_http_connection_gets_bad_request() -> None:

@@ -99,6 +99,7 @@ class LocalEngine:
         self._paused = False
         self._version: int | None = None  # version of the weights, if known
         self._expected: int | None = None
+        self.reports_weights = True
 
     def __repr__(self) -> str:
         return f"LocalEngine({self.served!r}, device={self.model.device}, dtype={self._decoder.model.dtype}, slots={self.slots})"
