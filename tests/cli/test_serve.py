@@ -301,6 +301,7 @@ def test_serve_answers_and_stops_on_sigterm(tmp_path: Path) -> None:
         assert served.stop(5) in (0, -signal.SIGTERM)
     log = served.log.read_text()
     assert "certified" in log and opened["id"] in log and "Traceback" not in log
+    assert f"the admin key is in {served.data}/admin-key" in log
     # Neither the log nor the data folder contains a secret.
     key = served.admin["authorization"].removeprefix("Bearer ")
     files = b"".join(f.read_bytes() for f in served.data.iterdir() if f.name != "admin-key")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.kit import Gated, Json, OpenSession, Running, calls, gateway, read_reply, say, tool, until, user
-from turngate.client.keys import read_admin_key
+from turngate.client.keys import locate_admin_key, read_admin_key
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import ConfigError
@@ -176,6 +176,14 @@ def test_environment_key_wins_and_is_not_stored(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
     assert start_gateway(tmp_path) == "from-the-environment-1234"
     assert (tmp_path / "admin-key").read_text().strip() == own
+
+
+def test_location_of_admin_key_does_not_contain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate_admin_key(tmp_path) == f"in {tmp_path}/admin-key"
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", "/run/secrets/key")
+    assert locate_admin_key(tmp_path) == "in /run/secrets/key"
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
+    assert locate_admin_key(tmp_path) == "the value of TURNGATE_ADMIN_KEY"
 
 
 def test_short_environment_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

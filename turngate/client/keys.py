@@ -56,6 +56,13 @@ def read_admin_key() -> str:
     return key
 
 
+def locate_admin_key(data: Path) -> str:
+    """Say where the admin key of the gateway with this data folder is, without the key itself."""
+    if os.environ.get(ADMIN_KEY, "").strip():
+        return f"the value of {ADMIN_KEY}"
+    return f"in {os.environ.get(f'{ADMIN_KEY}_FILE', '').strip() or data / ADMIN_KEY_FILE}"
+
+
 def read_key_file(path: Path) -> str | None:
     """Read a key from a file that only its owner may read. Return None if the file does not exist."""
     if not path.exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.client.keys import locate_admin_key
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 
@@ -83,7 +84,8 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
     engine = f"engine {config.engine} · model {config.model or 'any'}"
     if config.is_shared:
         engine = "no engine: sessions are opened at the gateways of cells"
-    return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name}"
+    key = locate_admin_key(config.folder)
+    return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name} · the admin key is {key}"
 
 
 def raise_file_limit() -> None:
