@@ -98,7 +98,7 @@ def test_missing_store_and_unreachable_gateway(data: Path) -> None:
     assert run_rejected("show", "--data", data).startswith(f"data: {data}/turngate.db cannot be read")
     assert "TURNGATE_ADMIN_KEY is not set" in run_rejected("show", "--gateway", "http://127.0.0.1:9")
     refusal = run_rejected("show", "--gateway", "http://127.0.0.1:9", env={"TURNGATE_ADMIN_KEY": "k" * 20})
-    assert refusal.startswith("gateway: http://127.0.0.1:9 cannot be reached")
+    assert refusal == "gateway: nothing listens at http://127.0.0.1:9; start it with turngate serve"
 
 
 async def test_folder_without_sessions(g: Running, data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from turngate.client.keys import ADMIN_KEY
+from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE
 from turngate.client.protocol import ErrorDetail, ErrorReply
 from turngate.common.validation import explain_error, reject_credentials
 from turngate.errors import ConfigError, TurngateError, Unauthorized
@@ -93,12 +94,17 @@ class GatewayTransport:
             ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
-            why = str(error) or type(error).__name__
-            raise GatewayUnreachable(f"gateway: {self.url} cannot be reached ({why})", param="gateway") from None
+            raise GatewayUnreachable(f"gateway: {self._explain(error)}", param="gateway") from None
         is_ours = "x-turngate" in response.headers
         if response.status < 300 and is_ours:
             return self._decode_reply(raw, reply, msgpack=msgpack)
         raise self._to_error(response.status, raw, is_ours=is_ours)
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
+            return f"nothing listens at {self.url}; start it with turngate serve"
+        why = error.strerror if isinstance(error, aiohttp.ClientConnectorError) else str(error)
+        return f"{self.url} cannot be reached ({why or type(error).__name__})"
 
     def _decode_reply(self, raw: bytes, reply: type[T], *, msgpack: bool) -> T:
         try:
@@ -126,7 +132,11 @@ class GatewayTransport:
         except (msgspec.DecodeError, UnicodeDecodeError):
             error = ErrorDetail(message=str(status))
         if status == 401:
-            return Unauthorized(f"gateway: {error.message} (the key is read from {ADMIN_KEY})", param=ADMIN_KEY)
+            return Unauthorized(
+                f"gateway: {ADMIN_KEY} is {'wrong' if self._key else 'missing'}; the key of {self.url} is in the file "
+                f"{ADMIN_KEY_FILE} of its data folder, or the {ADMIN_KEY} that it was started with",
+                param=ADMIN_KEY,
+            )
         if status == GatewayUnreachable.status:
             return GatewayUnreachable(f"gateway: {error.message}", param="gateway")
         return RequestRejected(error.message, status, error.param)
