@@ -167,6 +167,25 @@ def test_gateway_logs_only_json(tmp_path: Path) -> None:
     assert any("renderer" in line["message"] for line in rest)
 
 
+class TerminalStream(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "is_followed"), [(TerminalStream(), True), (io.StringIO(), False)])
+def test_live_display_gets_lines_for_terminal(
+    stream: io.StringIO, is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live display replaces standard error. Lines that bypass it on a terminal would be overwritten."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    with logs.log_to_stderr():
+        display = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", display)
+        log.warning("a line")
+    assert ("a line" in display.getvalue()) is is_followed
+    assert ("a line" in stream.getvalue()) is not is_followed
+
+
 def test_unknown_log_format_is_rejected(tmp_path: Path) -> None:
     assert "log_format" in run_rejected("serve", "--log-format", "xml", "--data", tmp_path)
     assert "log_format must be text or json, not 'xml'" in run_rejected(

@@ -232,6 +232,8 @@ class GatewayClient(GatewayTransport):
                 async with self._http.get(url, timeout=limit, allow_redirects=False) as response:
                     if response.status in (401, 403, 404):
                         return
+                    if response.status == 200:
+                        self._outage.add_answer()
                     async for line in response.content:
                         if line.startswith(b"data: ") and response.status == 200:
                             event = _event_decoder.decode(line[6:])
@@ -240,7 +242,7 @@ class GatewayClient(GatewayTransport):
                     if not wait and response.status == 200:
                         return
             except (aiohttp.ClientError, TimeoutError, ValueError):  # ValueError: a line too long to be a gateway event
-                pass
+                self._outage.add_failure()
             await asyncio.sleep(0.5)
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE
+from turngate.client.outage import OutageReport
 from turngate.client.protocol import ErrorDetail, ErrorReply
 from turngate.common.validation import explain_error, reject_credentials
 from turngate.errors import ConfigError, TurngateError, Unauthorized
@@ -57,6 +58,7 @@ class GatewayTransport:
         self.url = url.rstrip("/")
         self._key = admin_key
         register_secrets(admin_key)
+        self._outage = OutageReport(self.url)
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -94,8 +96,11 @@ class GatewayTransport:
             ) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
+            self._outage.add_failure()
             raise GatewayUnreachable(f"gateway: {self._explain(error)}", param="gateway") from None
         is_ours = "x-turngate" in response.headers
+        if is_ours:
+            self._outage.add_answer()
         if response.status < 300 and is_ours:
             return self._decode_reply(raw, reply, msgpack=msgpack)
         raise self._to_error(response.status, raw, is_ours=is_ours)
@@ -120,6 +125,7 @@ class GatewayTransport:
 
     def _to_error(self, status: int, raw: bytes, *, is_ours: bool) -> TurngateError:
         if not is_ours and status in _PROXY_STATUSES:
+            self._outage.add_failure()
             return GatewayUnreachable(
                 f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway: "
                 "a proxy in front of it cannot reach it, or the address is wrong",

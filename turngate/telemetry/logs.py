@@ -104,6 +104,15 @@ def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker:
 class SafeStreamHandler(logging.StreamHandler[TextIO]):
     """A stream handler that reports write errors without the line's content, which `logging` would print unredacted."""
 
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._is_terminal = stream.isatty()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_terminal:
+            self.stream = sys.stderr  # a live display replaces it, and prints lines above itself
+        super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = type(sys.exc_info()[1]).__name__
         message = f"could not write a log line from {record.filename}:{record.lineno}: {error}"
