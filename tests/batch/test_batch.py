@@ -27,6 +27,7 @@ from tests.batch.test_storm import engine, every_session, sandbox_processes
 from tests.cli.kit import run_cli, run_rejected
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError, SandboxUnavailable
 from turngate.rollout.batch import Batch, BatchStopped, rollouts, run_batch
 from turngate.rollout.concurrency import Bounds
@@ -261,6 +262,20 @@ async def test_unreachable_gateway_stops_batch(monkeypatch: pytest.MonkeyPatch) 
                 _ = [rollout async for rollout in rollouts(plan, unreachable, harness.connector)]
         assert read_ledger(harness.out).finished == {}
         assert (await run_batch(plan, harness.client, harness.connector)).complete
+
+
+async def test_feed_that_wants_other_groups_is_noted_once() -> None:
+    async with open_harness() as harness:
+        for name, n, groups in (("large", 8, ""), ("same", 2, ""), ("other", 8, "elsewhere.")):
+            await harness.client.open_feed(name, FeedConfig(n=n, groups=groups))
+        batch = harness.batch(harness.plan("well-0", n=2))
+        assert (await batch.run()).complete
+        assert batch.progress.notes == ["feed large wants groups of 8, this batch runs groups of 2"]
+        assert [(feed.name, feed.newest) for feed in await harness.client.feeds()] == [
+            ("large", 1),  # closed by the batch, so it is delivered anyway
+            ("same", 1),
+            ("other", 0),
+        ]
 
 
 async def test_batch_stops_early_if_every_attempt_fails() -> None:

@@ -118,6 +118,28 @@ async def test_feed_starts_now_or_from_start() -> None:
         assert [w.group for w in (await t.client.show_feed("all")).waiting] == ["old"]
 
 
+async def test_reader_is_warned_of_groups_of_other_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The groups were closed before the feeds were opened, so the large feed waits and the small one splits them."""
+    monkeypatch.setattr("turngate.client.group_sizes._FIRST_LOOK_S", 0.02)
+    async with training() as t:
+        for _ in range(4):
+            await t.rollout(1.0, "batch.task")
+        await t.client.close_group("batch.task")
+        small = await Feed.open(t.client, "small", FeedConfig(n=2, from_start=True))
+        assert [d is not None and len(d.rollouts) for d in (await small.next(5), await small.next(5))] == [2, 2]
+        assert caplog.messages == [
+            "feed small: group batch.task has more than 2 rollouts and is split into several deliveries; "
+            "set n to the --n of the batch"
+        ]
+        caplog.clear()
+        large = await Feed.open(t.client, "large", FeedConfig(n=8, from_start=True))
+        for _ in range(4):
+            assert await large.next(0.03) is None
+        assert "feed large: no delivery for 0 s: group batch.task has 4 of 8 rollouts; a group is" in caplog.messages[0]
+
+
 async def test_numbered_delivery_never_changes() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
+from turngate.client.group_sizes import GroupSizeWatch
 from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
 from turngate.client.retry import Backoff, retry_while_unreachable
 from turngate.errors import TurngateError
@@ -148,6 +149,8 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._limit = limit
         self._ready: deque[Delivery] = deque()
         self._closed = False
+        self._sizes = GroupSizeWatch(name, config.n)
+        self._waited_s = 0.0  # since the last delivery
 
     @classmethod
     async def open(
@@ -204,10 +207,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         end = time.monotonic() + timeout_s
         backoff = Backoff()
         while not self._ready:
-            left = max(0.0, end - time.monotonic())
+            start = time.monotonic()
+            left = max(0.0, end - start)
             try:
                 await self._fetch(min(left, _WAIT_S, MAX_WAIT_S))
                 backoff.reset()
+                if not self._ready:
+                    self._waited_s += time.monotonic() - start
+                    await self._check_incomplete_groups()
             except GatewayUnreachable:
                 await backoff.pause(left)
             if not self._ready and time.monotonic() >= end:
@@ -230,6 +237,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 raise DamagedDelivery(f"feed {self.name}: received delivery {delivery.number} instead of {expected}")
         self._ready.extend(deliveries)
         self._after += len(deliveries)
+        for delivery in deliveries:
+            self._waited_s = 0.0
+            self._sizes.add_delivery(delivery.group)
+
+    async def _check_incomplete_groups(self) -> None:
+        if self._sizes.is_look_due(self._waited_s):
+            view = await _as_reader(self._gateway.show_feed(self.name))
+            self._sizes.add_incomplete(view.waiting, self._waited_s)
 
 
 def _check_mark(name: str, expected: str, current: str) -> None:

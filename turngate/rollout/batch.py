@@ -38,6 +38,7 @@ from turngate.rollout.concurrency import Concurrency
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.engine_pressure import EnginePressure
 from turngate.rollout.executor import AttemptExecutor, LocalExecutor
+from turngate.rollout.feed_sizes import FeedSizeCheck
 from turngate.rollout.group_closer import GroupCloser
 from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerError, LedgerHeader, timestamp
 from turngate.rollout.lost_attempts import LostAttempts
@@ -145,6 +146,7 @@ class Batch:
         attempts = AttemptRunner(plan, gateway, self._executor, results, self._schedule, self._lost, stop)
         self._workers = Workers(self._schedule, concurrency, attempts, EnginePressure(gateway), stop)
         self._retries = RetryListener(plan, gateway, results, self._schedule, stop)
+        self._feed_sizes = FeedSizeCheck(plan, gateway, self._note)
 
     async def run(self) -> BatchResult:
         """Run the batch until it is complete or must stop, and return the result."""
@@ -156,6 +158,7 @@ class Batch:
             await self._executor.sweep()
             await self._resume(ledger)
             background.append(asyncio.create_task(self._retries.listen()))
+            background.append(asyncio.create_task(self._feed_sizes.run(self._results.batch)))
             await self._run_workers()
             await self._flush()
         except LedgerError as error:
@@ -252,6 +255,8 @@ class Batch:
             self._stop.stop(
                 "the gateway did not respond to requests to close complete groups; resume the batch to close them"
             )
+        elif not self._stop.reason:
+            await self._feed_sizes.check(self._results.batch)  # for feeds opened during a short batch
 
     def _note(self, text: str) -> None:
         self._results.note(text)

@@ -1,0 +1,42 @@
+"""Compare the size of a batch's groups with what the gateway's feeds expect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from turngate.client.gateway import GatewayClient
+from turngate.errors import TurngateError
+from turngate.rollout.plan import BatchPlan, group_name
+
+_EVERY_S = 30.0  # a feed may be opened while the batch runs
+
+
+class FeedSizeCheck:
+    """Adds a note to a batch for each feed that expects groups of another size."""
+
+    def __init__(self, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._note = note
+        self._noted: set[str] = set()
+
+    async def run(self, batch: str) -> None:
+        """Check repeatedly until cancelled."""
+        while True:
+            await self.check(batch)
+            await asyncio.sleep(_EVERY_S)
+
+    async def check(self, batch: str) -> None:
+        """Note the feeds that accept groups of this batch but expect another size. Each is noted once."""
+        try:
+            feeds = await self._gateway.feeds()
+        except TurngateError:  # reported elsewhere
+            return
+        groups = [group_name(batch, task.id, 0) for task in self._plan.tasks]
+        for feed in feeds:
+            n = feed.config.n
+            is_accepting = any(group.startswith(feed.config.groups) for group in groups)
+            if n != self._plan.n and is_accepting and feed.name not in self._noted:
+                self._noted.add(feed.name)
+                self._note(f"feed {feed.name} wants groups of {n}, this batch runs groups of {self._plan.n}")
