@@ -16,6 +16,7 @@ from turngate.common.database_url import is_database_url, parse_database_url, re
 from turngate.common.validation import explain_error, reject_credentials
 from turngate.errors import ConfigError
 
+REFERENCE_SCRIPT = "reference"  # the value of `script` that replays the reference solution
 EngineKind = Literal["vllm", "sglang", "scripted", "local", "gate", "openai", "anthropic", "gemini", "responses"]
 # Engines for observe mode, and the capture levels that each supports.
 OBSERVED_ENGINES: dict[str, tuple[str, ...]] = {
@@ -318,6 +319,15 @@ def read_toml(file: Path | None) -> dict[str, Any]:
         raise ConfigError(f"config file {file} cannot be read ({error.strerror})", param="config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {file} is not valid TOML: {error}", param="config") from None
+
+
+def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
+    """Return the error for a script of the scripted engine that cannot be read."""
+    if path == REFERENCE_SCRIPT:
+        return ConfigError(
+            f"script {path} works only with `turngate run`; pass a JSON file with a list of replies", param="script"
+        )
+    return ConfigError(f"script {path} cannot be read: {error.strerror}", param="script")
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:

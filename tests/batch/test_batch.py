@@ -348,6 +348,10 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
             "name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'",
         ),
         (["--only", "three"], "task: no task in"),
+        (
+            ["--script", "reference"],
+            "script reference works only with `turngate run`; pass a JSON file with a list of replies",
+        ),
         (["--on-timeout", "ignore"], "on_timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
         (["--resume"], "resume failed: "),

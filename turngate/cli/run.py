@@ -30,11 +30,11 @@ from turngate.cli.prepare import (
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
 from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
 from turngate.common.terminal import console as new_console
-from turngate.config import ServeConfig
+from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.errors import ConfigError
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
-from turngate.rollout.reference import REPLAYED, SCRIPT, play_reference
+from turngate.rollout.reference import REPLAYED, play_reference
 from turngate.rollout.rollout import Rollout
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes import get_backend
@@ -165,7 +165,7 @@ async def _run(
         await spec.backend.check()
         await spec.backend.sweep()
         replay = play_reference(spec.task, spec.agent, spec.backend, config)
-        if config.script == SCRIPT:
+        if config.script == REFERENCE_SCRIPT:
             config = msgspec.structs.replace(config, script="")
         async with (
             connect_gateway(config, gateway, console, replay.build_engine) as (client, own),

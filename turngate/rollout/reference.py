@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep
-from turngate.config import ServeConfig
+from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.scripted import DEFAULT_CONTEXT, SYNTHETIC_NOTE, Scripted
 from turngate.errors import ConfigError, TaskError
@@ -25,7 +25,6 @@ REPLAY_NOTE = (
     "a scripted model replayed the task's reference solution, so the reward is not a model's, and the log-probabilities are "
     "synthetic; for a real model, pass --engine, --engine-url, --model and --tokenizer"
 )
-SCRIPT = "reference"  # the value of --script that requests a replay
 REPLAYED = "replayed"  # the session's metadata that marks a replay; exports leave such a session out
 _WORDS = 60  # characters of the instruction that identify its prompts
 
@@ -87,17 +86,17 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
     """Plan the replay of a task's reference solution, for a gateway with this configuration."""
 
     def without_replay(reason: str) -> ReferenceReplay:
-        if config.script == SCRIPT:
+        if config.script == REFERENCE_SCRIPT:
             raise ConfigError(
-                f"script {SCRIPT} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
+                f"script {REFERENCE_SCRIPT} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
                 param="script",
             )
         return ReferenceReplay(task.instruction, agent, reason=reason)
 
-    if config.engine != "scripted" or config.script not in ("", SCRIPT) or task.grader is None:
+    if config.engine != "scripted" or config.script not in ("", REFERENCE_SCRIPT) or task.grader is None:
         return without_replay("")
     if not config.script and task.source != str(BUNDLED_TASK):
-        return without_replay(f"that needs --script {SCRIPT}, except for the bundled task")
+        return without_replay(f"that needs --script {REFERENCE_SCRIPT}, except for the bundled task")
     if config.tokenizer:
         return without_replay("the replies are written for the built-in tokenizer (remove --tokenizer)")
     if agent.shell_call is None:

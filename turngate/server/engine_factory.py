@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.client.keys import read_key
-from turngate.config import OBSERVED_ENGINES, ServeConfig
+from turngate.config import OBSERVED_ENGINES, ServeConfig, explain_unreadable_script
 from turngate.engines.base import Engine, Relay
 from turngate.engines.gate import Gate
 from turngate.engines.observe.anthropic import AnthropicRelay
@@ -123,7 +123,7 @@ def _load_script(path: str, renderer: Renderer) -> Script:
         try:
             texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
         except OSError as error:
-            raise ConfigError(f"script {path} cannot be read: {error.strerror}", param="script") from None
+            raise explain_unreadable_script(path, error) from None
         except msgspec.DecodeError as error:
             raise ConfigError(f"script {path} must be a JSON list of strings: {error}", param="script") from None
         if not texts:

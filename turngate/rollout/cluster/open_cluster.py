@@ -13,7 +13,7 @@ import msgspec
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion, wait_for_tasks
 from turngate.common.database_url import is_database_url
-from turngate.config import ServeConfig
+from turngate.config import ServeConfig, explain_unreadable_script
 from turngate.errors import ConfigError
 from turngate.rollout.cluster.messages import RunnerSettings
 from turngate.rollout.cluster.placement import measure_demand
@@ -79,7 +79,7 @@ def _read_script(path: str) -> str:
     try:
         return Path(path).read_text() if path else ""
     except OSError as error:
-        raise ConfigError(f"script {path} cannot be read ({error.strerror})", param="script") from None
+        raise explain_unreadable_script(path, error) from None
 
 
 @asynccontextmanager
