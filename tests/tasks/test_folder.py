@@ -100,6 +100,20 @@ def test_turngate_table(tmp_path: Path) -> None:
     assert (style.weight, speed.weight) == (1.0, 3.0)
 
 
+def test_folder_of_tasks_names_them(tmp_path: Path) -> None:
+    for name in ("d", "b", "a", "c"):
+        write_task(tmp_path / name, {})
+    with pytest.raises(TaskError) as refused:
+        load_task(tmp_path)
+    assert refused.value.message == (
+        f"task: {tmp_path} contains several tasks (a, b, c, …), not one; specify one of them, such as {tmp_path}/a, or run them all "
+        f"with `turngate batch --tasks {tmp_path}`"
+    )
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TaskError, match=r"empty has no instruction.md; add one"):
+        load_task(tmp_path / "empty")
+
+
 def test_exit_code_and_function_graders(tmp_path: Path) -> None:
     script_task = load_task(
         write_task(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"})

@@ -113,7 +113,14 @@ class _TaskFile(msgspec.Struct, frozen=True):
     turngate: _TurngateTable = _TurngateTable()
 
 
+_MAX_NAMED = 3  # tasks named in an error
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that contain many tasks
+
+
+def find_task_folders(path: Path) -> list[Path]:
+    """Return the subfolders that contain a task, sorted by name."""
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    return [folder for folder in subfolders if (folder / "instruction.md").exists() or (folder / "task.toml").exists()]
 
 
 def load_task(path: Path) -> Task:
@@ -132,6 +139,15 @@ def load_task(path: Path) -> Task:
         )
     instruction = path / "instruction.md"
     if not instruction.is_file():
+        if not (path / "task.toml").exists() and (folders := find_task_folders(path)):
+            names = ", ".join(folder.name for folder in folders[:_MAX_NAMED]) + (
+                ", …" if len(folders) > _MAX_NAMED else ""
+            )
+            raise TaskError(
+                f"task: {path} contains several tasks ({names}), not one; specify one of them, such as {folders[0]}, or run "
+                f"them all with `turngate batch --tasks {path}`",
+                param="task",
+            )
         raise TaskError(
             f"task: {path} has no instruction.md; add one that describes what the agent should do", param="task"
         )

@@ -124,8 +124,7 @@ def _folder_candidates(path: Path) -> Iterator[Candidate]:
     if (path / "instruction.md").exists() or (path / "task.toml").exists():
         yield _harbor_candidate(path)
         return
-    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    tasks = [folder for folder in subfolders if (folder / "instruction.md").exists() or (folder / "task.toml").exists()]
+    tasks = harbor.find_task_folders(path)
     for folder in tasks:
         yield _harbor_candidate(folder)
     if tasks:
