@@ -333,6 +333,8 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
     assert again.exit_code == 0
     assert json.loads(again.stdout) == summary
     assert "6 of 6 rollouts are already finished" in again.stderr
+    one = run_cli(*command(folder, "--n", "2", "--only", "one", "--out", str(folder / "one")))
+    assert "2 rollouts (1 task × 2) in" in one.stdout
     other = run_cli(*command(folder, "--n", "2", "--out", str(folder / "out")))
     assert other.exit_code == 2 and "contains a different batch (n: was 3, is now 2)" in other.stderr
 

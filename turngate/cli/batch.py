@@ -178,7 +178,9 @@ async def _run(
             model = config.model or next(iter(await client.models()), "turngate")
             plan = await asyncio.to_thread(build_plan, model)
             times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
-            say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}{times}) in {plan.folder}", "dim")
+            counted = "1 task" if len(plan.tasks) == 1 else f"{len(plan.tasks)} tasks"
+            rollouts = "1 rollout" if plan.total == 1 else f"{plan.total} rollouts"
+            say(console, f"{rollouts} ({counted} × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
                 say(console, f"note: {SYNTHETIC_NOTE}", "dim")
             with BatchDisplay(console, plan.total) as display:

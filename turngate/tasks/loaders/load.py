@@ -34,6 +34,7 @@ _ROWS = (*_LINES, *_WHOLE, *_COLUMNS)
 _FUNCTION = re.compile(r"(?:(?P<file>.+\.py)|(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)):(?P<name>[A-Za-z_]\w*)")
 _DATA_SET = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<split>[\w./-]+))?")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+_MAX_LISTED = 20  # ids listed in an error
 _BATCH_ROWS = 64  # rows decoded at a time
 
 
@@ -72,8 +73,10 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
         raise TaskError(f"limit must be at least 1, not {limit}", param="limit")
     seen: dict[str, str] = {}
     count = 0
+    others: list[str] = []  # ids that do not match
     for candidate in _find_candidates(where):
         if only and not any(fnmatch.fnmatchcase(candidate.id, pattern) for pattern in only):
+            others += [candidate.id] if len(others) <= _MAX_LISTED else []
             continue
         loaded = _load_candidate(candidate)
         if loaded.error is None and loaded.id in seen:
@@ -87,9 +90,10 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
         if count == limit:
             return
     if not count:
-        raise TaskError(
-            f"task: no task in {where} matches {', '.join(only)}" if only else f"task: {where} has no tasks"
-        )
+        if not others:
+            raise TaskError(f"task: {where} has no tasks")
+        listed = ", ".join(others[:_MAX_LISTED]) + (", …" if len(others) > _MAX_LISTED else "")
+        raise TaskError(f"task: no task in {where} matches {', '.join(only)}; its tasks are {listed}", param="only")
 
 
 def _find_candidates(where: str) -> Iterator[Candidate]:
