@@ -157,7 +157,7 @@ class Station:
             self._simulation.after(seconds, self._finish, process, arrived)
 
     def _cut(self, process: Process, rest: float, arrived: float) -> None:
-        """End a slice. The job goes to the end of the queue with what is left of it."""
+        """End a slice, and put the job with its remaining work at the end of the queue."""
         self._integrate()
         self._free += 1
         self._waiting.append((process, rest, arrived))

@@ -176,7 +176,7 @@ async def test_sessions_of_killed_runner_are_cancelled() -> None:
 
 
 async def test_superseded_attempt_ends_its_rollout() -> None:
-    """Somebody else takes the rollout over while its agent runs: the agent is stopped, and the batch does not retry it."""
+    """Another runner opens the next attempt while the agent runs: the agent is stopped, and the batch does not retry."""
     async with open_harness() as harness:
         plan = harness.plan("hang-0", n=1, timeout_s=scaled(60))
         batch = harness.batch(plan)

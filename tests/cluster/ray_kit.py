@@ -78,7 +78,7 @@ class RayNode:
         self.process.wait(scaled(STOP_S))
 
     def stop(self) -> None:
-        """Stop the node in order, then end what is left of it."""
+        """Stop the node cleanly, then kill its remaining processes."""
         found = self.processes()
         if self.process.poll() is None:
             self.process.terminate()

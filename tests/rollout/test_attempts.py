@@ -168,7 +168,7 @@ async def test_settling_adopts_an_outcome_that_is_already_recorded(tmp_path: Pat
 
 
 async def test_postponed_outcome_of_a_superseded_attempt_is_not_counted(tmp_path: Path) -> None:
-    """The gateway did not respond when attempt 1 was done. Meanwhile, somebody else opened attempt 2."""
+    """The gateway did not respond when attempt 1 was done. Meanwhile, another runner opened attempt 2."""
     async with drive(tmp_path) as (t, driver, _):
         first = Runner(t, driver.plan, one := await driver.begin(1))
         await first.open()
