@@ -484,7 +484,7 @@ async def test_gateway_rows_match_trainer_forward_pass() -> None:
         replies = [await g.ask(session.key, "Hello there.", mode="async stream")]
         history = [kit.user("Hello there."), replies[0].message(), kit.user("And now?")]
         replies.append(await g.ask(session.key, history))
-        assert [reply.usage.completion_tokens for reply in replies] == [40, 40]
+        drawn = sum(reply.usage.completion_tokens for reply in replies)  # fewer than 80 where the end of turn was drawn
         await g.seal(session.id)
         [row] = await g.samples(session.id)
         mask = np.array(row["mask"], bool)
@@ -492,7 +492,7 @@ async def test_gateway_rows_match_trainer_forward_pass() -> None:
             scores = made(torch.tensor([row["ids"]]))[0].log_softmax(-1)
         again = scores[:-1].gather(-1, torch.tensor(row["ids"])[1:, None])[:, 0].numpy()[mask[1:]]
         recorded = np.array([x for x, trained in zip(row["logprobs"], mask, strict=True) if trained])
-        assert mask.sum() == 80 and np.abs(again - recorded).mean() < 1e-5
+        assert mask.sum() == drawn and np.abs(again - recorded).mean() < 1e-5
         damaged = list(row["ids"])
         damaged[3] = (damaged[3] + 1) % 300  # one wrong context id changes everything after it
         with torch.no_grad():
