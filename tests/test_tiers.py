@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.nested import environment
 from tests.speed import SLOWNESS, scaled
 from tools import tier
 
@@ -175,3 +176,9 @@ def test_timeouts_scale_with_slowness() -> None:
         return float(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout)
 
     assert limit("4") == 4 * limit("1") and limit("0.5") == limit("1")
+
+
+def test_crashed_process_prints_its_stack() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGSEGV and 'File "<string>", line 1' in done.stderr

@@ -181,6 +181,7 @@ def storm_scale(pytestconfig: pytest.Config) -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that a test starts prints its stack if it crashes
     platform.processor()  # runs `uname` and caches the result; SDKs call this during tests
     sys.addaudithook(_watch)
     for name in ("create_subprocess_exec", "create_subprocess_shell"):
