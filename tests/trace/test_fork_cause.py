@@ -17,6 +17,7 @@ SUM = "Two files were read and fixed."
 LONG = [*LINE, Call([*THIRD, assistant("Bye."), user("Sum up.")], assistant(SUM))]
 MAP = user("A map of the repository.")
 SHOTS = [YOU, user("Fix one."), assistant("One is fixed.")]
+TASK = "Find the sums in all the folders."
 TITLE = Call([system("Write a title."), ASK], preamble="")
 SIDE, HELPER = CallSignals(role="side"), CallSignals(role="subagent")
 
@@ -96,6 +97,17 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
     ("another system prompt", LINE[:2], Call([system("You code well."), ASK]), "system"),
     ("a question without tools beside work with tools", LINE[:2], TITLE, "side"),
     ("other work with tools", LINE[:2], Call([system("You search."), user("Find it.")]), "subagent"),
+    ("other work with the same tools, without system prompts", [Call([ASK])], Call([user("Fix that.")]), "new"),
+    ("other work with other tools, without system prompts", [Call([ASK], preamble="x")], Call([MAP]), "subagent"),
+    ("work without a system prompt beside work with one", LINE[:2], Call([user("Fix that.")]), "subagent"),
+    ("work with a system prompt beside work without one", [Call([ASK])], Call([YOU, user("Fix that.")]), "subagent"),
+    ("the question in a text, without system prompts", [Call([ASK])], Call([user("Fix it.\nNow.")]), "subagent"),
+    (
+        "the arguments of a tool call, without system prompts",
+        [Call([ASK], assistant("", ("c1", "task", f'{{"prompt": "{TASK}"}}')))],
+        Call([user(TASK)]),
+        "subagent",
+    ),
     ("shortened, with a summary as the question", LINE, Call([YOU, user("So far: …")]), "new"),
     ("shortened, with the model's summary as the question", LONG, Call([YOU, user(f"So far: {SUM}")]), "compaction"),
     ("shortened, with the question in the summary", LINE, Call([YOU, user("Fix it.\n\nSo far: …")]), "compaction"),

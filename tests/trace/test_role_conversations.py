@@ -64,6 +64,17 @@ TASKS = {
         a* | + tool: a - b | It is a plus now. … | main
         b* | You code. / Today is Monday. / Fix sub.py. | {bash} cat sub.py | main | new
         b* | + tool: a - b | It is a minus now. … | main""",
+    "tasks without system prompts": """
+        a* | user: Fix add.py. | {bash} cat add.py | main
+        a* | + tool: a - b | It is a plus now. … | main
+        b* | user: Write a test of sub.py. | {bash} cat sub.py | main | new
+        b* | + tool: a - b | The test is there. … | main
+        c  | user: Is mul.py right? | Yes, it multiplies. … | unknown | side""",
+    "a sub-agent without a system prompt": """
+        main* | user: Fix all. | {task} Find the sums in all the folders. | main
+        sub*  | user: Find the sums in all the folders. | {grep} one | subagent | subagent
+        sub*  | + tool: 1 | It is in src/one.py. | subagent
+        main* | + tool: It is in src/one.py. | All is fixed. | main""",
     "two tasks of a sub-agent with one system prompt": """
         main* | You code. / Fix all. | {task} Find the sums in all the folders. | main
         s1*   | You search. / Find the sums in all the folders. | {grep} one | subagent | subagent

@@ -181,6 +181,17 @@ async def test_subagent_fork(renderers: Any, tmp_path: Path) -> None:
     assert (fork.recorded, fork.cause) == ("subagent", "sub-agent")
 
 
+async def test_tasks_without_system_prompts(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
+        agent.messages = [user("Fix the bug.")]
+        await talk(agent, "fixed")
+        agent.messages = [user("Write a test.")]
+        await talk(agent, "written")
+
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
+    assert fork.recorded == "new"
+
+
 async def test_agents_without_tools_are_trained_and_exact(renderers: Any, tmp_path: Path) -> None:
     """A planner, an executor and commit messages, through the whole gateway: roles from the live trace and from the store agree."""
     plan = "First open the file add.py, then change the minus sign to a plus sign. " * 3

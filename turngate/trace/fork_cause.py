@@ -120,7 +120,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
     if not has_tools and any(root.info.has_tools for root in trace.roots):
         return "side"
     if not same:
-        return "subagent" if has_tools else "new"
+        return "subagent" if has_tools and not _is_independent(trace, request, quotes) else "new"
     quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
     alike = [root for root in same if _first_question_of(root) == question]
     if alike and not repeated and not quoted and any(_is_other_task(root, request) for root in alike):
@@ -140,6 +140,14 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         others = [root for root in same if root is not newest.root]
         return "compaction" if repeats_question(others, request) else "subagent"
     return "compaction" if repeated or quoted or repeats_question(same, request) else "new"
+
+
+def _is_independent(trace: Trace, request: RequestMessages, quotes: tuple[int, ...]) -> bool:
+    """Return whether neither a conversation nor an earlier one with its tools has a system prompt, and they share nothing else."""
+    if quotes or _has_system_prompt(request):
+        return False
+    alike = [root for root in trace.roots if root.info.preamble == request.preamble and root.info.roles[:1] == "u"]
+    return bool(alike) and not repeats_question(alike, request)
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
@@ -220,6 +228,10 @@ def _is_other_task(root: Context, request: RequestMessages) -> bool:
     return all(
         root.info.roles[index] == "u" and all(m.role == "user" for m in request.messages(index)) for index in different
     )
+
+
+def _has_system_prompt(request: RequestMessages) -> bool:
+    return len(request) > 0 and any(message.role == "system" for message in request.messages(0))
 
 
 def _has_answers(request: RequestMessages) -> bool:

@@ -65,6 +65,9 @@ _SUPERSEDED = RoleDecision("superseded", "delivery", "another answer to the same
 _UNDELIVERED = RoleDecision("superseded", "delivery", "it did not reach the agent")
 _MAIN = RoleDecision("main", "structure", "the main conversation")
 _MAIN_ALIKE = RoleDecision("main", "structure", "it has the system prompt of the main conversation")
+_MAIN_TOOLS = RoleDecision(
+    "main", "structure", "it has the tools of the main conversation, and neither has a system prompt"
+)
 _UNKNOWN = RoleDecision("unknown", "none", "no signal, rule or structure states its purpose")
 
 
@@ -281,10 +284,12 @@ class _Structure:
             return self._decide_like(line, f"it continues the conversation of context {line.id} ({root.info.cause})")
         if root.info.cause == "new" and (alike := self._find_alike(root)) is not None:
             # Its cause says that it is no sub-agent's, although it may have tools.
+            has_prompt = root.info.roles.startswith("s")
             if self._line[alike.id] is self._main:
-                return _MAIN_ALIKE
+                return _MAIN_ALIKE if has_prompt else _MAIN_TOOLS
             if root.info.has_tools:
-                return self._decide_like(alike, f"it has the system prompt of context {alike.id}")
+                shared = "system prompt" if has_prompt else "tools"
+                return self._decide_like(alike, f"it has the {shared} of context {alike.id}")
         if root.info.has_tools:
             thread = self._main.info.signals.thread if self._main is not None else ""
             if signals.thread and thread and signals.thread != thread:
@@ -337,17 +342,18 @@ class _Structure:
 
     @cached_property
     def _alike(self) -> dict[bytes, list[Context]]:
-        """The roots with a system prompt, by their tools and system prompt."""
+        """The roots with a system prompt or tools, by both."""
         alike: dict[bytes, list[Context]] = {}
         for root in self._own:
-            if root.info.roles.startswith("s"):
-                alike.setdefault(_start_of(root), []).append(root)
+            if (kind := _kind_of(root)) is not None:
+                alike.setdefault(kind, []).append(root)
         return alike
 
     def _find_alike(self, root: Context) -> Context | None:
         """Return a conversation with the same tools and system prompt: the main one, or else the first."""
         found: Context | None = None
-        for other in self._alike.get(_start_of(root), ()) if root.info.roles.startswith("s") else ():
+        kind = _kind_of(root)
+        for other in self._alike.get(kind, ()) if kind is not None else ():
             if self._line[other.id] is self._main:
                 return other
             if found is None and other is not root and other.id in self.by_root:
@@ -374,6 +380,13 @@ class _Structure:
 def _start_of(root: Context) -> bytes:
     """Return a key of the tools and the first message."""
     return root.info.preamble + root.info.meanings[:DIGEST_SIZE]
+
+
+def _kind_of(root: Context) -> bytes | None:
+    """Return a key of the tools and the system prompt, or None if it has neither."""
+    if root.info.roles.startswith("s"):
+        return _start_of(root)
+    return root.info.preamble if root.info.has_tools else None
 
 
 def _compare(other: Context, root: Context, cause: str) -> int:

@@ -227,7 +227,11 @@ class _CauseCheck:
             return "its cause is new, but it is not the start of a conversation"
         if not self._messages.tools(self._context):
             return "" if self._earlier else "its cause is new, but no conversation precedes it"
-        similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
+        similar = [
+            root
+            for root in self._earlier
+            if self._same_tools(root) and (self._same_first_message(root) or self._lack_system_prompt(root))
+        ]
         if not similar:
             return "its cause is new, but no earlier conversation has the same tools and start"
         if self._context.info.quotes:
@@ -236,6 +240,11 @@ class _CauseCheck:
             return f"its cause is new, but it repeats turn {turn.id}"
         kept = [root.id for root in similar if not self._same_question(root) and self._contains_question(root)]
         return f"its cause is new, but it contains the question of context {kept[0]}" if kept else ""
+
+    def _lack_system_prompt(self, root: StoredContext) -> bool:
+        """Return whether this conversation and another one both start without a system prompt."""
+        starts = (self._own_messages[:1], self._messages.of(root)[:1])
+        return not any(message.role == "system" for start in starts for message in start)
 
     def _find_repeated_turn(self) -> StoredTurn | None:
         answers = [message for message in self._own_messages if message.role == "assistant"]

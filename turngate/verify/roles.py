@@ -207,10 +207,13 @@ class _Roots:
         return "subagent" if root.info.cause == "handoff" else "unknown"
 
     def _alike(self, root: StoredContext) -> list[StoredContext]:
-        """Return the conversations with the same tools and system prompt. Without a system prompt, they cannot be matched."""
-        if root.info.roles[:1] != "s":
+        """Return the conversations with the same tools and system prompt. Without either, they cannot be matched."""
+        others = [r for r in self.all if r is not root and not _is_helper(r)]
+        if root.info.roles[:1] == "s":
+            return [r for r in others if _same_start(r, root)]
+        if not offers_tools(root, self._messages):
             return []
-        return [r for r in self.all if r is not root and not _is_helper(r) and _same_start(r, root)]
+        return [r for r in others if r.info.preamble == root.info.preamble and r.info.roles[:1] != "s"]
 
     def _is_beside_main(self, root: StoredContext) -> bool:
         if self.main is None:
