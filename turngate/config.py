@@ -53,7 +53,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ENGINE,
         ),
     ] = "scripted"
-    engine_url: Annotated[list[str], _about("URL of the engine; pass several for replicas.", ENGINE)] = []
+    engine_url: Annotated[
+        list[str],
+        _about(
+            "URL of the engine; pass several for replicas. A cell also uses the engines of the shared store.", ENGINE
+        ),
+    ] = []
     engine_api: Annotated[
         Literal["completions", "generate"], _about("vLLM: endpoint that receives token ids.", ENGINE)
     ] = "completions"
@@ -162,6 +167,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return is_database_url(self.data)
 
     @property
+    def _has_pool(self) -> bool:
+        return self.engine in ("vllm", "sglang")
+
+    @property
     def folder(self) -> Path:
         """The local folder for the admin key and, unless the data is in a shared store, for all recorded data."""
         return parse_database_url(self.data).folder if self.is_shared else Path(self.data)
@@ -234,6 +243,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_shared(self) -> None:
         parse_database_url(self.data)
         self._check_numbers()
+        for url in self.engine_url if self._has_pool else ():
+            check_engine_url(url, "engine_url")
         if self.workers > 1:
             raise ConfigError(
                 "workers must be 1 if data is a shared store; start more gateways on the same store instead",
@@ -241,7 +252,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     def _check_engine_urls(self) -> None:
-        if self.engine not in ("scripted", "gate", "local") and not self.engine_url:
+        has_list = bool(self.shared) and self._has_pool  # the engines are listed in the shared store
+        if self.engine not in ("scripted", "gate", "local") and not self.engine_url and not has_list:
             raise ConfigError(
                 f"engine_url is not set; the engine {self.engine!r} needs at least one --engine-url",
                 param="engine_url",

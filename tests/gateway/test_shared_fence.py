@@ -22,7 +22,8 @@ from tests.store.kit import open_shared
 from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.errors import StoreError
 from turngate.gateway.fence import Fence
-from turngate.gateway.shared_fence import FenceFollower, find_blocking
+from turngate.gateway.followers import find_blocking
+from turngate.gateway.shared_fence import FenceFollower
 from turngate.gateway.weights import WeightUpdates
 from turngate.store.shared.fence import FenceFollowerRow, FenceTable, SharedFence
 

@@ -34,7 +34,7 @@ async def _apply(gateway: str, change: Change) -> EnginesView:
 def _print_engines(view: EnginesView) -> None:
     console = new_console()
     if not view.engines:
-        say(console, "This gateway's engine has no replicas.")
+        say(console, "This gateway has no engines that can be added or removed.")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("engine", "state", "calls", "running", "waiting", "KV use", "sessions"):
@@ -49,6 +49,8 @@ def _print_engines(view: EnginesView) -> None:
 
 
 def _describe_state(engine: EngineView) -> str:
+    if engine.state == "failed":
+        return f"failed: {engine.detail}"
     if not engine.up:
         return f"down: {engine.detail}" if engine.detail else "down"
     return "crowded" if engine.crowded and engine.state == "active" else engine.state

@@ -324,7 +324,7 @@ class FenceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 # ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-EngineState = Literal["active", "draining"]
+EngineState = Literal["active", "draining", "failed"]  # failed: it could not load weights, so it gets no calls
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

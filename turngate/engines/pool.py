@@ -32,7 +32,7 @@ class Pool:
     """An engine that spreads sessions over several engines.
 
     A call is tried on at most `attempts` lanes, and waits up to `wait_s` seconds for a busy one. At most `max_sessions` placements are
-    remembered; the least recently used is forgotten first.
+    remembered; the least recently used is forgotten first. A pool that `may_be_empty` gets its engines later.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class Pool:
         attempts: int = 3,
         wait_s: float = 0.0,
         max_sessions: int = 100_000,
+        may_be_empty: bool = False,
     ) -> None:
-        if not engines:
+        if not engines and not may_be_empty:
             raise ConfigError("a pool needs at least one engine")
         self.name = name
         self._timing = timing or PoolTiming()
@@ -89,6 +90,11 @@ class Pool:
     def is_saturated(self) -> bool:
         """Whether more calls would only wait longer."""
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether some engines accept calls, and all of these are crowded."""
+        return any(lane.accepts_calls for lane in self._lanes) and self.is_saturated
 
     # ── replicas that come and go ───────────────────────────────────────────────────────────────────────────────
 

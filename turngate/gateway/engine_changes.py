@@ -19,7 +19,7 @@ from turngate.engines.base import Engine
 from turngate.engines.pool import Pool
 from turngate.engines.replica import Replica, merge_loads
 from turngate.errors import Conflict, EngineTimeout, NotFound
-from turngate.gateway.engine_list import EngineList
+from turngate.gateway.engine_list import ListedEngines
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.replicas import ReplicaSet
@@ -40,40 +40,54 @@ class EngineGroup(Protocol):
 
 
 class LocalEngines:
-    """The pool of this process."""
+    """The pool of this process. A pool that serves no calls only shows what the engines report, and receives weights."""
 
     def __init__(
-        self, pool: Pool, listed: EngineList, make_engine: MakeEngine, replicas: ReplicaSet, fence: Fence
+        self,
+        pool: Pool,
+        listed: ListedEngines,
+        make_engine: MakeEngine,
+        replicas: ReplicaSet,
+        fence: Fence,
+        *,
+        serves: bool = True,
     ) -> None:
         self.pool = pool
         self.make_engine = make_engine
         self._listed = listed
         self._replicas = replicas
         self._fence = fence
+        self._serves = serves
         self._lock = asyncio.Lock()
 
     async def sync(self) -> None:
         async with self._lock:
-            states = self._listed.read()
+            states = self._listed.read().used
             present = {replica.address for replica in self.pool.replicas}
-            for url in [url for url in states if url not in present]:
-                engine = self.make_engine(url)
-                self._replicas.expect_of(engine, self._fence.version)
-                await self.pool.add(engine)
+            await asyncio.gather(*(self._add(url) for url in states if url not in present))
             for url in present - states.keys():
                 await self.pool.remove(url)
             for url, state in states.items():
                 self.pool.set_draining(url, state == "draining")
+
+    async def _add(self, url: str) -> None:
+        engine = self.make_engine(url)
+        self._replicas.expect_of(engine, self._fence.version)
+        await self.pool.add(engine)
 
     async def wait_until_idle(self, url: str) -> None:
         if any(replica.address == url for replica in self.pool.replicas):
             await self.pool.wait_until_idle(url)
 
     def describe(self) -> EnginesView:
+        failed = [
+            EngineView(url=url, state="failed", up=False, in_flight=0, detail=reason)
+            for url, reason in self._listed.read().failed.items()
+        ]
         return EnginesView(
-            engines=[_describe(replica) for replica in self.pool.replicas],
+            engines=[*(_describe(replica) for replica in self.pool.replicas), *failed],
             waiting=self.pool.waiting,
-            saturated=self.pool.is_saturated,
+            saturated=self.pool.is_saturated if self._serves else self.pool.is_crowded,
         )
 
 
@@ -84,7 +98,7 @@ class EngineChanges:
         self,
         local: LocalEngines | None,
         group: EngineGroup | None,
-        listed: EngineList,
+        listed: ListedEngines,
         updates: WeightUpdates,
         replicas: ReplicaSet,
         fence: Fence,
@@ -98,7 +112,7 @@ class EngineChanges:
         self._fence = fence
         self._events = events
 
-    def describe(self) -> EnginesView:
+    async def show(self) -> EnginesView:
         """Return the engines and their load. A gateway without a pool has none."""
         return EnginesView(engines=[]) if self._local is None else self._local.describe()
 
@@ -108,7 +122,7 @@ class EngineChanges:
         address = _address(local.make_engine(url))
         async with self._updates.lock:
             self._require_open()
-            if self._listed.read().get(address) == "active":
+            if self._is_listed(address):
                 return local.describe()
             await self._prepare(local, url, version)
             await self._apply(group, address, "active")
@@ -118,14 +132,20 @@ class EngineChanges:
         """Give an engine no new calls."""
         local, group = self._require()
         async with self._updates.lock:
-            await self._apply(group, self._find(local, url), "draining")
+            address = self._find(local, url)
+            if address in self._listed.read().failed:
+                raise Conflict(f"{address} has failed, so it gets no calls; add it again, or remove it", param="url")
+            await self._apply(group, address, "draining")
         return local.describe()
 
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
         """Drain an engine and remove it. With `force`, do not wait: its calls in flight fail."""
         local, group = self._require()
         address = self._find(local, url)
-        if len(self._listed.read()) == 1:
+        listed = self._listed.read()
+        if address in listed.failed:
+            force = True  # it has no calls
+        elif len(listed.used) == 1:
             raise Conflict(f"{address} is the only engine; add another one before you remove it", param="url")
         if not force:
             await self.drain(url)
@@ -138,10 +158,13 @@ class EngineChanges:
                     "or set force to end its calls"
                 ) from None
         async with self._updates.lock:
-            if self._listed.read().get(address) == "active" and not force:
+            if self._listed.read().used.get(address) == "active" and not force:
                 raise Conflict(f"{address} was added again while it was drained, so it is not removed", param="url")
             await self._apply(group, address, None)
         return local.describe()
+
+    def _is_listed(self, address: str) -> bool:
+        return self._listed.read().used.get(address) == "active"
 
     async def _prepare(self, local: LocalEngines, url: str, version: int | None) -> None:
         engine = local.make_engine(url)
@@ -169,9 +192,9 @@ class EngineChanges:
 
     def _find(self, local: LocalEngines, url: str) -> str:
         address = _address(local.make_engine(url))
-        listed = self._listed.read()
+        listed = [*(states := self._listed.read()).used, *states.failed]
         if address not in listed:
-            raise NotFound(f"engine {address} is not in the pool; it has {', '.join(listed)}", param="url")
+            raise NotFound(f"engine {address} is not in the pool; it has {', '.join(listed) or 'none'}", param="url")
         return address
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -17,6 +18,22 @@ log = logging.getLogger("turngate")
 _SETTING = "engines"
 StoredState = EngineState | None  # None: removed
 _ACTIVE: StoredState = "active"
+
+
+class EngineStates(NamedTuple):
+    """The engines to use with their states, and the failed ones with the reasons."""
+
+    used: dict[str, EngineState]
+    failed: dict[str, str]
+
+
+class ListedEngines(Protocol):
+    """A list of engines, by address."""
+
+    def read(self) -> EngineStates: ...
+
+    def write(self, url: str, state: StoredState) -> None:
+        """Record the state of an engine."""
 
 
 def merge_engines(configured: Sequence[str], stored: Mapping[str, StoredState]) -> dict[str, EngineState]:
@@ -32,8 +49,8 @@ class EngineList:
         self._store = store
         self._configured = list(configured)
 
-    def read(self) -> dict[str, EngineState]:
-        return merge_engines(self._configured, self._read_stored(self._store.setting(_SETTING)))
+    def read(self) -> EngineStates:
+        return EngineStates(merge_engines(self._configured, self._read_stored(self._store.setting(_SETTING))), {})
 
     def write(self, url: str, state: StoredState) -> None:
         """Record the state of an engine. The list then contains all engines, so that it no longer depends on the configuration."""

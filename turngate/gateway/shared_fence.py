@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
@@ -20,23 +21,17 @@ from turngate.engines.weights import PolicyWeights
 from turngate.errors import Conflict, TurngateError
 from turngate.gateway.fence import Fence, fence_clock
 from turngate.gateway.fence_state import FenceState
+from turngate.gateway.followers import POLL_S, wait_for_followers
 from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.shared_engines import FollowedEngines
 from turngate.gateway.weights import LoadReply, LocalBarrier, WeightUpdates
-from turngate.store.shared.fence import FenceFollowerRow, FenceStage, FenceTable, SharedFence
+from turngate.store.shared.fence import FenceStage, FenceTable, SharedFence
 
 log = logging.getLogger("turngate")
-_POLL_S = 0.1  # between checks of the followers, and between the checks of a follower that drains
 _REPORTS = 5  # reports per ttl
+_HELD_S = 0.25  # between reports while calls are held, so that agents do not wait longer than the update
+_BUSY_S = 1.0  # between reports while a draining engine has calls, so that it can be removed soon after they end
 _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clocks do not run at the same speed
-_PRUNE_S = 3600.0
-
-
-def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
-    """Return the followers that may still serve without the change `epoch`, which was in force at `since`.
-
-    A follower that has not carried it out may serve until `ttl` after its last report before the change.
-    """
-    return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 
 
 class SharedBarrier:
@@ -51,6 +46,13 @@ class SharedBarrier:
         self._replicas = replicas
         self._table = table
 
+    async def adopt_version(self) -> None:
+        """Adopt a newer version that another gateway on the same store has made current."""
+        shared = await asyncio.to_thread(self._table.read)
+        if shared.version > self._fence.version:
+            self._fence.set(shared.version, shared.model if shared.model or self._fence.model else None)
+            await self._replicas.prepare(shared.version, check=False)
+
     async def hold(self, until: float | None) -> None:
         await self._local.hold(until)
         await self._change("hold", self._fence.version, self._fence.model)
@@ -60,6 +62,7 @@ class SharedBarrier:
         await self._local.drain()
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
+        await self.adopt_version()
         self._fence.check(version, model)
         new = self._fence.version if version is None else version
         await self._replicas.prepare(new, check=check)
@@ -69,6 +72,7 @@ class SharedBarrier:
         self._local.resume(new, model, expired=expired)
 
     async def describe(self) -> FenceView:
+        await self.adopt_version()
         return await self._local.describe()
 
     async def _change(self, stage: FenceStage, version: int, model: str) -> None:
@@ -76,15 +80,7 @@ class SharedBarrier:
         weights = self._state.read_weights(version)
         encoded = "" if weights is None else msgspec.json.encode(weights).decode()
         epoch = await asyncio.to_thread(self._table.write, stage, version, model, encoded)
-        rows = await asyncio.to_thread(self._table.list_followers)
-        since = max((row.now for row in rows), default=0.0)
-        while blocking := find_blocking(rows, epoch, since):
-            await asyncio.sleep(_POLL_S)
-            rows = await asyncio.to_thread(self._table.list_followers)
-        late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
-        if late and not blocking:
-            log.warning("cells %s did not answer; they hold their calls until they do", ", ".join(late))
-        await asyncio.to_thread(self._table.prune, _PRUNE_S)
+        await wait_for_followers(self._table, epoch)
 
 
 class FollowedUpdates(WeightUpdates):
@@ -122,6 +118,7 @@ class FenceFollower:
         id: str,
         name: str,
         ttl_s: float,
+        engines: FollowedEngines | None = None,
     ) -> None:
         self._fence = fence
         self._barrier = barrier
@@ -130,6 +127,7 @@ class FenceFollower:
         self._connect = connect
         self._abort_calls = abort_calls
         self._id, self._name, self._ttl_s = id, name, ttl_s
+        self._engines = engines
         self._table: FenceTable | None = None
         self._epoch = -1  # the newest change that was carried out
         self._is_away = False
@@ -169,26 +167,40 @@ class FenceFollower:
     async def _report(self) -> float:
         """Report, carry out what changed, and return when to report again."""
         sent = fence_clock()
-        shared = await asyncio.to_thread(self._exchange)
+        shared = await asyncio.to_thread(self._exchange, " ".join(self._busy))
         self._is_away = False
         carried_out = await self._carry_out(shared)
         self._fence.valid_until = sent + self._ttl_s * (1 - _DRIFT)
         if carried_out and self._epoch != shared.epoch:
             self._epoch = shared.epoch
             return 0.0  # report it at once
-        return self._ttl_s / _REPORTS if carried_out else min(_POLL_S, self._ttl_s / _REPORTS)
+        return min(self._choose_pause(shared, carried_out), self._ttl_s / _REPORTS)
 
-    def _exchange(self) -> SharedFence:
+    def _choose_pause(self, shared: SharedFence, carried_out: bool) -> float:
+        """Return the longest time until the next report."""
+        if not carried_out:
+            return POLL_S
+        if shared.stage != "open":
+            return _HELD_S
+        return _BUSY_S if self._busy else math.inf
+
+    @property
+    def _busy(self) -> list[str]:
+        return [] if self._engines is None else self._engines.busy
+
+    def _exchange(self, busy: str) -> SharedFence:
         if self._table is None:
             self._table = self._connect()
-        return self._table.report(self._id, self._name, self._ttl_s, self._epoch)
+        return self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy)
 
     async def _carry_out(self, shared: SharedFence) -> bool:
-        """Move the local fence to the shared stage and version. Return False if that is not finished yet."""
+        """Move the local engines and fence to the shared list, stage and version. Return False if that is not finished yet."""
+        if self._engines is not None and shared.epoch != self._epoch:
+            await self._engines.follow()
         if shared.stage != "open":
             await self._fence.pause("hold")
             return shared.stage == "hold" or not self._fence.in_flight
-        if shared.epoch == self._epoch and not self._fence.paused:
+        if shared.version == self._fence.version and not self._fence.paused:
             return True
         if shared.version < self._fence.version:
             await self._fence.pause("hold")
@@ -215,4 +227,4 @@ class FenceFollower:
             if self._fence.in_flight:
                 log.warning("the shared store has not answered for %g s; aborting calls in flight", self._ttl_s)
                 await self._abort_calls()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)

@@ -19,7 +19,7 @@ import msgspec
 
 from turngate.client.protocol import FenceView, PauseMode
 from turngate.engines.base import Health
-from turngate.engines.weights import PolicyWeights
+from turngate.engines.weights import PolicyWeights, UpdatableReplica
 from turngate.errors import Conflict, EngineTimeout, StoreError, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
@@ -277,17 +277,18 @@ class WeightUpdates:
         mode = mode or ("drain" if load.path else "hold")
         async with self.lock:
             before = self._check_load(load, mode)
-            each = self._replicas.require("load weights")
+            each = await self._list_replicas()
             began = time.monotonic()
             snapshot = self._snapshot()
             self._state.write_loading(load)
             await self._stop_calls(mode, limit_s, snapshot)
             results = await self._replicas.load(each, load, repair=load.version == before.version)
-            if not all(result.ok for result in results):
+            if not self._accepts(results):
                 results = await self._replicas.roll_back(each, results, load, before)
                 await self._restore(*snapshot)
                 self._announce("weights", {"version": load.version, "failed": True, "replicas": results})
                 raise load_error(load, before.version, results)
+            await self._retire_failed(each, results)
             try:
                 await self._open(load.version, load.name if load.is_adapter or before.name else None, check=True)
             except TurngateError:
@@ -303,6 +304,17 @@ class WeightUpdates:
             self._announce("weights", facts)
         fence = await self._barrier.describe()
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
+
+    async def _list_replicas(self) -> list[UpdatableReplica]:
+        """Return the replicas to load weights into. The first one tries them for all."""
+        return self._replicas.require("load weights")
+
+    def _accepts(self, results: list[ReplicaResult]) -> bool:
+        """Return whether the new version becomes current although some replicas may have failed."""
+        return all(result.ok for result in results)
+
+    async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
+        """Take failed replicas out of service, if the new version becomes current without them."""
 
     async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()

@@ -35,7 +35,15 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.shared_fence import FollowedUpdates, SharedBarrier
+from turngate.gateway.shared_engines import (
+    FollowedEngineChanges,
+    FollowedEngineList,
+    FollowedEngines,
+    SharedEngineChanges,
+    SharedEngineList,
+)
+from turngate.gateway.shared_fence import FenceFollower, FollowedUpdates, SharedBarrier
+from turngate.gateway.shared_updates import SharedUpdates
 from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
 from turngate.gateway.weights import Barrier, LocalBarrier, WeightUpdates
@@ -46,7 +54,13 @@ from turngate.server.attempts import AttemptRoutes
 from turngate.server.auth import Auth, admin_key, metrics_key
 from turngate.server.compat.openenv import OpenEnvRoutes
 from turngate.server.compat.prime import PrimeRoutes
-from turngate.server.engine_factory import build_engine, build_renderer, build_replica, list_engine_addresses
+from turngate.server.engine_factory import (
+    build_engine,
+    build_pool,
+    build_renderer,
+    build_replica,
+    list_engine_addresses,
+)
 from turngate.server.engines import EngineRoutes
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
@@ -100,23 +114,34 @@ class Gateway:
             self.admin_key = admin_key(config.folder)
             self._metrics_key = metrics_key()
             self.renderer, self.certificate = renderer or ((None, None) if config.is_shared else build_renderer(config))
-            self.engine_list = EngineList(self.store, () if config.is_shared else list_engine_addresses(config, engine))
-            self.engine, self.relay = (
-                build_engine(config, self.renderer, list(self.engine_list.read()))
-                if engine is None and relay is None and not config.is_shared
-                else (engine, relay)
-            )
+            self.engine_list = self._open_engine_list(list_engine_addresses(config, engine))
+            self.engine, self.relay = self._choose_engine(engine, relay)
         except BaseException:
             self.store.close()
             raise
         self._store_renderer()
         self.cell = Cell(config, self.store, shard) if config.shared else None
+        self._has_context_limit = config.max_context is not None
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()
         self._compose_routes()
         self._housekeeping: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _open_engine_list(self, configured: list[str]) -> EngineList | SharedEngineList | FollowedEngineList:
+        if isinstance(self.store, SharedStore):
+            return SharedEngineList(self.store.engines, configured)
+        return FollowedEngineList(configured) if self.config.shared else EngineList(self.store, configured)
+
+    def _choose_engine(self, engine: Engine | None, relay: Relay | None) -> tuple[Engine | None, Relay | None]:
+        """Return the given engine or relay, or else the configured one. On the shared store, only a pool is of use: it receives weights."""
+        if engine is not None or relay is not None:
+            return engine, relay
+        urls = list(self.engine_list.read().used)
+        if self.config.is_shared:
+            return (build_pool(self.config, urls), None) if self.config.engine in ("vllm", "sglang") else (None, None)
+        return build_engine(self.config, self.renderer, urls)
 
     def _store_renderer(self) -> None:
         """Store the tokenizer's folder and the renderer's name, so that recorded ids can be decoded later."""
@@ -177,35 +202,43 @@ class Gateway:
         self.replicas = ReplicaSet(self.engine, self.fence_state)
         self.replicas.expect(self.fence.version)
         self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
-        self.updates = self.create_updates(self._compose_barrier())
-        self.follower = (
-            None
-            if self.cell is None
-            else self.cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, self.sessions)
-        )
         self.local_engines = self._compose_engines(self.engine) if isinstance(self.engine, Pool) else None
+        self.updates = self.create_updates(self.barrier)
+        self.follower = self._compose_follower(self.cell) if self.cell is not None else None
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        kind = WeightUpdates if self.cell is None else FollowedUpdates
-        return kind(self.fence, self.fence_state, self.events, self.replicas, barrier)
-
-    def _compose_barrier(self) -> Barrier:
-        """Return the fence of this process or, on the shared store, that of all cells."""
-        if not isinstance(self.store, SharedStore):
-            return self.barrier
-        return SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
+        """Return the weight updates behind `barrier` or, on the shared store, those of all cells."""
+        parts = (self.fence, self.fence_state, self.events, self.replicas)
+        if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
+            shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
+            return SharedUpdates(*parts, shared, self.engine_list, self.local_engines)
+        return (WeightUpdates if self.cell is None else FollowedUpdates)(*parts, barrier)
 
     def _compose_engines(self, pool: Pool) -> LocalEngines:
         return LocalEngines(
-            pool, self.engine_list, lambda url: build_replica(self.config, url), self.replicas, self.fence
+            pool,
+            self.engine_list,
+            lambda url: build_replica(self.config, url),
+            self.replicas,
+            self.fence,
+            serves=not self.config.is_shared,
         )
 
+    def _compose_follower(self, cell: Cell) -> FenceFollower:
+        shared, engines = cell.open_shared, None
+        if isinstance(self.engine_list, FollowedEngineList) and self.local_engines is not None:
+            engines = FollowedEngines(
+                self.engine_list, self.local_engines, lambda: shared().engines, self._apply_context_limit
+            )
+        return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, self.sessions, engines)
+
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Return the changes of the engine list that are applied through `group`."""
-        return EngineChanges(
-            self.local_engines, group, self.engine_list, updates, self.replicas, self.fence, self.events
-        )
+        """Return the changes of the engine list that are applied through `group` or, on the shared store, by all cells."""
+        local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
+        if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
+            return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)
+        return (EngineChanges if self.cell is None else FollowedEngineChanges)(local, group, self.engine_list, *parts)
 
     def _compose_routes(self) -> None:
         self.auth = Auth(
@@ -325,16 +358,14 @@ class Gateway:
             if part is not None:
                 await part.start()
         if self.local_engines is not None:
-            self.engine_list.warn_about_removed()
+            if isinstance(self.engine_list, EngineList):
+                self.engine_list.warn_about_removed()
             await self.local_engines.sync()  # restores which engines are draining
         if self.cell is not None:
             await self.cell.start(self.sessions, url)
         if self.follower is not None:
             await self.follower.start()
-        if self.config.max_context is None and self.engine is not None:
-            limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
-            if limits:
-                self._model_calls = self._compose_model_calls(min(limits))
+        await self._apply_context_limit()
         if self.shard.workers == 1:
             await self.updates.start()
         self.metrics_endpoint.start()
@@ -342,6 +373,15 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         if self._verifier is not None:
             self._verifier.start()
+
+    async def _apply_context_limit(self) -> None:
+        """Limit the context to that of the engines, unless it is configured. The engines of a cell may be added later."""
+        if self._has_context_limit or self.engine is None:
+            return
+        limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
+        if limits:
+            self._has_context_limit = True
+            self._model_calls = self._compose_model_calls(min(limits))
 
     def _on_verdict(self, verdict: Verdict) -> None:
         """Pass a verdict from the verifier's thread to the event loop."""

@@ -50,6 +50,17 @@ def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> 
     return [build_replica(config, url).address for url in config.engine_url]
 
 
+def build_pool(config: ServeConfig, urls: Sequence[str]) -> Pool:
+    """Build a pool of these engines. One that uses the engines of a shared store may be empty at first."""
+    return Pool(
+        [build_replica(config, url) for url in urls],
+        name=config.engine,
+        timing=PoolTiming(load_s=config.engine_load_s),
+        wait_s=config.engine_wait_s,
+        may_be_empty=bool(config.shared) or config.is_shared,
+    )
+
+
 def build_engine(
     config: ServeConfig, renderer: Renderer | None, urls: Sequence[str] = ()
 ) -> tuple[Engine | None, Relay | None]:
@@ -57,9 +68,7 @@ def build_engine(
     key = read_engine_key(config)
     match config.engine:
         case "vllm" | "sglang":
-            timing = PoolTiming(load_s=config.engine_load_s)
-            replicas = [build_replica(config, url) for url in urls or config.engine_url]
-            return Pool(replicas, name=config.engine, timing=timing, wait_s=config.engine_wait_s), None
+            return build_pool(config, urls or config.engine_url), None
         case "openai":
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, OpenAIRelay(url, key, capture=config.capture, silence_s=silence)

@@ -62,7 +62,7 @@ class EngineRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def show(self, request: Request) -> Response:
-        return json_response(self._changes.describe())
+        return json_response(await self._changes.show())
 
     async def add(self, request: Request) -> Response:
         body = await decode_body(request, AddEngineBody)

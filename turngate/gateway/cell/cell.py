@@ -24,6 +24,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.sessions import Sessions
+from turngate.gateway.shared_engines import FollowedEngines
 from turngate.gateway.shared_fence import FenceFollower
 from turngate.gateway.weights import LocalBarrier
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
@@ -51,25 +52,46 @@ class Cell:
         self._keeper = LeaseKeeper(self._file, config.lease_s, store.outbox, self._open_registry)
         self._shipper = Shipper(store.outbox, store.open_reader, self._open_target)
         self._watching: asyncio.Task[None] | None = None
+        self._followed: SharedStore | None = None
+        self._opened: list[SharedStore] = []
 
     def create_fence(self, version: int, model: str) -> LeasedFence:
         return LeasedFence(self.permit, version, model)
 
     def create_follower(
-        self, fence: Fence, barrier: LocalBarrier, state: FenceState, replicas: ReplicaSet, sessions: Sessions
+        self,
+        fence: Fence,
+        barrier: LocalBarrier,
+        state: FenceState,
+        replicas: ReplicaSet,
+        sessions: Sessions,
+        engines: FollowedEngines | None,
     ) -> FenceFollower:
-        """Return a follower that keeps this worker's fence in step with the shared one. Until it starts, the fence admits no calls."""
+        """Return a follower of the shared fence and engines for this worker. Until it starts, the fence admits no calls."""
         return FenceFollower(
             fence,
             barrier,
             state,
             replicas,
-            lambda: _open_shared(self._url).fence,
+            lambda: self.open_shared().fence,
             sessions.interrupt_calls,
             id=uuid.uuid4().hex,
             name=self._config.cell_name or socket.gethostname(),
             ttl_s=self._config.lease_s,
+            engines=engines,
         )
+
+    def open_shared(self) -> SharedStore:
+        """Return the shared store over the connection of the follower."""
+        if self._followed is None:
+            self._followed = self._open()
+        return self._followed
+
+    def _open(self) -> SharedStore:
+        """Open the shared store until the cell stops."""
+        store = _open_shared(self._url)
+        self._opened.append(store)
+        return store
 
     async def start(self, sessions: Sessions, url: str) -> None:
         """Get a lease, and cancel the sessions of a previous id that was taken over."""
@@ -87,6 +109,8 @@ class Cell:
         if self._is_first:
             await asyncio.to_thread(self._shipper.stop, _LAST_SHIPMENTS_S)
             await asyncio.to_thread(self._keeper.stop)
+        for store in self._opened:
+            store.close()
 
     def gauges(self) -> dict[str, float]:
         """Return the cell's metrics, by name."""
@@ -105,10 +129,10 @@ class Cell:
         return CellName(config.cell_name or socket.gethostname(), url or f"http://{host}:{config.port}")
 
     def _open_registry(self) -> LeaseRegistry:
-        return _open_shared(self._url).cells
+        return self._open().cells
 
     def _open_target(self) -> ShipmentTarget:
-        shared = _open_shared(self._url)
+        shared = self._open()
         copy_settings(shared, self._store.settings_with(_TOKENIZER_SETTINGS))
         return ShipmentWriter(shared)
 

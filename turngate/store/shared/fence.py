@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS fence_followers (
     name TEXT NOT NULL,
     ttl REAL NOT NULL,            -- seconds after a report for which the follower may serve
     seen REAL NOT NULL,           -- time of its last report
-    epoch INTEGER NOT NULL        -- the newest change that it has carried out
+    epoch INTEGER NOT NULL,       -- the newest change that it has carried out
+    busy TEXT NOT NULL DEFAULT '' -- URLs of draining engines at which it has calls, separated by spaces
 );
 """
 FenceStage = Literal["open", "hold", "drain"]
@@ -52,6 +53,7 @@ class FenceFollowerRow(msgspec.Struct, frozen=True):
     seen: float
     epoch: int
     now: float
+    busy: str = ""
 
 
 class FenceTable:
@@ -77,14 +79,14 @@ class FenceTable:
             (epoch,) = db.execute(query, (stage, version, model, weights)).fetchone()
         return int(epoch)
 
-    def report(self, follower: str, name: str, ttl_s: float, epoch: int) -> SharedFence:
+    def report(self, follower: str, name: str, ttl_s: float, epoch: int, busy: str = "") -> SharedFence:
         """Report the newest epoch that a follower has carried out, then read the fence in a second transaction."""
         query = (
-            f"INSERT INTO fence_followers (id, name, ttl, seen, epoch) VALUES (?,?,?,{_NOW},?)"
-            " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch"
+            f"INSERT INTO fence_followers (id, name, ttl, seen, epoch, busy) VALUES (?,?,?,{_NOW},?,?)"
+            " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch, busy=excluded.busy"
         )
         with self._writing() as db:
-            db.execute(query, (follower, name, ttl_s, epoch))
+            db.execute(query, (follower, name, ttl_s, epoch, busy))
         return self.read()
 
     def forget(self, follower: str) -> None:
@@ -94,7 +96,8 @@ class FenceTable:
 
     def list_followers(self) -> list[FenceFollowerRow]:
         with self._reading() as db:
-            rows = db.execute(f"SELECT id, name, ttl, seen, epoch, {_NOW} FROM fence_followers ORDER BY id").fetchall()
+            query = f"SELECT id, name, ttl, seen, epoch, {_NOW}, busy FROM fence_followers ORDER BY id"
+            rows = db.execute(query).fetchall()
         return [FenceFollowerRow(*row) for row in rows]
 
     def prune(self, age_s: float) -> None:

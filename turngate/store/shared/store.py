@@ -5,6 +5,7 @@ from __future__ import annotations
 from turngate.common.database_url import DatabaseUrl
 from turngate.store.shared.cells import CellTable, LeasedAttempts
 from turngate.store.shared.database import SharedDatabase
+from turngate.store.shared.engines import EngineTable
 from turngate.store.shared.fence import FenceTable
 from turngate.store.shared.queries import SharedQueries
 from turngate.store.sqlite import Store
@@ -26,3 +27,4 @@ class SharedStore(Store):
         self.attempts = LeasedAttempts(self._writing, self._reading)
         self.cells = CellTable(self._writing, self._reading)
         self.fence = FenceTable(self._writing, self._reading)
+        self.engines = EngineTable(self._writing, self._reading)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from turngate.errors import ConfigError
 from turngate.store.schema import SCHEMA
 from turngate.store.shared.cells import CELL_TABLES
+from turngate.store.shared.engines import ENGINE_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
 from turngate.store.shared.totals import FILL_TOTALS, TOTAL_TABLES
 from turngate.store.shared.translation import translate_tables
@@ -14,7 +15,7 @@ from turngate.store.shared.translation import translate_tables
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 2
+SHARED_VERSION = 3
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -37,6 +38,7 @@ END $$;
 # By version: statements that migrate a store of that version to the next one. New tables need no statements.
 _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
+    2: "ALTER TABLE IF EXISTS fence_followers ADD COLUMN IF NOT EXISTS busy TEXT NOT NULL DEFAULT '';",
 }
 
 
@@ -54,7 +56,7 @@ def prepare(db: Connection, where: str) -> None:
             db.execute("INSERT INTO turngate_version VALUES (0)")
         for step in range(version or SHARED_VERSION, SHARED_VERSION):
             db.execute(_MIGRATIONS[step].encode())
-        db.execute(translate_tables(SCHEMA + CELL_TABLES + FENCE_TABLES).encode())
+        db.execute(translate_tables(SCHEMA + CELL_TABLES + FENCE_TABLES + ENGINE_TABLES).encode())
         if not version:
             db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES).encode())
         db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))

@@ -1,0 +1,47 @@
+"""Wait for the cells that follow the shared store: until each has carried out a change, or can no longer serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from turngate.store.shared.fence import FenceFollowerRow, FenceTable
+
+log = logging.getLogger("turngate")
+POLL_S = 0.1  # between checks of the followers
+_PRUNE_S = 3600.0
+
+
+def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
+    """Return the followers that may still serve without the change `epoch`, which was in force at `since`.
+
+    A follower that has not carried it out may serve until `ttl` after its last report before the change.
+    """
+    return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
+
+
+def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerRow]:
+    """Return the followers that have calls at a draining engine. One that has stopped reporting aborts its calls after `ttl`."""
+    return [row for row in rows if url in row.busy.split() and row.now < row.seen + row.ttl]
+
+
+async def wait_for_followers(table: FenceTable, epoch: int) -> None:
+    """Wait until every follower has carried out a change or can no longer serve."""
+    rows = await asyncio.to_thread(table.list_followers)
+    since = max((row.now for row in rows), default=0.0)
+    while find_blocking(rows, epoch, since):
+        await asyncio.sleep(POLL_S)
+        rows = await asyncio.to_thread(table.list_followers)
+    late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
+    if late:
+        log.warning("cells %s did not answer; they hold their calls until they do", ", ".join(late))
+    await asyncio.to_thread(table.prune, _PRUNE_S)
+
+
+async def wait_until_idle_everywhere(table: FenceTable, url: str) -> None:
+    """Wait until no follower has calls at an engine. All of them know that it is draining."""
+    rows = await asyncio.to_thread(table.list_followers)
+    while find_busy(rows, url):
+        await asyncio.sleep(POLL_S)
+        rows = await asyncio.to_thread(table.list_followers)

@@ -1,0 +1,55 @@
+"""The engines of all cells: what was added, drained, removed or taken out of service at the gateway on the shared store."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from turngate.store.connection import Connect
+
+ENGINE_TABLES = """
+CREATE TABLE IF NOT EXISTS engines (
+    url TEXT PRIMARY KEY,
+    state TEXT NOT NULL,          -- active, draining, failed or removed
+    reason TEXT NOT NULL          -- why it failed
+);
+"""
+SharedEngineState = Literal["active", "draining", "failed", "removed"]
+# Cells read the engines when the fence has a new epoch. The stage and the version of the fence do not change.
+_RAISE_EPOCH = (
+    "INSERT INTO fence (row, epoch, stage, version, model, weights) VALUES (1,1,'open',0,'','')"
+    " ON CONFLICT (row) DO UPDATE SET epoch=fence.epoch+1 RETURNING epoch"
+)
+
+
+class SharedEngine(msgspec.Struct, frozen=True):
+    """One engine as stored."""
+
+    url: str
+    state: SharedEngineState
+    reason: str = ""
+
+
+class EngineTable:
+    """The engines. Each method is one transaction."""
+
+    def __init__(self, writing: Connect, reading: Connect) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def list_engines(self) -> list[SharedEngine]:
+        with self._reading() as db:
+            rows = db.execute("SELECT url, state, reason FROM engines ORDER BY url").fetchall()
+        return [SharedEngine(*row) for row in rows]
+
+    def write(self, engine: SharedEngine) -> int:
+        """Write the state of an engine, and return the epoch at which cells know it."""
+        query = (
+            "INSERT INTO engines (url, state, reason) VALUES (?,?,?)"
+            " ON CONFLICT (url) DO UPDATE SET state=excluded.state, reason=excluded.reason"
+        )
+        with self._writing() as db:
+            db.execute(query, (engine.url, engine.state, engine.reason))
+            (epoch,) = db.execute(_RAISE_EPOCH).fetchone()
+        return int(epoch)
