@@ -144,6 +144,14 @@ def fail_attempt(order: RolloutOrder, fault: Fault) -> AttemptResult:
     """Build the result of an attempt that failed before its rollout started."""
     graded = order.grade and order.task.task.grader is not None
     verdict = classify(Ending(fault=fault, graded=graded), order.policy)
+    result = build_result(order, verdict)
+    result.outcome.fault = fault
+    return result
+
+
+def build_result(order: RolloutOrder, verdict: Classification) -> AttemptResult:
+    """Build the result of an attempt from its order and how it ended. The caller adds what else it knows to the outcome."""
+    grade = verdict.grade
     outcome = Outcome(
         rollout=order.rollout,
         group=order.group,
@@ -154,8 +162,9 @@ def fail_attempt(order: RolloutOrder, fault: Fault) -> AttemptResult:
         sandbox=order.sandbox.name,
         model=order.model,
         status=verdict.status,
-        kind=None if verdict.grade is None else verdict.grade.kind,
-        grade=verdict.grade,
-        fault=fault,
+        kind=None if grade is None else grade.kind,
+        reward=None if grade is None else grade.reward,
+        grade=grade,
+        stop=verdict.stop,
     )
     return AttemptResult(outcome, verdict)

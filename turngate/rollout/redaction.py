@@ -20,10 +20,12 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes the secrets of one agent: those in its environment, and its session key."""
+    """Removes the secrets of one agent: those in its environment, its session key, and the machine's values that its task uses."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], host_values: Sequence[str] = ()) -> None:
+        """`host_values` are secrets whatever the names of their variables."""
         self._secrets = [value for name, value in env.items() if _SECRET_NAMES.search(name)]
+        self._secrets += sorted(host_values, key=len, reverse=True)  # one may contain another
 
     def add(self, secret: str) -> None:
         """Add a secret to remove."""

@@ -57,6 +57,7 @@ from turngate.rollout.work import copy_work
 from turngate.sandboxes.base import Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
 from turngate.tasks.grading.types import GradingEnvironment, Work
+from turngate.tasks.host_env import find_host_values
 from turngate.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Rollout:
         self._gate = gate
         self._on_sandbox_ready = on_sandbox_ready
         self._work: Work | None = None
-        self._redactor = Redactor(spec.env)
+        self._redactor = Redactor(spec.env, find_host_values(spec.task))
         self._ending = Ending(graded=spec.is_graded)
         self.progress = RolloutProgress(started=time.time())
         session = session or uuid.uuid4().hex

@@ -38,6 +38,19 @@ def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
     return _change_env(task, add) if values else task
 
 
+def find_host_values(task: Task) -> list[str]:
+    """Return the values in the task's environments that are this machine's, and so may be secret. Defaults are in the task's file."""
+    found = []
+
+    def collect(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
+        here = [one for one in task.host_env if one.place == place and one.name in env]
+        found.extend(env[one.name] for one in here if env[one.name] != one.default)
+        return env
+
+    _change_env(task, collect)
+    return found
+
+
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
     """Return a variable of this machine. `user` names in errors what needs it."""
     if name.startswith(RESERVED_PREFIXES):

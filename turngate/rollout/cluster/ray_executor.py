@@ -24,9 +24,9 @@ from turngate.rollout.classify import Classification
 from turngate.rollout.cluster.messages import OrderEnded, OrderProgress
 from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
 from turngate.rollout.cluster.ray_nodes import CallFailed
-from turngate.rollout.executor import Attempt, AttemptResult, fail_attempt
+from turngate.rollout.executor import Attempt, AttemptResult, build_result, fail_attempt
 from turngate.rollout.order import RolloutOrder, encode_order
-from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress
+from turngate.rollout.outcome import Fault, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.results import is_unrecorded
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.archive_cache import ArchiveCache
@@ -219,32 +219,15 @@ def lose_attempt(order: RolloutOrder, message: str) -> AttemptResult:
 def adopt_outcome(order: RolloutOrder, recorded: RecordedOutcome, shown: SessionInfo) -> AttemptResult:
     """Build the result of an attempt from its record in the shared store. The durations of its stages are unknown."""
     grade = Grade(kind=recorded.kind, reward=recorded.reward, resolved=recorded.resolved, message=recorded.message)
-    status = recorded.data.get("status", "finished")
     verdict = Classification(
-        status=status,
+        status=recorded.data.get("status", "finished"),
         kind=recorded.kind,
         grade=grade,
         stop=shown.stop,
         retry="fault" if recorded.kind == "infrastructure fault" else "",
     )
-    outcome = Outcome(
-        session=shown.id,
-        rollout=order.rollout,
-        group=order.group,
-        attempt=order.attempt,
-        task=order.task.task.id,
-        agent=order.agent.name,
-        version=order.agent.install.version,
-        sandbox=order.sandbox.name,
-        model=order.model,
-        status=status,
-        kind=recorded.kind,
-        reward=recorded.reward,
-        grade=grade,
-        stop=shown.stop,
-        turns=shown.turns,
-        sampled_tokens=shown.sampled_tokens,
-        training=shown.training,
-        refused=shown.refused,
-    )
-    return AttemptResult(outcome, verdict)
+    result = build_result(order, verdict)
+    outcome = result.outcome
+    outcome.session, outcome.turns, outcome.sampled_tokens = shown.id, shown.turns, shown.sampled_tokens
+    outcome.training, outcome.refused = shown.training, shown.refused
+    return result
