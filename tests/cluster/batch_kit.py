@@ -202,9 +202,11 @@ def wait_for_end(pids: dict[int, str]) -> None:
         time.sleep(0.2)
 
 
+def list_sandboxes() -> list[Path]:
+    return [*sandbox_folder().glob("local-*")]
+
+
 def sweep_sandboxes() -> None:
     """Remove the sandboxes of killed nodes, as the next cell on their machine would."""
     asyncio.run(get_backend("local").sweep())
-    folder = sandbox_folder()
-    assert not folder.is_dir() or not list(folder.glob("local-*")), list(folder.iterdir())
-    assert not find_processes(folder)
+    assert not list_sandboxes() and not find_processes(sandbox_folder())

@@ -13,6 +13,7 @@ import pytest
 
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import RequestRejected
+from turngate.rollout import lost_attempts
 from turngate.rollout.cluster import ray_executor
 from turngate.rollout.cluster.messages import OrderEnded, OrderProgress, RunnerSettings
 from turngate.rollout.cluster.placement import CellLoad, Demand, RayNodeView
@@ -111,7 +112,7 @@ class FakeStore:
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_executor, "_REPEAT_S", (0.0, 0.0))
     monkeypatch.setattr(ray_executor, "_CONFIRM_S", (0.0,))
-    monkeypatch.setattr(ray_executor, "_LEASE_CHECK_S", 0.0)
+    monkeypatch.setattr(lost_attempts, "_LEASE_CHECK_S", 0.0)
 
 
 def make_cluster(actor: FakeActor) -> tuple[RayCluster, PlacedCell]:

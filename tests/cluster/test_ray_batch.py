@@ -15,6 +15,7 @@ from tests.cluster.batch_kit import (
     check_results,
     copy_tasks,
     list_cells,
+    list_sandboxes,
     sweep_sandboxes,
     wait_for_end,
 )
@@ -56,6 +57,7 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
         first.process.wait()
         before = first.finished()
         check_leftovers(cluster)  # cells without a driver end their agents and themselves
+        assert not list_sandboxes()
         second = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks)
         second.wait_for(lambda: f"{before} of 12 rollouts are already finished" in second.log())
         cluster.add_node("b", slots=2)

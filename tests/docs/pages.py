@@ -194,6 +194,7 @@ UNRUN = [
     Unrun("docs/cluster.md", "createdb", NEEDS_POSTGRES, "tests/cluster/test_ray_batch.py"),
     Unrun("docs/cluster.md", "ray start", NEEDS_RAY, "tests/cluster/test_ray_batch.py"),
     Unrun("docs/cluster.md", "turngate batch --ray", NEEDS_RAY, "tests/cluster/test_ray_batch.py"),
+    Unrun("docs/cluster.md", "import turngate as tg", NEEDS_RAY, "tests/cluster/test_api.py"),
     Unrun("docs/cluster.md", "import ray", NEEDS_RAY, "tests/cluster/test_groups.py"),
     Unrun("docs/cluster.md", "make demo-cluster", TOO_LONG, "tests/cluster/test_demo.py"),
     Unrun("docs/comparison.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),

@@ -32,7 +32,10 @@ class ClientArguments(TypedDict, total=False):
     sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface
     image: str  # for sandboxes that use images
     network: Literal["none", "open"]  # network access of the sandboxes
-    data: Path | str  # folder for all recordings; by default, nothing is kept on disk
+    data: (
+        Path | str
+    )  # folder for all recordings; by default, nothing is kept on disk. With cluster: postgresql://user@host/database
+    cluster: str  # address of a Ray cluster to run on: auto, HOST:PORT or ray://HOST:PORT
     concurrency: int  # number of rollouts that run in parallel; 8 by default
 
 
@@ -70,6 +73,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     image: str | None = None
     network: str | None = None
     data: Any = None
+    cluster: str = ""
     concurrency: Count | None = None
 
 

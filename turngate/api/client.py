@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -36,14 +36,17 @@ from turngate.api.arguments import (
     parse_arguments,
     split_arguments,
 )
+from turngate.api.cluster import run_on_cluster
 from turngate.api.progress import REFRESH_S, ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
-from turngate.api.result_builder import TokenReader, build_result
+from turngate.api.result_builder import TokenReader, build_result, read_recording
 from turngate.api.task import AnyTask
 from turngate.client.protocol import DecodedTrace, SampleRow
 from turngate.common.aio import run_to_completion
+from turngate.common.database_url import is_database_url
 from turngate.errors import BadRequest, TurngateError
 from turngate.service.catalog import Endpoint
+from turngate.service.cluster_batch import ClusterPlace
 from turngate.service.config import Clamp, ServiceConfig
 from turngate.service.request import TaskRolloutRequest
 from turngate.service.rollouts import Rollouts
@@ -80,7 +83,8 @@ class Client:
         if given.options and not given.agent:
             raise BadRequest("options is set without an agent; pass agent= too", param="options")
         self._tokenizer = given.tokenizer
-        self._data = None if given.data is None else Path(given.data)
+        self._cluster = _choose_cluster(given)
+        self._data = None if given.data is None or self._cluster is not None else Path(given.data)
         # If the caller passed service settings, those keep the service's defaults.
         self._is_configured = given.config is not None or isinstance(model, ServiceConfig)
         self._config, self._key = models.resolve_model(
@@ -90,7 +94,8 @@ class Client:
             self._settings(given),
         )
         self._stack = AsyncExitStack()
-        self._rollouts: Rollouts | None = None
+        self._is_open = False
+        self._rollouts: Rollouts | None = None  # None if it runs on a cluster
         self._inputs = Path()
         self._reader: TokenReader | None = None
 
@@ -111,7 +116,7 @@ class Client:
         }
 
     async def __aenter__(self) -> Client:
-        if self._rollouts is not None:
+        if self._is_open:
             raise BadRequest("the client is already open", param="client")
         await self._stack.__aenter__()
         try:
@@ -123,7 +128,9 @@ class Client:
                 config = msgspec.structs.replace(config, data=str(folder / "data"))
             await models.check_endpoint(config.endpoints[self._key])
             self._reader = TokenReader(config.endpoints[self._key], self._tokenizer)
-            self._rollouts = await self._stack.enter_async_context(Rollouts(config))
+            if self._cluster is None:
+                self._rollouts = await self._stack.enter_async_context(Rollouts(config))
+            self._is_open = True
         except BaseException:
             await run_to_completion(self._stack.aclose())
             raise
@@ -133,6 +140,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rollouts = None
+        self._is_open = False
         await run_to_completion(self._stack.aclose())
 
     async def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
@@ -146,7 +154,7 @@ class Client:
         given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
         async with self._show_progress(board, given.progress):
-            return await self._run_job(_Job(0, await self._load_task(task, given), ""), given, board)
+            return await self._run_one(task, given, board)
 
     def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> ResultStream:
         """Run n rollouts of one task. On the returned stream, `async for` yields results as they finish; `await` returns all of them."""
@@ -167,22 +175,15 @@ class Client:
         self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard | None
     ) -> AsyncGenerator[tuple[int, Result], None]:
         """Yield results as they finish, each with its index. A caller that passes `board` displays the progress itself."""
-        jobs = deque(await self._build_jobs(source, n, given))
+        jobs = await self._build_jobs(source, n, given)
         progress = board or ProgressBoard()
         progress.total = len(jobs)
         results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
-
-        async def work() -> None:
-            while jobs:
-                job = jobs.popleft()
-                results.put_nowait((job.index, await self._run_job(job, given, progress)))
-
         async with self._show_progress(progress, given.progress if board is None else False):
-            count = len(jobs)
-            workers = [asyncio.create_task(work()) for _ in range(min(count, self._config.running))]
+            workers = [asyncio.create_task(work) for work in self._plan_work(jobs, given, progress, results.put_nowait)]
             try:
-                for _ in range(count):
-                    yield await _next_result(results, workers)
+                while (one := await _next_result(results, workers)) is not None:
+                    yield one
             finally:
                 for worker in workers:
                     worker.cancel()
@@ -191,7 +192,51 @@ class Client:
     async def run_with_board(self, task: AnyTask, given: RunSettings, board: ProgressBoard) -> Result:
         """Run one rollout to completion, and write its progress to `board` for the caller to display."""
         async with self._show_progress(board, False):
-            return await self._run_job(_Job(0, await self._load_task(task, given), ""), given, board)
+            return await self._run_one(task, given, board)
+
+    async def _run_one(self, task: AnyTask, given: RunSettings, board: ProgressBoard) -> Result:
+        job = _Job(0, await self._load_task(task, given), "")
+        if self._cluster is None:
+            return await self._run_job(job, given, board)
+        results: list[tuple[int, Result]] = []
+        await self._run_jobs_on_cluster([job], given, board, results.append)
+        return results[-1][1]
+
+    def _plan_work(
+        self, jobs: Sequence[_Job], given: RunSettings, board: ProgressBoard, put: Callable[[tuple[int, Result]], None]
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Return the coroutines that run the jobs together."""
+        if self._cluster is not None:
+            return [self._run_jobs_on_cluster(jobs, given, board, put)]
+        waiting = deque(jobs)
+
+        async def work() -> None:
+            while waiting:
+                job = waiting.popleft()
+                put((job.index, await self._run_job(job, given, board)))
+
+        return [work() for _ in range(min(len(jobs), self._config.running))]
+
+    async def _run_jobs_on_cluster(
+        self, jobs: Sequence[_Job], given: RunSettings, board: ProgressBoard, put: Callable[[tuple[int, Result]], None]
+    ) -> None:
+        assert self._cluster is not None and self._reader is not None
+        tasks = {job.group: job.task for job in jobs}
+        request = self._build_request(jobs[0], given)
+        folder = self._inputs.parent / "batches" / uuid.uuid4().hex
+        with _rename_arguments():
+            await run_on_cluster(
+                self._config,
+                self._cluster,
+                request,
+                [*tasks.values()],
+                len(jobs) // len(tasks),
+                given.timeout_s,
+                folder,
+                self._reader,
+                board,
+                put,
+            )
 
     async def _build_jobs(self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings) -> list[_Job]:
         """Load all tasks before the first rollout starts, so that an invalid task raises early."""
@@ -221,18 +266,7 @@ class Client:
 
     async def _run_job(self, job: _Job, given: RunSettings, board: ProgressBoard) -> Result:
         rollouts = self._service
-        request = TaskRolloutRequest(
-            task=job.task,
-            group=job.group,
-            model_key=self._key,
-            agent=given.agent and models.find_agent_name(given.agent),
-            thinking=given.thinking,
-            mode=given.mode,
-            sampling=given.sampling,
-            max_tokens_cap=given.max_tokens_cap,
-            agent_timeout_s=(job.task.timeout_s or _DEFAULT_TIMEOUT_S) if given.timeout_s is None else given.timeout_s,
-            session={"limits": {"turns": given.max_turns}} if given.max_turns is not None else {},
-        )
+        request = self._build_request(job, given)
         with _rename_arguments():
             rollout = rollouts.start(request)
         board.follow(rollout)
@@ -248,6 +282,20 @@ class Client:
         work = None if self._data is None else rollouts.artifacts_folder(rollout) / "work"
         return await asyncio.to_thread(build_result, result, job.group, trace, rows, self._reader, work, notes)
 
+    def _build_request(self, job: _Job, given: RunSettings) -> TaskRolloutRequest:
+        return TaskRolloutRequest(
+            task=job.task,
+            group=job.group,
+            model_key=self._key,
+            agent=given.agent and models.find_agent_name(given.agent),
+            thinking=given.thinking,
+            mode=given.mode,
+            sampling=given.sampling,
+            max_tokens_cap=given.max_tokens_cap,
+            agent_timeout_s=(job.task.timeout_s or _DEFAULT_TIMEOUT_S) if given.timeout_s is None else given.timeout_s,
+            session={"limits": {"turns": given.max_turns}} if given.max_turns is not None else {},
+        )
+
     async def _read_recording(
         self, rollout: str, session: str
     ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
@@ -256,24 +304,27 @@ class Client:
             return None, [], []
         try:
             async with self._service.gateway(rollout) as gateway:
-                return await gateway.trace(session), await gateway.samples(session), []
+                return await read_recording(gateway, session)
         except TurngateError as error:
             return None, [], [f"turns and rows could not be read from the gateway: {error.message}"]
 
     @property
     def _service(self) -> Rollouts:
         if self._rollouts is None:
-            raise BadRequest("the client is not open; use `async with Client(…) as client`", param="client")
+            raise _not_open()
         return self._rollouts
 
     def _show_progress(self, board: ProgressBoard, progress: bool | None) -> _ProgressDisplay:
-        return _ProgressDisplay(self._service, board, progress)
+        if not self._is_open:
+            raise _not_open()
+        return _ProgressDisplay(self._rollouts, board, progress)
 
 
 class _ProgressDisplay:
     """Context manager that keeps a board up to date and, if enabled, displays it."""
 
-    def __init__(self, rollouts: Rollouts, board: ProgressBoard, progress: bool | None) -> None:
+    def __init__(self, rollouts: Rollouts | None, board: ProgressBoard, progress: bool | None) -> None:
+        """`rollouts` is None if the board's rollouts run on a cluster."""
         self._rollouts = rollouts
         self._board = board
         self._screen = ProgressScreen(board, progress)
@@ -291,8 +342,9 @@ class _ProgressDisplay:
 
     async def _update(self) -> None:
         while True:
-            for rollout in self._board.active:
-                self._board.put(self._rollouts.state(rollout))
+            if self._rollouts is not None:
+                for rollout in self._board.active:
+                    self._board.put(self._rollouts.state(rollout))
             self._screen.refresh()
             await asyncio.sleep(REFRESH_S)
 
@@ -318,7 +370,8 @@ class ResultStream:
 
 
 def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
-    return Results(result for _, result in sorted(results, key=lambda one: one[0]))
+    """Sort results by their index. If a rollout was retried on request, the last result replaces the earlier ones."""
+    return Results(result for _, result in sorted(dict(results).items()))
 
 
 async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
@@ -349,7 +402,8 @@ def batch(
 ) -> ResultStream:
     """Run n rollouts of each task of a list or a source, `concurrency` at a time.
 
-    The other arguments are the same as for `run`. For batches that resume after a crash, use the command `turngate batch`.
+    The other arguments are the same as for `run`. With `cluster=` and `data=postgresql://…`, the rollouts run on a Ray cluster. For batches
+    that resume after a crash, use the command `turngate batch`.
     """
     where, how = split_arguments(everything)
     client = Client(model, **where)
@@ -361,6 +415,27 @@ def batch(
                 yield one
 
     return ResultStream(open_stream)
+
+
+def _choose_cluster(given: ClientSettings) -> ClusterPlace | None:
+    """Return the cluster to run on; None if rollouts run in this process."""
+    data = "" if given.data is None else str(given.data)
+    if not given.cluster:
+        if is_database_url(data):
+            raise BadRequest(
+                "data must be a folder if cluster is not set; pass cluster=, such as cluster='auto', to record in PostgreSQL",
+                param="data",
+            )
+        return None
+    if given.gateway:
+        raise BadRequest("gateway cannot be set if cluster is, because each node has its own gateway", param="gateway")
+    place = ClusterPlace(address=given.cluster, shared=data)
+    place.check()
+    return place
+
+
+def _not_open() -> BadRequest:
+    return BadRequest("the client is not open; use `async with Client(…) as client`", param="client")
 
 
 # Service argument name → name in this API.
@@ -379,8 +454,8 @@ def _rename_arguments() -> Iterator[None]:
         raise BadRequest(error.message.replace(f"{error.param}", ours), param=ours) from None
 
 
-async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T:
-    """Wait for the next result. Raise a worker's error immediately, because it may affect all rollouts."""
+async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
+    """Wait for the next result; None if there are no more. Raise a worker's error immediately, because it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:
@@ -388,8 +463,10 @@ async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[Non
             for worker in workers:
                 if worker.done() and not worker.cancelled() and (error := worker.exception()) is not None:
                     raise error
-            if not results.empty() or not running:
+            if waiting.done() or not results.empty():
                 return await waiting
+            if not running:
+                return None
             await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()

@@ -31,6 +31,7 @@ class ProgressBoard:
         self._states: dict[str, RolloutState] = {}
         self._updated: dict[str, float] = {}  # time of each rollout's last update
         self.active: list[str] = []  # ids of unfinished rollouts
+        self.running_elsewhere = 0  # rollouts on other machines, of which only the number is known
 
     def follow(self, rollout: str) -> None:
         """Add a rollout to the active ones."""
@@ -52,7 +53,7 @@ class ProgressBoard:
             lines.append(f"and {len(running) - _MAX_LINES} more")
         if self.total == 1:
             return lines or [self._line(state) for state in states]
-        return [self._count(states, len(running)), *lines]
+        return [self._count(states, len(running) + self.running_elsewhere), *lines]
 
     def _count(self, states: list[RolloutState], running: int) -> str:
         done = [state for state in states if state.done]

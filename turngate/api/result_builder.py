@@ -1,4 +1,4 @@
-"""Builds a `Result` from the service's result and the gateway's trace and rows. Blocking, and slow for long traces."""
+"""Builds a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, and is slow for long traces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from turngate.api.result import Result
 from turngate.api.result_data import Turn
+from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import DecodedTrace, SampleRow, TraceTurn
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, TurngateError
 from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
@@ -49,6 +50,18 @@ class TokenReader:
                 except ConfigError:  # the tokenizer is only available at the remote gateway
                     self._missing = True
             return self._loaded
+
+
+async def read_recording(
+    gateway: GatewayClient, session: str
+) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
+    """Return the trace and the rows from the gateway, and notes about failures. The trace is None if it is not available."""
+    if not session:
+        return None, [], []
+    try:
+        return await gateway.trace(session), await gateway.samples(session), []
+    except TurngateError as error:
+        return None, [], [f"turns and rows could not be read from the gateway: {error.message}"]
 
 
 def build_result(

@@ -12,11 +12,10 @@ from turngate.client.gateway import GatewayClient
 from turngate.common.terminal import sanitize_line, say
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
-from turngate.rollout.cluster.open_cluster import ClusterChoice, open_executor
+from turngate.rollout.cluster.open_cluster import ClusterChoice, open_executor, open_shared_gateway
 from turngate.rollout.cluster.placement import parse_labels
 from turngate.rollout.executor import AttemptExecutor
 from turngate.rollout.plan import BatchPlan
-from turngate.server.run import run_embedded
 
 
 def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice | None:
@@ -39,8 +38,8 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
 
 @asynccontextmanager
 async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Start a gateway on the shared store: for groups, feeds and the page. Yield a client, and that we started it."""
-    async with run_embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+    """Start a gateway on the shared store. Yield a client, and that we started it."""
+    async with open_shared_gateway(config) as client:
         yield client, True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Literal
 from urllib.parse import quote
 
 import aiohttp
@@ -106,11 +107,10 @@ class GatewayClient(GatewayTransport):
         """Return the names of the models that the gateway serves."""
         return [model.id for model in (await self._request("GET", "/v1/models", ModelList)).data]
 
-    async def sessions(self) -> list[str]:
-        """Return the ids of the newest 1000 sessions, newest first."""
-        return [
-            session.id for session in (await self._request("GET", "/admin/sessions?limit=1000", SessionList)).sessions
-        ]
+    async def sessions(self, status: Literal["", "open", "sealed", "cancelled"] = "") -> list[str]:
+        """Return the ids of the newest 1000 sessions, newest first. `status` selects those with that status."""
+        path = "/admin/sessions?limit=1000" + (f"&status={status}" if status else "")
+        return [session.id for session in (await self._request("GET", path, SessionList)).sessions]
 
     async def show(self, session: str) -> SessionInfo:
         return await self._request("GET", f"/admin/sessions/{quote(session)}", SessionInfo)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -82,9 +82,10 @@ async def run_batch(
     watch: BatchProgressCallback = lambda progress: None,
     *,
     throttle: Throttle = no_throttle,
+    executor: AttemptExecutor | None = None,
 ) -> BatchResult:
     """Run a batch until it is complete or must stop. Cancelling ends the running rollouts cleanly; running the same plan resumes it."""
-    return await Batch(plan, gateway, connector, watch, throttle=throttle).run()
+    return await Batch(plan, gateway, connector, watch, throttle=throttle, executor=executor).run()
 
 
 async def rollouts(
@@ -94,14 +95,15 @@ async def rollouts(
     watch: BatchProgressCallback = lambda progress: None,
     *,
     throttle: Throttle = no_throttle,
-) -> AsyncIterator[FinishedRollout]:
+    executor: AttemptExecutor | None = None,
+) -> AsyncGenerator[FinishedRollout, None]:
     """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
     A rollout that is retried on request is yielded again: the result with the higher `attempt` replaces the earlier one with the same
     `rollout`.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
-    batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait)
+    batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait, executor=executor)
     running = asyncio.create_task(batch.run())
     running.add_done_callback(lambda _: queue.put_nowait(None))
     try:

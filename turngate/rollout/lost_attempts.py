@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 from turngate.client.gateway import GatewayClient, RequestRejected
-from turngate.errors import TurngateError
+from turngate.client.protocol import SessionOutcome, SupersededAttempt
+from turngate.errors import Conflict, TurngateError
 from turngate.rollout import health
 from turngate.rollout.ledger import AttemptStarted, FinishedRollout, UnrecordedRollout
 from turngate.rollout.recording import record_outcome
 from turngate.rollout.results import BatchResults, build_adopted, describe_unrecorded, exclude
 from turngate.rollout.stop_signal import StopSignal
+
+_LEASE_CHECK_S = 1.0
+
+
+async def supersede_after_lease(
+    gateway: GatewayClient,
+    rollout: str,
+    attempt: int,
+    session: str,
+    note: Callable[[str], None] = lambda text: None,
+) -> SupersededAttempt[SessionOutcome]:
+    """Give up an attempt as soon as the lease of the cell that runs it has ended. `note` is called once if it has not."""
+    is_noted = False
+    while True:
+        try:
+            return await gateway.supersede(rollout, attempt, session)
+        except RequestRejected as refused:
+            if refused.answered != Conflict.status:
+                raise
+            if not is_noted:
+                note(f"waiting for a lost cell: {refused.message}")
+            is_noted = True
+            await asyncio.sleep(_LEASE_CHECK_S)
 
 
 class LostAttempts:
@@ -27,7 +53,11 @@ class LostAttempts:
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
         """End an attempt whose end the runner did not see. If the gateway has its outcome, use it instead of running the rollout again."""
-        settled = await self._gateway.supersede(started.rollout, started.attempt, started.session)
+        identity = started.rollout, started.attempt, started.session
+        if why == "lost":
+            settled = await supersede_after_lease(self._gateway, *identity, self._results.note)
+        else:  # someone waits for the batch to stop; if the cell holds its lease, the next run settles the attempt
+            settled = await self._gateway.supersede(*identity)
         recorded = settled.outcome
         if recorded is None or settled.attempt.state == "superseded":
             await self._results.end_attempt(started, why, message)

@@ -55,6 +55,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}
+    endpoint_sampling: Mapping[str, Json] = {}  # sampling settings that `session` and the agent's file override
     model_limits: ModelLimits = ModelLimits()
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
@@ -102,6 +103,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             "cpus, memory": _to_json(self.resources),
             "environment": _digest(self.env),
             "session": _to_json(self.session),
+            **({"endpoint's sampling": _to_json(self.endpoint_sampling)} if self.endpoint_sampling else {}),
             "context_tokens": _to_json(self.model_limits),
             "timeout": str(self.timeout_s),
             "on-timeout": self.policy.timed_out,
@@ -154,6 +156,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             model_limits=self.model_limits,
             timeout_s=self.timeout_s or task.timeout_s or DEFAULT_TIMEOUT_S,
             session=_with_batch_id(batch, self._build_session(task, index, round)),
+            endpoint_sampling=self.endpoint_sampling,
             policy=self.policy,
             grade=self.grade,
             keep_work=self.keep_work,

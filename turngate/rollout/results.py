@@ -36,6 +36,7 @@ from turngate.trace.training_report import list_warnings
 
 _MAX_CHARS = 2000  # per message
 _MAX_WARNINGS = 5
+_OUTCOME = "outcome.json"
 EndReason = Literal["fault", "cancelled", "lost", "stale"]
 
 
@@ -254,12 +255,20 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Ses
     )
 
 
+def read_outcome(folder: Path, session: str) -> Outcome | None:
+    """Read the full outcome of a finished rollout from the folder of its batch; None if it could not be written."""
+    try:
+        return msgspec.json.decode((folder / "rollouts" / session / _OUTCOME).read_bytes(), type=Outcome)
+    except OSError:
+        return None
+
+
 def _write_outcome(folder: Path, outcome: Outcome) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (folder / "outcome.json").write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+        (folder / _OUTCOME).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
     except OSError as error:
-        outcome.notes = (*outcome.notes, f"{folder / 'outcome.json'} could not be written: {error.strerror}")
+        outcome.notes = (*outcome.notes, f"{folder / _OUTCOME} could not be written: {error.strerror}")
 
 
 async def _close_opened(opening: asyncio.Future[Ledger]) -> None:

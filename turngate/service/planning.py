@@ -124,9 +124,9 @@ def build_order(
         image="" if task.image or task.dockerfile is not None else config.image,
         network=config.network,
         resources=config.resources,
-        session=_session_settings(request, choice),
+        session=combine_session_settings(request, choice),
         endpoint_sampling=choice.endpoint.session.get("sampling", {}),
-        model_limits=_model_limits(request, choice),
+        model_limits=choose_model_limits(request, choice),
         options=options,
         folder=folder,
         keep_work=True,
@@ -135,7 +135,8 @@ def build_order(
     )
 
 
-def _session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
+def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
+    """Combine the session settings of the endpoint and of the request."""
     of_endpoint = {name: value for name, value in choice.endpoint.session.items() if name != "sampling"}
     of_caller = request.session if isinstance(request, TaskRolloutRequest) else {}
     settings = {**of_endpoint, **of_caller, **parse_sampling(request.sampling)}
@@ -148,7 +149,8 @@ def _session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, 
     return settings
 
 
-def _model_limits(request: AnyRequest, choice: EndpointChoice) -> ModelLimits:
+def choose_model_limits(request: AnyRequest, choice: EndpointChoice) -> ModelLimits:
+    """Return the limits for the agent's configuration."""
     context = choice.endpoint.context_tokens or choice.endpoint.max_context or ModelLimits().context_tokens
     max_output = min(request.max_tokens_cap or ModelLimits().max_output_tokens, context)
     return ModelLimits(context_tokens=context, max_output_tokens=max_output)

@@ -40,7 +40,7 @@ def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
 
 def find_host_values(task: Task) -> list[str]:
     """Return the values in the task's environments that are this machine's, and so may be secret. Defaults are in the task's file."""
-    found = []
+    found: list[str] = []
 
     def collect(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
         here = [one for one in task.host_env if one.place == place and one.name in env]

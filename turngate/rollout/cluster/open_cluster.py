@@ -21,6 +21,7 @@ from turngate.rollout.cluster.ray_cluster import RayCluster
 from turngate.rollout.cluster.ray_executor import RayExecutor
 from turngate.rollout.cluster.ray_nodes import RayConnection
 from turngate.rollout.plan import BatchPlan
+from turngate.server.run import run_embedded
 
 # Settings of the driver's own gateway, which cells do not use.
 _OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "shared", "cell_name")
@@ -80,6 +81,13 @@ def _read_script(path: str) -> str:
         return Path(path).read_text() if path else ""
     except OSError as error:
         raise explain_unreadable_script(path, error) from None
+
+
+@asynccontextmanager
+async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClient]:
+    """Run the driver's gateway on the shared store for the duration of the block: for groups, feeds and the page."""
+    async with run_embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+        yield client
 
 
 @asynccontextmanager

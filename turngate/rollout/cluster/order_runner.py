@@ -5,8 +5,8 @@
     stderr   log
 
 It runs the cell's gateway as a child (`cell_process.py`) and the rollouts in its own event loop. It is not part of the Ray worker, because
-Ray kills workers without notice. When the actor is gone, the input ends. This process then ends its rollouts, removes their sandboxes and
-stops the gateway.
+Ray kills workers without notice, together with their children. So it is a grandchild of the worker. When the actor is gone, the input ends.
+This process then ends its rollouts, removes their sandboxes and stops the gateway.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class OrderRunner:
             stack.push_async_callback(cell.stop)
             await cell.start()
             gateway = await stack.enter_async_context(GatewayClient(cell.url, cell.admin_key))
+            for session in await gateway.sessions("open"):  # its agent ended with the previous process in this folder
+                await gateway.cancel(session)
             connector = await stack.enter_async_context(GatewayConnector(cell.url))
             resolver = MachineResolver(self._folder / "rollouts", ArchiveCache())
             executor = LocalExecutor(resolver, gateway, connector)
@@ -184,6 +186,8 @@ async def _run() -> int:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the input ends this process
+    if child := os.fork():  # Ray kills the children of a worker, but not their children
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return asyncio.run(_run())
 
 

@@ -25,6 +25,7 @@ from turngate.rollout.cluster.messages import OrderEnded, OrderProgress
 from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
 from turngate.rollout.cluster.ray_nodes import CallFailed
 from turngate.rollout.executor import Attempt, AttemptResult, build_result, fail_attempt
+from turngate.rollout.lost_attempts import supersede_after_lease
 from turngate.rollout.order import RolloutOrder, encode_order
 from turngate.rollout.outcome import Fault, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.results import is_unrecorded
@@ -34,11 +35,10 @@ from turngate.tasks.grading.types import Grade
 from turngate.tasks.task import Task
 
 log = logging.getLogger("turngate")
-_CONFLICT, _UNKNOWN = 409, 404
+_UNKNOWN = 404
 _REPEAT_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # pauses before a failed call is sent again
 _CONFIRM_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between queries of the shared store
 _SHIP_S = 60.0  # an outcome that is not in the shared store after this time is treated as lost
-_LEASE_CHECK_S = 1.0  # between tries to supersede an attempt whose cell holds its lease
 _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
@@ -105,16 +105,10 @@ class SharedAttempts:
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
         """Supersede an attempt as soon as the lease of its cell has ended. Adopt its outcome if it has one."""
-        while True:
-            try:
-                settled = await retry_while_unreachable(
-                    lambda: self._gateway.supersede(order.rollout, order.attempt, order.session_id), limit_s=_GATEWAY_S
-                )
-                break
-            except RequestRejected as refused:
-                if refused.answered != _CONFLICT:  # 409: the cell still holds its lease
-                    raise
-                await asyncio.sleep(_LEASE_CHECK_S)
+        settled = await retry_while_unreachable(
+            lambda: supersede_after_lease(self._gateway, order.rollout, order.attempt, order.session_id),
+            limit_s=_GATEWAY_S,
+        )
         if settled.outcome is None or settled.attempt.state == "superseded":
             return lose_attempt(order, message)
         shown = await self._gateway.show(settled.attempt.session)

@@ -29,6 +29,7 @@ from turngate.errors import SandboxError, SandboxGone, TaskError, TurngateError
 from turngate.tasks.grading import function, rubric, script, swe
 from turngate.tasks.grading.result import GraderLog, GraderResult, OutputUnreadable, Undecided
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
+from turngate.tasks.host_env import find_host_values
 from turngate.tasks.task import Function, Part, Rubric, Script, Swe, Task
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ SingleGrader = Script | Function | Swe
 async def grade(task: Task, work: Work | None, environment: GradingEnvironment) -> Grade:
     """Grade the agent's work, or the untouched task if `work` is None. Raise only `CancelledError`."""
     started = time.monotonic()
-    log = GraderLog()
+    log = GraderLog(find_host_values(task))
     result = await _grade_work(task, work, environment, log)
     if environment.log is not None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from turngate.tasks.grading.types import CaseOutcome, Grade
 from turngate.tasks.grading.witness_report import WitnessReport
 
 TAIL_CHARS = 8000  # characters of the log that a grade includes
+_MIN_SECRET = 6  # characters
 _SECRET = re.compile(
     r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
 )  # matches the end of a variable's name
@@ -69,14 +70,16 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 
 
 class GraderLog:
-    """The output of graders, without the values of secret variables."""
+    """The output of graders, without the values of secret variables and without `hidden` values."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Iterable[str] = ()) -> None:
         self._parts: list[bytes] = []
-        self._secrets: set[bytes] = set()
+        self._secrets = {value.encode() for value in hidden if len(value) >= _MIN_SECRET}
 
     def hide_secrets(self, env: Mapping[str, str]) -> None:
-        self._secrets |= {value.encode() for name, value in env.items() if _SECRET.search(name) and len(value) >= 6}
+        self._secrets |= {
+            value.encode() for name, value in env.items() if _SECRET.search(name) and len(value) >= _MIN_SECRET
+        }
 
     def add(self, heading: str, output: bytes) -> None:
         for secret in self._secrets:
