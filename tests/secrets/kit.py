@@ -94,7 +94,7 @@ class Planted:
 
 
 # The format of session secrets and of generated admin keys, to find those whose values are unknown.
-ISSUED_SECRET = re.compile(rb"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])")
+ISSUED_SECRET = re.compile(rb"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-|tgp-[0-9a-f]{8}-)[\w-]{43}(?![\w-])")
 
 
 def find_issued_secrets(evidence: Evidence) -> list[str]:

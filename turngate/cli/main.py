@@ -31,6 +31,10 @@ tasks_app = typer.Typer(help="List and check tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
 engines_app = typer.Typer(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
+projects_app = typer.Typer(help="List and create the projects of a running gateway.", no_args_is_help=True)
+app.add_typer(projects_app, name="projects")
+keys_app = typer.Typer(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 
 def _print_version(requested: bool) -> None:
@@ -383,6 +387,123 @@ def remove_engine(
     _or_exit(
         lambda: change_engines(gateway, lambda client: client.remove_engine(url, limit_s=limit_s, force=force), as_json)
     )
+
+
+_ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
+_WeightFlag = Annotated[Optional[float], typer.Option(help="Share of the engines, relative to other projects.")]
+_LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: sessions open at once; 0 for no limit.", min=0)]
+_TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
+_PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="Prefix of the key, such as tgp-1a2b3c4d.")]
+_OutFlag = Annotated[
+    Optional[Path], typer.Option(help="Write the key to this new file, readable only by you, instead of printing it.")
+]
+
+
+@projects_app.command("list")
+def list_projects(gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+    """List the projects with their weights and quotas."""
+    from turngate.cli.projects import ask, print_projects
+
+    print_projects(_or_exit(lambda: ask(gateway, lambda client: client.projects())), as_json)
+
+
+@projects_app.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="Lowercase letters, digits and hyphens.")],
+    weight: _WeightFlag = None,
+    live_sessions: _LiveFlag = None,
+    tokens_per_day: _TokensFlag = None,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Create a project: a store of its own, which only its keys open."""
+    from turngate.cli.projects import ask, parse_quotas, print_projects
+
+    settings = {"weight": weight or 1.0, "quotas": parse_quotas(live_sessions, tokens_per_day) or {}}
+    new = _or_exit(lambda: ask(gateway, lambda client: client.create_project(name, **settings)))
+    print_projects([new], as_json)
+
+
+@projects_app.command("change")
+def change_project(
+    name: Annotated[str, typer.Argument(help="Name of the project.")],
+    weight: _WeightFlag = None,
+    live_sessions: _LiveFlag = None,
+    tokens_per_day: _TokensFlag = None,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Change the weight of a project, or replace all its quotas."""
+    from turngate.cli.projects import ask, parse_quotas, print_projects
+
+    settings = {"weight": weight, "quotas": parse_quotas(live_sessions, tokens_per_day)}
+    changed = _or_exit(lambda: ask(gateway, lambda client: client.change_project(name, **settings)))
+    print_projects([changed], as_json)
+
+
+@keys_app.command("list")
+def list_keys(project: _ProjectFlag = "", gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+    """List the keys of a project, or of all. The keys themselves are not stored."""
+    from turngate.cli.projects import ask, print_keys
+
+    print_keys(_or_exit(lambda: ask(gateway, lambda client: client.keys(project))), as_json)
+
+
+@keys_app.command("create")
+def create_key(
+    scope: Annotated[list[str], typer.Option(help="What it may do: sessions, traces, feed or admin. Repeatable.")],
+    project: _ProjectFlag = "",
+    note: Annotated[str, typer.Option(help="A note for the list of keys, such as who uses it.")] = "",
+    days: Annotated[Optional[float], typer.Option(help="Days until it expires. Default: never.")] = None,
+    out: _OutFlag = None,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Create a key, and print it. It cannot be shown again."""
+    from turngate.cli.projects import create_key, show_new_key
+
+    seconds = None if days is None else days * 86400
+    new = _or_exit(
+        lambda: create_key(gateway, lambda client: client.create_key(scope, project, note=note, expires_s=seconds), out)
+    )
+    show_new_key(new, out, as_json)
+
+
+@keys_app.command("rotate")
+def rotate_key(
+    prefix: _PrefixArgument,
+    grace_hours: Annotated[float, typer.Option(help="Hours for which the old key stays valid.", min=0)] = 24.0,
+    out: _OutFlag = None,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Create a key with the same scopes in place of another one, and print it."""
+    from turngate.cli.projects import create_key, show_new_key
+
+    new = _or_exit(lambda: create_key(gateway, lambda client: client.rotate_key(prefix, grace_hours * 3600), out))
+    show_new_key(new, out, as_json)
+
+
+@keys_app.command("revoke")
+def revoke_key(prefix: _PrefixArgument, gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+    """Revoke a key. It stops working within a second, and at cells within five."""
+    from turngate.cli.projects import ask, print_keys
+
+    print_keys([_or_exit(lambda: ask(gateway, lambda client: client.revoke_key(prefix)))], as_json)
+
+
+@app.command()
+def audit(
+    project: _ProjectFlag = "",
+    after: Annotated[int, typer.Option(help="Show the entries after this number.", min=0)] = 0,
+    limit: Annotated[int, typer.Option(help="Entries to show.", min=1, max=1000)] = 100,
+    gateway: _GatewayFlag = _GATEWAY_URL,
+    as_json: _JsonFlag = False,
+) -> None:
+    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights or exported data."""
+    from turngate.cli.projects import ask, print_audit
+
+    print_audit(_or_exit(lambda: ask(gateway, lambda client: client.audit(project, after, limit))), as_json)
 
 
 @tasks_app.command("list")

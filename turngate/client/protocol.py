@@ -15,8 +15,10 @@ import msgspec
 from turngate.engines.gate_call import GateFault, GateFinish
 from turngate.errors import BadRequest
 from turngate.store.attempts import AttemptRow
+from turngate.store.audit import AuditEntry
 from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
+from turngate.store.projects import Quotas, ScopeName
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
 from turngate.trace.sample import RowSpan
@@ -445,6 +447,48 @@ def check_feed_name(name: str) -> None:
             f"name must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit, not {name[:200]!r}",
             param="name",
         )
+
+
+# ── projects and keys ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    created: float
+    weight: float
+    quotas: Quotas
+    keys: int  # that are valid
+
+
+class ProjectList(msgspec.Struct, frozen=True):
+    projects: list[ProjectView]
+
+
+class KeyView(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without the key itself."""
+
+    prefix: str
+    project: str
+    scopes: tuple[ScopeName, ...]
+    note: str = ""
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+    valid: bool
+
+
+class NewKey(KeyView, frozen=True, kw_only=True):
+    """A new key, which is shown only in this reply."""
+
+    key: str
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    keys: list[KeyView]
+
+
+class AuditPage(msgspec.Struct, frozen=True):
+    entries: list[AuditEntry]
 
 
 # ── the gate: msgpack, with token ids as int32 and log-probabilities as float32, both little-endian ─────────────────

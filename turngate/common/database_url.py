@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import msgspec
 
 from turngate.errors import ConfigError
 
 _SCHEMES = ("postgresql", "postgres")
+_PROJECTS = "projects"
+_PROJECT_PATH = re.compile(rf"/?([^/]+)/{_PROJECTS}/([a-z0-9](?:[a-z0-9-]{{0,38}}[a-z0-9])?)/?")
 
 
 class DatabaseUrl(msgspec.Struct, frozen=True):
@@ -19,6 +22,18 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
     value: str
     name: str
     has_password: bool
+    project: str = ""  # the project whose store it is, for `postgresql://host/database/projects/NAME`
+
+    @property
+    def schema(self) -> str:
+        """The schema of the project's tables. Empty for the store of the whole, which uses the user's own."""
+        return f"project_{self.project}" if self.project else ""
+
+    def locate_project(self, project: str) -> str:
+        """Return the address of a project's store in the same database."""
+        parts = urlsplit(self.value)
+        database = parts.path.strip("/") or dict(parse_qsl(parts.query))["dbname"]
+        return urlunsplit(parts._replace(path=f"/{database}/{_PROJECTS}/{project}"))
 
     @property
     def folder(self) -> Path:
@@ -48,7 +63,10 @@ def parse_database_url(data: str) -> DatabaseUrl:
     place = (f"[{host}]" if ":" in host else host) + (f":{port}" if port else "")
     name = f"postgresql://{user}@{place}" if user else f"postgresql://{place}"
     has_password = bool(parts.password) or "password" in options
-    return DatabaseUrl(data, f"{name}/{parts.path.strip('/') or options['dbname']}", has_password)
+    named = f"{name}/{parts.path.strip('/') or options['dbname']}"
+    if (found := _PROJECT_PATH.fullmatch(parts.path)) is None:
+        return DatabaseUrl(data, named, has_password)
+    return DatabaseUrl(urlunsplit(parts._replace(path=f"/{found[1]}")), named, has_password, found[2])
 
 
 def refuse_password_flag(data: str) -> None:

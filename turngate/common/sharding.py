@@ -18,14 +18,15 @@ _SECRET_WITH_SLOT = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])",
 def slot_of(name: str) -> int:
     """Return the slot of a session, given its id or its secret. OpenEnv's paths contain the secret."""
     raw = name.encode("utf-8", "surrogatepass")
-    if name.startswith("tg-") and (match := _SECRET_WITH_SLOT.fullmatch(raw)):
+    if name.startswith("tg-") and (match := _SECRET_WITH_SLOT.fullmatch(raw.partition(b".")[0])):
         return int(match[1], 16)
     return zlib.crc32(raw) & 0xFFFF
 
 
-def new_secret(session_id: str) -> str:
-    """Return a new secret: the session's slot, then 32 random bytes. The slot reveals nothing that the id does not."""
-    return f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
+def new_secret(session_id: str, project: str = "") -> str:
+    """Return a new secret: the session's slot, 32 random bytes, and its project. The slot reveals nothing that the id does not."""
+    secret = f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
+    return f"{secret}.{project}" if project else secret
 
 
 def slot_from_head(head: bytes) -> int | None:

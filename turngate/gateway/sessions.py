@@ -19,6 +19,7 @@ from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
 from turngate.store.events import new_event
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
@@ -44,6 +45,7 @@ class Sessions:
         on_close: Callable[[str], None] = lambda session_id: None,
         on_end: Callable[[str], None] = lambda session_id: None,
         require_room: Callable[[], None] = lambda: None,
+        project: str = DEFAULT_PROJECT,
     ) -> None:
         """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted.
 
@@ -59,6 +61,7 @@ class Sessions:
         self._on_close = on_close
         self._on_end = on_end
         self._require_room = require_room
+        self._project = project
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
@@ -90,7 +93,7 @@ class Sessions:
             session_id = self._shard.new_session_id()
         else:
             check_session_id(session_id, "id")
-        secret = new_secret(session_id)
+        secret = new_secret(session_id, "" if self._project == DEFAULT_PROJECT else self._project)
         digest = _digest(secret)
         opened = time.time()
         event = new_event(session_id, "opened", {"mode": config.mode, "model": config.model})

@@ -33,6 +33,7 @@ class StaleSessions:
         self._fence = fence
         self._reader = StoreReader(store, "staleness")
         self._tasks: set[asyncio.Task[None]] = set()
+        self.others: list[StaleSessions] = []  # of other projects; checked along with these
 
     @property
     def is_busy(self) -> bool:
@@ -41,6 +42,8 @@ class StaleSessions:
 
     def cancel_in_background(self) -> None:
         """Start cancelling the sessions that became stale with the current policy version."""
+        for other in self.others:
+            other.cancel_in_background()
         try:
             bounds = self._feeds.staleness_bounds()
         except StoreError as error:

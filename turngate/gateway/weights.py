@@ -76,6 +76,7 @@ class LocalBarrier:
         self._events = events
         self._replicas = replicas
         self._stale = stale
+        self.other_events: list[Events] = []  # of other projects; new versions are announced there, too
 
     async def hold(self, until: float | None) -> None:
         self._state.write_hold(until)
@@ -99,6 +100,8 @@ class LocalBarrier:
         self._state.write_open(new, new_event("", "fence", facts))
         self._fence.resume(version, model)
         self._events.wake("")
+        for events in self.other_events:
+            events.add("", "fence", facts)
         self._stale.cancel_in_background()
 
     async def describe(self) -> FenceView:

@@ -1,40 +1,29 @@
-"""The gateway: an ASGI application composed of engine, renderer, store, sessions, pipeline and routes."""
+"""The gateway: an ASGI application composed of an engine, a fence, and the projects that use them.
+
+The gateway itself serves the project `default`, and passes requests with the keys of other projects to theirs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from contextlib import suppress
-from pathlib import Path
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import HTTPConnection
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.config import ServeConfig
-from turngate.dialects import DIALECTS
 from turngate.engines.base import Engine, Relay
 from turngate.engines.gate import Gate
 from turngate.engines.pool import Pool
-from turngate.errors import NotFound, StoreError
-from turngate.gateway.attempts import Attempts
+from turngate.errors import TurngateError
+from turngate.gateway.api_keys import KeyRing, read_projects
 from turngate.gateway.cell.cell import Cell
 from turngate.gateway.engine_changes import EngineChanges, EngineGroup, LocalEngines
 from turngate.gateway.engine_list import EngineList
-from turngate.gateway.events import Events
-from turngate.gateway.eviction import Evictor
-from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
-from turngate.gateway.host_tools import HostTools
-from turngate.gateway.housekeeping import Housekeeper
-from turngate.gateway.outcomes import OutcomeRecorder
-from turngate.gateway.recording import TurnRecorder
+from turngate.gateway.projects import Projects
 from turngate.gateway.replicas import ReplicaSet
-from turngate.gateway.replies import ReplyArchive
-from turngate.gateway.sessions import Sessions
 from turngate.gateway.shared_engines import (
     FollowedEngineChanges,
     FollowedEngineList,
@@ -44,16 +33,10 @@ from turngate.gateway.shared_engines import (
 )
 from turngate.gateway.shared_fence import FenceFollower, FollowedUpdates, SharedBarrier
 from turngate.gateway.shared_updates import SharedUpdates
-from turngate.gateway.staleness import StaleSessions
-from turngate.gateway.turn import PipelineSettings, TurnPipeline
 from turngate.gateway.weights import Barrier, LocalBarrier, WeightUpdates
 from turngate.render import Certificate, Renderer
-from turngate.server.admin import AdminRoutes
-from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
-from turngate.server.attempts import AttemptRoutes
-from turngate.server.auth import Auth, admin_key, metrics_key
-from turngate.server.compat.openenv import OpenEnvRoutes
-from turngate.server.compat.prime import PrimeRoutes
+from turngate.server.asgi import Receive, Scope, Send
+from turngate.server.auth import admin_key, metrics_key
 from turngate.server.engine_factory import (
     build_engine,
     build_pool,
@@ -61,36 +44,20 @@ from turngate.server.engine_factory import (
     build_replica,
     list_engine_addresses,
 )
-from turngate.server.engines import EngineRoutes
-from turngate.server.feeds import FeedRoutes
-from turngate.server.gate import GateRoutes
-from turngate.server.host_tools import HostToolRoutes
-from turngate.server.metrics import MetricsEndpoint
-from turngate.server.model_calls import ModelCalls
-from turngate.server.public import PublicRoutes
-from turngate.server.responses import ResponseRoutes
-from turngate.server.routing import DialectRoutes, dialect_of, hint_for, is_unserved_call
-from turngate.server.web.files import add_security_headers, is_page_path
-from turngate.server.web.routes import WebPage
-from turngate.server.websocket import refuse_path, serve_socket
-from turngate.server.weights import FenceRoutes
-from turngate.store.journal import Journal
+from turngate.server.hosted_projects import HostedProjects
+from turngate.server.model_calls import respond_error
+from turngate.server.project_gateway import ProjectGateway
+from turngate.server.routing import dialect_of
+from turngate.server.websocket import refuse_upgrade
 from turngate.store.location import open_store
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.shared.store import SharedStore
-from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
-from turngate.types import Mode
-from turngate.verify import Verdict, summarize_verdict
-from turngate.views.session import SessionViews
-from turngate.views.session_directory import SessionDirectory
-from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
-_SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
-_TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 
 
-class Gateway:
+class Gateway(ProjectGateway):
     """One gateway as an ASGI application. Call `start` before serving, and `stop` afterwards.
 
     `engine`, `relay` and `renderer` override the ones built from the configuration.
@@ -122,12 +89,14 @@ class Gateway:
         self._store_renderer()
         self.cell = Cell(config, self.store, shard) if config.shared else None
         self._has_context_limit = config.max_context is not None
+        self.gate = self.engine if isinstance(self.engine, Gate) else None
+        self.max_context = config.max_context
+        self.projects = self._compose_projects()
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()
         self._compose_routes()
-        self._housekeeping: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.hosted = HostedProjects(self)
 
     def _open_engine_list(self, configured: list[str]) -> EngineList | SharedEngineList | FollowedEngineList:
         if isinstance(self.store, SharedStore):
@@ -143,12 +112,11 @@ class Gateway:
             return (build_pool(self.config, urls), None) if self.config.engine in ("vllm", "sglang") else (None, None)
         return build_engine(self.config, self.renderer, urls)
 
-    def _store_renderer(self) -> None:
-        """Store the tokenizer's folder and the renderer's name, so that recorded ids can be decoded later."""
-        if self.renderer is not None:
-            tokenizer = self.renderer.tokenizer
-            self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
-            self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
+    def _compose_projects(self) -> Projects:
+        table, audit = self.store.projects, self.store.audit
+        if self.cell is not None:
+            return Projects(table, audit, self.cell.ring, read_only=True)
+        return Projects(table, audit, KeyRing(lambda: read_projects(table)))
 
     def _compose_policy(self) -> None:
         self.fence_state = FenceState(self.store)
@@ -158,47 +126,7 @@ class Gateway:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
 
-    def _compose_sessions(self) -> None:
-        config = self.config
-        self.events = Events(self.store, shared=self.shard.workers > 1 or config.is_shared)
-        self._verifier = (
-            BackgroundVerifier(Path(config.data), config.verify_every, self._on_verdict)
-            if config.verify_every and not config.is_shared
-            else None
-        )
-        self.sessions = Sessions(
-            self.store,
-            self.events,
-            modes=self._modes(),
-            models=(config.model,) if config.model and self.engine is not None else (),
-            vocabulary=self._vocabulary,
-            shard=self.shard,
-            metrics=self.metrics,
-            on_close=self.engine.release if self.engine is not None else lambda session_id: None,
-            on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
-            require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
-        )
-        self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
-        self.feeds = Feeds(self.store, self.events, self.fence)
-        self.host_tools = HostTools(self.store, self.events)
-        self.outcomes = OutcomeRecorder(
-            self.store,
-            self.sessions,
-            self.events,
-            self.feeds,
-            self.metrics,
-            require_lease=self.cell.permit.require if self.cell is not None else lambda: None,
-        )
-        self.session_views = SessionViews(self.store)
-        self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
-        self.evictor = Evictor(self.store, self.sessions, config.rest_s)
-        event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
-        self._housekeeper = Housekeeper(
-            self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
-        )
-
     def _compose_weight_updates(self) -> None:
-        self.stale = StaleSessions(self.store, self.sessions, self.feeds, self.fence)
         self.replicas = ReplicaSet(self.engine, self.fence_state)
         self.replicas.expect(self.fence.version)
         self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
@@ -231,7 +159,7 @@ class Gateway:
             engines = FollowedEngines(
                 self.engine_list, self.local_engines, lambda: shared().engines, self._apply_context_limit
             )
-        return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, self.sessions, engines)
+        return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
         """Return the changes of the engine list that are applied through `group` or, on the shared store, by all cells."""
@@ -239,118 +167,6 @@ class Gateway:
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)
         return (EngineChanges if self.cell is None else FollowedEngineChanges)(local, group, self.engine_list, *parts)
-
-    def _compose_routes(self) -> None:
-        self.auth = Auth(
-            self.admin_key, self.sessions, metrics=self._metrics_key, open_loopback=self.config.open_loopback
-        )
-        self.metrics_endpoint = MetricsEndpoint(
-            self.metrics,
-            self.sessions,
-            self.feeds,
-            self.fence,
-            self.engine,
-            self.auth,
-            engine_name=self.config.engine,
-            shard=self.shard,
-            cell=self.cell,
-        )
-        journal = Journal(self.store, self.metrics)
-        self.recorder = TurnRecorder(journal, self.events, self.metrics, log_turns=self.config.log_turns)
-        self.replies = ReplyArchive(self.store)
-        self._model_calls = self._compose_model_calls(self.config.max_context)
-        self._dialect_routes = DialectRoutes(DIALECTS)
-        self._host_tool_routes = HostToolRoutes(self.host_tools, self.auth)
-        self.page = WebPage(
-            self.sessions,
-            self.events,
-            self.fence,
-            self.auth,
-            self.store,
-            admin_key=self.admin_key,
-            model=self.config.model,
-            shard=self.shard,
-            tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
-        )
-        self._starlette = self._compose_starlette()
-
-    def _compose_model_calls(self, max_context: int | None) -> ModelCalls:
-        self.pipeline = TurnPipeline(
-            settings=PipelineSettings(
-                models=(self.config.model,) if self.config.model else (),
-                max_context=max_context,
-                echo_prompt=self.config.echo_prompt,
-                vocabulary=self._vocabulary,
-                mode=self._engine_mode,
-            ),
-            recorder=self.recorder,
-            fence=self.fence,
-            renderer=self.renderer,
-            engine=self.engine,
-            relay=self.relay,
-            metrics=self.metrics,
-        )
-        return ModelCalls(
-            self.pipeline,
-            self.recorder,
-            self.replies,
-            self.sessions,
-            self.auth,
-            self.metrics,
-            max_body=int(self.config.max_body_mb * 1e6),
-            alive_s=self.config.alive_s,
-        )
-
-    def _compose_starlette(self) -> Starlette:
-        async def not_found(request: Request, error: Exception) -> Response:
-            message = f"no route for {request.method} {redact_known(request.url.path)}{hint_for(request)}"
-            dialect, unknown = dialect_of(request), NotFound(message)
-            is_call = is_unserved_call(request)
-            answer = self._model_calls.refuse_unserved(request, dialect, unknown) if is_call else unknown
-            return Response(
-                dialect.encode_error(answer), status_code=dialect.error_status(answer), media_type="application/json"
-            )
-
-        routes = [
-            *PublicRoutes(self.engine, self.relay, self.auth, self.config.model).routes(),
-            self.metrics_endpoint.route(),
-            *self._host_tool_routes.routes(),
-            *ResponseRoutes(self.replies, self.auth).routes(),
-            *AdminRoutes(
-                self.sessions,
-                self.attempts,
-                self.directory,
-                self.session_views,
-                self.events,
-                self.outcomes,
-                self.host_tools,
-                self.auth,
-            ).routes(),
-            *AttemptRoutes(self.attempts, self.auth).routes(),
-            *FenceRoutes(self.updates, self.auth).routes(),
-            *EngineRoutes(self.engine_changes, self.auth).routes(),
-            *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
-            *FeedRoutes(self.feeds, self.auth).routes(),
-            *PrimeRoutes(self.sessions, self.session_views, self.auth).routes(),
-            *OpenEnvRoutes(self.sessions, self.directory, self.session_views, self.auth).routes(),
-            *self.page.routes(),
-        ]
-        return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
-
-    @property
-    def _vocabulary(self) -> str:
-        return self.renderer.tokenizer.digest if self.renderer is not None else ""
-
-    def _modes(self) -> tuple[Mode, ...]:
-        if self.config.is_shared:
-            return ()
-        own: tuple[Mode, ...] = (self._engine_mode,) if self.engine is not None else ()
-        return (*own, "observe") if self.relay is not None else own
-
-    @property
-    def _engine_mode(self) -> Mode:
-        """Mode of the sessions that the engine serves."""
-        return "gate" if isinstance(self.engine, Gate) else "exact"
 
     async def start(self, url: str = "") -> None:
         """Start the engine and background tasks. `url` is the gateway's own, which a cell publishes in the shared store."""
@@ -362,6 +178,8 @@ class Gateway:
                 self.engine_list.warn_about_removed()
             await self.local_engines.sync()  # restores which engines are draining
         if self.cell is not None:
+            await asyncio.to_thread(self.cell.read_keys)
+            self.hosted.start()  # before the cell has an id, which then applies to the sessions of all projects
             await self.cell.start(self.sessions, url)
         if self.follower is not None:
             await self.follower.start()
@@ -369,10 +187,8 @@ class Gateway:
         if self.shard.workers == 1:
             await self.updates.start()
         self.metrics_endpoint.start()
-        self._housekeeping = asyncio.create_task(self._housekeeper.run())
-        self._loop = asyncio.get_running_loop()
-        if self._verifier is not None:
-            self._verifier.start()
+        self.start_tasks()
+        self.hosted.start()
 
     async def _apply_context_limit(self) -> None:
         """Limit the context to that of the engines, unless it is configured. The engines of a cell may be added later."""
@@ -381,78 +197,45 @@ class Gateway:
         limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
         if limits:
             self._has_context_limit = True
-            self._model_calls = self._compose_model_calls(min(limits))
+            for project in (self, *self.hosted):
+                project.limit_context(min(limits))
 
-    def _on_verdict(self, verdict: Verdict) -> None:
-        """Pass a verdict from the verifier's thread to the event loop."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._record_verdict, verdict)
-
-    def _record_verdict(self, verdict: Verdict) -> None:
-        try:
-            if self.store.find(verdict.session) is not None:  # it may have been deleted in the meantime
-                self.events.add(verdict.session, "verified", summarize_verdict(verdict))
-        except StoreError as error:
-            log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
-
-    async def end_polls(self) -> None:
-        """End the polls of trainers that are waiting for calls, so that they do not delay shutdown."""
-        if isinstance(self.engine, Gate):
-            await self.engine.close()
+    async def end_requests(self) -> None:
+        """End event streams and polls, and abort model calls in all projects, because the gateway is stopping."""
+        await super().end_requests()
+        for project in self.hosted:
+            await project.end_requests()
+        if self.gate is not None:
+            await self.gate.close()
 
     async def stop(self) -> None:
         await self.metrics_endpoint.stop()
-        if self._verifier is not None:
-            await asyncio.to_thread(self._verifier.stop)
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._housekeeping
+        await self.stop_tasks()
         await self.updates.close()
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
-        await self.stale.close()
-        for reader in (self.feeds, self.session_views, self.page):
-            await asyncio.to_thread(reader.close)
+        await self.close_readers()
         if self.follower is not None:
             await self.follower.stop()
         if self.cell is not None:
             await self.cell.stop()
+        await self.hosted.stop()
         self.store.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve model calls and host-tool calls directly, because Starlette costs more per request. Starlette serves everything else."""
-        if scope["type"] == "websocket":
-            await self._serve_socket(scope, receive, send)
-            return
-        path = scope["path"]
-        if scope["method"] == "POST":
-            match = self._dialect_routes.match(path)
-            if match is not None:
-                await self._model_calls.serve(scope, receive, send, match)
-                return
-            named = _SESSION_PATH.fullmatch(path)
-            if named is not None:
-                area, session_id, rest = named.groups()
-                match = self._dialect_routes.match(rest)
-                if match is not None:
-                    await self._model_calls.serve(scope, receive, send, match, session_id, prime=area == "v1/rollouts")
-                    return
-            if tool := _TOOL_PATH.fullmatch(path):
-                await self._host_tool_routes.serve(scope, receive, send, tool[2], tool[1])
-                return
-        await self._starlette(
-            scope, receive, add_gateway_header(add_security_headers(send) if is_page_path(path) else send)
-        )
+    def find_project(self, name: str) -> ProjectGateway:
+        return self if name == DEFAULT_PROJECT else self.hosted.open(name)
 
-    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session_id, prime, path = None, False, scope["path"]
-        match = self._dialect_routes.match(path)
-        if match is None and (named := _SESSION_PATH.fullmatch(path)):
-            area, session_id, rest = named.groups()
-            match, prime = self._dialect_routes.match(rest), area == "v1/rollouts"
-        if match is None or not match.socket:
-            await refuse_path(scope, send)
+    def choose(self, scope: Scope) -> ProjectGateway:
+        """Return the project that a request belongs to. One without the key of another project belongs to the project `default`."""
+        name = self.hosted.choose(scope)
+        return self if name is None else self.hosted.open(name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            project = self.choose(scope)
+        except TurngateError as error:  # the operator named an unknown project, or its store cannot be opened
+            dialect = dialect_of(HTTPConnection(scope))
+            await (refuse_upgrade if scope["type"] == "websocket" else respond_error)(send, dialect, error)
             return
-        await serve_socket(self._model_calls, self.replies, scope, receive, send, match, session_id, prime=prime)
+        await project.serve(scope, receive, send)

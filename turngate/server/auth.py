@@ -1,4 +1,7 @@
-"""Authorization: the admin key grants full access, a session's secret only that session's model calls."""
+"""Authorization: the admin key grants full access, an API key the routes of its scopes, a session's secret that session's model calls.
+
+An API key belongs to one project, and is unknown to the gateways of the others.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE, read_key, read_key_file
-from turngate.errors import ConfigError, Unauthorized
+from turngate.errors import ConfigError, Forbidden, Unauthorized
+from turngate.server.scopes import MODEL_CALLS, Scopes
+from turngate.store.projects import DEFAULT_PROJECT, OPERATOR_CALLER, SCOPE_NAMES, ApiKey, Caller
 from turngate.telemetry.logs import register_secrets
 
 if TYPE_CHECKING:  # the front process imports this module and must stay light
+    from turngate.gateway.api_keys import KeyRing
     from turngate.gateway.sessions import Sessions
     from turngate.trace.session import Session
 
@@ -52,26 +58,60 @@ def own_key(data: Path, variable: str, name: str) -> str:
 
 
 class Auth:
-    def __init__(self, admin: str, sessions: Sessions, *, metrics: str = "", open_loopback: bool = False) -> None:
+    """Authorization for the routes of one project."""
+
+    def __init__(
+        self,
+        admin: str,
+        sessions: Sessions,
+        ring: KeyRing,
+        *,
+        project: str = DEFAULT_PROJECT,
+        metrics: str = "",
+        open_loopback: bool = False,
+    ) -> None:
         self._admin = admin.encode()
         self._metrics = metrics.encode()
         self._sessions = sessions
+        self._ring = ring
+        self._project = project
         self._open_loopback = open_loopback
 
     def is_admin(self, key: str) -> bool:
         return secrets.compare_digest(key.encode("utf-8", "surrogatepass"), self._admin)
 
-    def require_admin(self, key: str) -> None:
-        if not self.is_admin(key):
-            raise Unauthorized("the admin key is missing or wrong; send it as 'Authorization: Bearer …'")
+    def find_key(self, key: str) -> ApiKey | None:
+        """Return the stored API key, if it is valid and of this project."""
+        found = self._ring.find(key)
+        return found if found is not None and found.project == self._project else None
 
-    def require_metrics(self, key: str) -> None:
-        """Require the admin key or the metrics key."""
+    def find_prefix(self, prefix: str) -> ApiKey | None:
+        """Return the valid API key of this project with this prefix. The caller must prove that the request has the key."""
+        found = self._ring.find_prefix(prefix)
+        return found if found is not None and found.project == self._project else None
+
+    def require(self, key: str, scopes: Scopes) -> Caller:
+        """Return who sends a request with this key: the operator, or the holder of an API key that has one of the scopes."""
+        if self.is_admin(key):
+            return OPERATOR_CALLER
+        found = self.find_key(key)
+        if found is None:
+            raise Unauthorized("the key is missing, wrong or no longer valid; send it as 'Authorization: Bearer …'")
+        require_scope(found, scopes)
+        return Caller(found.prefix, found.project)
+
+    def require_metrics(self, key: str, scopes: Scopes) -> bool:
+        """Require the metrics key, or a key that `require` accepts. Return whether it may see the metrics of all projects."""
         raw = key.encode("utf-8", "surrogatepass")
-        if not (self.is_admin(key) or (self._metrics and secrets.compare_digest(raw, self._metrics))):
+        if self._metrics and secrets.compare_digest(raw, self._metrics):
+            return True
+        try:
+            return self.require(key, scopes).project is None
+        except Unauthorized:
             raise Unauthorized(
-                f"the key is missing or wrong; send the admin key or the key in {METRICS_KEY} as 'Authorization: Bearer …'"
-            )
+                "the key is missing or wrong; send the admin key, an API key with the scope traces, or the key in "
+                f"{METRICS_KEY} as 'Authorization: Bearer …'"
+            ) from None
 
     def session(self, key: str, session_id: str | None) -> Session:
         """Return the session of a model call.
@@ -88,9 +128,21 @@ class Auth:
                 raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
             return session
         if not self.is_admin(key) and not self._sessions.is_secret_of(key, session_id):
-            raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
+            found = self.find_key(key)
+            if found is None:
+                raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
+            require_scope(found, MODEL_CALLS)
         return self._sessions.find(session_id)
 
     def trusts(self, key: str, client: str) -> bool:
         """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set."""
         return self._open_loopback and not key and client in ("127.0.0.1", "::1")
+
+
+def require_scope(key: ApiKey, scopes: Scopes) -> None:
+    if key.scopes & scopes:
+        return
+    if not scopes:
+        raise Forbidden("this acts on what all projects share, so it needs the operator's admin key")
+    wanted = " or ".join(scope for scope in SCOPE_NAMES if scope in scopes)
+    raise Forbidden(f"this needs a key with the scope {wanted}; key {key.prefix} does not have it")

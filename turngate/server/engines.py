@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import EnginesView
 from turngate.config import check_engine_url
 from turngate.errors import BadRequest, ConfigError
 from turngate.gateway.engine_changes import REMOVE_S, EngineChanges
@@ -62,7 +63,10 @@ class EngineRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def show(self, request: Request) -> Response:
-        return json_response(await self._changes.show())
+        view = await self._changes.show()
+        if request.state.caller.project is not None:  # it learns only whether to send fewer calls
+            view = EnginesView(engines=[], saturated=view.saturated)
+        return json_response(view)
 
     async def add(self, request: Request) -> Response:
         body = await decode_body(request, AddEngineBody)

@@ -16,6 +16,7 @@ from turngate.common.validation import explain_error
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
 from turngate.server.auth import Auth
+from turngate.server.scopes import Scopes, scopes_of
 from turngate.views.session import encode_json
 
 T = TypeVar("T")
@@ -105,12 +106,16 @@ def int_param(request: Request, name: str, default: int | None = None) -> int | 
 
 
 def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Route:
-    """Return a route that renders errors and, unless `auth` is None, requires the admin key."""
+    """Return a route that renders errors and, unless `auth` is None, requires the admin key or an API key with its scope.
+
+    `request.state.caller` says who sent the request.
+    """
+    scopes: Scopes = scopes_of(method, path) if auth is not None else frozenset()
 
     async def serve(request: Request) -> Response:
         try:
             if auth is not None:
-                auth.require_admin(bearer_key(request))
+                request.state.caller = auth.require(bearer_key(request), scopes)
             return await endpoint(request)
         except TurngateError as error:
             return error_response(error)

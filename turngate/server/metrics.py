@@ -1,6 +1,7 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-Requires the admin key, or the key in `TURNGATE_METRICS_KEY`, which grants access to nothing else.
+With the admin key, or the key in `TURNGATE_METRICS_KEY`, which grants access to nothing else, it has the sums over all projects. With an
+API key, it has the values of the key's project, and nothing about the process that serves it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import bearer_key, error_response
+from turngate.server.scopes import scopes_of
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.telemetry.metrics import (
     CONTENT_TYPE,
     Labels,
@@ -41,7 +44,9 @@ LAG_INTERVAL_S = 0.5  # interval between measurements of the event loop's delay
 _MAX_FEEDS = 100  # only the newest feeds are reported
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Gauges = dict[str, Iterable[tuple[Labels, float]]]
-CollectOthers = Callable[[], Awaitable[dict[int, MetricsSnapshot | None]]]
+# Fetches the other workers' snapshots of a project or, for None, of all; None for a worker that does not answer.
+CollectOthers = Callable[[str | None], Awaitable[dict[int, MetricsSnapshot | None]]]
+_PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # about the process; not shown to projects
 
 
 class MetricsEndpoint:
@@ -58,6 +63,7 @@ class MetricsEndpoint:
         *,
         engine_name: str,
         shard: Shard,
+        project: str,
         cell: Cell | None = None,
     ) -> None:
         self._metrics = metrics
@@ -68,7 +74,10 @@ class MetricsEndpoint:
         self._auth = auth
         self._engine_name = engine_name
         self._shard = shard
+        self._project = project
         self._cell = cell
+        self.collect_others: CollectOthers | None = None  # set if there are other workers
+        self.hosted: list[MetricsEndpoint] = []  # of the other projects, if this is the endpoint of the whole gateway
         self._lag_task: asyncio.Task[None] | None = None
         self._started = time.time()
 
@@ -88,21 +97,32 @@ class MetricsEndpoint:
             await asyncio.sleep(LAG_INTERVAL_S)
             lag.observe(max(0.0, loop.time() - due))
 
+    def project_snapshot(self) -> MetricsSnapshot:
+        """Return this worker's metrics of one project."""
+        families = self._metrics.snapshot(self._session_gauges()).families
+        return MetricsSnapshot({name: series for name, series in families.items() if name not in _PROCESS_FAMILIES})
+
+    def _session_gauges(self) -> Gauges:
+        return {
+            "turngate_sessions_open": [((), self._sessions.open_count)],
+            "turngate_sessions_resting": [((), self._sessions.evicted_count)],
+        }
+
     async def snapshot(self) -> MetricsSnapshot:
-        """Return this worker's metrics."""
+        """Return this worker's metrics of all projects."""
         # The last health check of our own engines. Hosted endpoints are omitted, because a scrape must not send them requests.
         health = [] if self._engine is None else await self._engine.health()
         up = sum(replica.ok for replica in health)
         gauges: Gauges = {
             "turngate_workers": [((), 1)],
-            "turngate_sessions_open": [((), self._sessions.open_count)],
-            "turngate_sessions_resting": [((), self._sessions.evicted_count)],
+            **self._session_gauges(),
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
             "turngate_fence_version": [((), self._fence.version)],
             "turngate_fence_paused": [((), int(self._fence.paused))],
             **_process_gauges(self._started),
         }
-        return self._metrics.snapshot(gauges)
+        own = self._metrics.snapshot(gauges)
+        return merge_snapshots([own, *(project.project_snapshot() for project in self.hosted)]) if self.hosted else own
 
     async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
         """Return this worker's metrics, and the metrics from the store, which are the same for all workers."""
@@ -140,27 +160,33 @@ class MetricsEndpoint:
         except StoreError:
             return {}
 
-    def route(self, collect_others: CollectOthers | None = None) -> Route:
-        """Return the route. `collect_others` fetches the other workers' snapshots, with None for a worker that does not answer."""
+    def route(self) -> Route:
+        scopes = scopes_of("GET", "/metrics")
 
         async def serve(request: Request) -> Response:
             try:
-                self._auth.require_metrics(bearer_key(request))
+                sees_all = self._auth.require_metrics(bearer_key(request), scopes) and self._project == DEFAULT_PROJECT
+                project = None if sees_all else self._project
                 per_worker = request.query_params.get("by") == "worker"
-                others = await collect_others() if collect_others is not None else {}
-                text = await self._render(others, per_worker)
+                others = await self.collect_others(project) if self.collect_others is not None else {}
+                text = await self._render(project, others, per_worker)
             except TurngateError as error:
                 return error_response(error)
             return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
         return Route("/metrics", serve, methods=["GET"])
 
-    async def _render(self, others: dict[int, MetricsSnapshot | None], per_worker: bool) -> bytes:
+    async def _render(self, project: str | None, others: dict[int, MetricsSnapshot | None], per_worker: bool) -> bytes:
         answered = {number: snapshot for number, snapshot in others.items() if snapshot is not None}
-        own = await self._snapshot_with_shared(silent_workers=len(others) - len(answered))
+        silent = len(others) - len(answered)
+        own = await self._snapshot_with_shared(silent) if project is None else self._project_with_feeds()
         if per_worker:
             return to_prometheus(label_by_worker({self._shard.number: own, **answered}))
         return to_prometheus([((), merge_snapshots([own, *answered.values()]))])
+
+    def _project_with_feeds(self) -> MetricsSnapshot:
+        feeds = self._metrics.snapshot(self._feed_gauges())
+        return MetricsSnapshot({**feeds.families, **self.project_snapshot().families})
 
 
 def _process_gauges(started: float) -> Gauges:

@@ -195,9 +195,7 @@ class GatewayServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._gateway.events.close()
-        await self._gateway.sessions.abort_all_calls()
-        await self._gateway.end_polls()
+        await self._gateway.end_requests()
         await super().shutdown(sockets)
 
 

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from turngate.client.protocol import PauseMode
 from turngate.engines.weights import PolicyWeights
 from turngate.errors import BadRequest
+from turngate.gateway.sessions import Sessions
 from turngate.gateway.weights import WeightUpdates
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, json_response, route
@@ -73,9 +74,10 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class FenceRoutes:
-    def __init__(self, updates: WeightUpdates, auth: Auth) -> None:
+    def __init__(self, updates: WeightUpdates, auth: Auth, sessions: Sessions) -> None:
         self._updates = updates
         self._auth = auth
+        self._sessions = sessions
 
     def routes(self) -> list[Route]:
         table: list[tuple[str, Literal["GET", "POST"], object]] = [
@@ -88,7 +90,10 @@ class FenceRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def fence(self, request: Request) -> Response:
-        return json_response(await self._updates.describe_fence())
+        view = await self._updates.describe_fence()
+        if request.state.caller.project is not None:  # it sees only the calls of its project in this process
+            view = msgspec.structs.replace(view, in_flight=sum(session.in_flight for session in self._sessions.live()))
+        return json_response(view)
 
     async def pause(self, request: Request) -> Response:
         body = await decode_body(request, PauseBody)

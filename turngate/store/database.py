@@ -14,6 +14,7 @@ from typing import IO
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
+from turngate.store.audit import SQLITE_AUDIT_GUARD
 from turngate.store.connection import Durability
 from turngate.store.lock import lock_folder
 from turngate.store.migration import finish_upgrade, prepare_upgrade
@@ -109,7 +110,7 @@ class SqliteDatabase:
                 param="data",
             )
         prepare_upgrade(self._db, version)
-        self._db.executescript(SCHEMA)
+        self._db.executescript(SCHEMA + SQLITE_AUDIT_GUARD)
         if version == BEFORE_EVENTS:
             # Event numbers used to start at the start time in milliseconds. New numbers must be higher than any such cursor.
             self._db.execute(

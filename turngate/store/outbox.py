@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -55,6 +56,41 @@ class OutboxState(msgspec.Struct, frozen=True):
     unshipped: int = 0
     oldest_due: float | None = None  # when the session that has waited longest was due
     failed: int = 0  # sessions that cannot be shipped, for example because they are damaged
+
+
+class ShippingQueue(Protocol):
+    """What a cell asks of an outbox, or of the outboxes of all its projects."""
+
+    def cells(self) -> list[str]: ...
+
+    def start(self, cell: str, adopted: Iterable[str]) -> None: ...
+
+    def state(self) -> OutboxState: ...
+
+
+class Outboxes:
+    """The outboxes of all projects of a cell."""
+
+    def __init__(self, outbox: OutboxTable) -> None:
+        self._outboxes = [outbox]
+
+    def add(self, outbox: OutboxTable) -> None:
+        self._outboxes.append(outbox)
+
+    def cells(self) -> list[str]:
+        return sorted({cell for outbox in self._outboxes for cell in outbox.cells()})
+
+    def start(self, cell: str, adopted: Iterable[str]) -> None:
+        known = list(adopted)
+        for outbox in self._outboxes:
+            outbox.start(cell, known)
+
+    def state(self) -> OutboxState:
+        states = [outbox.state() for outbox in self._outboxes]
+        due = [state.oldest_due for state in states if state.oldest_due is not None]
+        return OutboxState(
+            sum(state.unshipped for state in states), min(due, default=None), sum(state.failed for state in states)
+        )
 
 
 class OutboxTable:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from turngate.store.attempts import ATTEMPT_TABLES
+from turngate.store.audit import AUDIT_TABLES
 from turngate.store.events import EVENT_TABLES
 from turngate.store.feeds import FEED_TABLES
 from turngate.store.outbox import OUTBOX_TABLES
 from turngate.store.outcomes import OUTCOME_TABLES
+from turngate.store.projects import PROJECT_TABLES
 from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
 BEFORE_FEEDS = 3  # lacks the tables for feeds
 BEFORE_REFUSALS = 4  # lacks the tables for refused calls and stored replies
 BEFORE_ATTEMPTS = 5  # lacks the table for attempts, and the names of rollouts in feeds
-READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS, BEFORE_ATTEMPTS, SCHEMA_VERSION)
+BEFORE_PROJECTS = 6  # lacks the tables for projects, keys and the audit log
+READABLE_VERSIONS = (
+    BEFORE_EVENTS,
+    BEFORE_FEEDS,
+    BEFORE_REFUSALS,
+    BEFORE_ATTEMPTS,
+    BEFORE_PROJECTS,
+    SCHEMA_VERSION,
+)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused
@@ -54,4 +64,4 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 SCHEMA += (
     EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES + ATTEMPT_TABLES
 )
-SCHEMA += OUTBOX_TABLES
+SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + AUDIT_TABLES

@@ -17,6 +17,7 @@ import numpy as np
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import StoreError
 from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
+from turngate.store.audit import AuditTable
 from turngate.store.checksums import UNDELIVERED, node_checksum
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Database, Durability, StoreConnection
 from turngate.store.database import SqliteDatabase
@@ -24,10 +25,11 @@ from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
 from turngate.store.outbox import OutboxTable
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
+from turngate.store.projects import ProjectTable
 from turngate.store.queries import RolloutQueries
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
-from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_REFUSALS
+from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_PROJECTS, BEFORE_REFUSALS
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -109,6 +111,8 @@ class Store:
         self.replies = ReplyTable(self._writing, self._reading)
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
         self.queries = RolloutQueries(self._reading)
+        self.projects = ProjectTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
+        self.audit = AuditTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
 
     def add_session(
         self,

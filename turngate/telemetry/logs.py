@@ -23,8 +23,8 @@ from turngate.types import Json
 Format = Literal["text", "json"]
 REDACTED = "[secret]"
 _MIN_SECRET_CHARS = 8  # shorter secrets are not redacted, because they would match ordinary words
-# Keys that Turngate issues: session secrets and admin keys.
-_OWN_SECRETS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])", re.ASCII)
+# Keys that Turngate issues: session secrets, admin keys and API keys.
+_OWN_SECRETS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-|tgp-[0-9a-f]{8}-)[\w-]{43}(?![\w-])", re.ASCII)
 # Keys in headers and URLs, from any issuer.
 _KEY_AFTER_NAME = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
 # A user name in a URL, with or without a password. The password may contain a slash, although it should be encoded.

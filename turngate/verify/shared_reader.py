@@ -11,7 +11,7 @@ from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
-SHARED_SCHEMAS = (1, 2)
+SHARED_SCHEMAS = (1, 2, 3, 4)
 
 
 def open_session_reader(data: str | Path) -> SessionReader:
@@ -30,13 +30,14 @@ class SharedSessionReader(SessionReader):
                 'data: a PostgreSQL store needs the extra "postgres"; run: pip install "turngate[postgres]"',
                 param="data",
             ) from None
-        self._name = parse_database_url(url).name
+        address = parse_database_url(url)
+        self._name = address.name
         self._error: type[Exception] = psycopg.Error
         try:
-            connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, connect_timeout=10)
+            connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)
         except psycopg.Error as error:
             raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
-        self._db: Any = _PostgresRows(connection)
+        self._db: Any = _PostgresRows(connection, address.schema)
         try:
             self._check_version()
         except BaseException:
@@ -86,15 +87,31 @@ def _name_columns(cursor: Any) -> Any:
 
 
 class _PostgresRows:
-    """A connection that takes `?` for values and returns named rows."""
+    """A connection that takes `?` for values and returns named rows. `schema` is that of a project; empty: the user's own."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, schema: str = "") -> None:
         self._connection = connection
+        self._schema = schema
+        self._is_reading = False  # inside a transaction
 
     def execute(self, sql: str, values: Sequence[object] = ()) -> Any:
+        if sql.startswith("BEGIN"):
+            self._is_reading = True
+            return self._connection.execute(sql + self._use_schema())
+        if self._is_reading or not self._schema:
+            return self._read(sql, values)
+        with self._connection.transaction():
+            self._connection.execute(self._use_schema().lstrip("; "))
+            return self._read(sql, values)
+
+    def _use_schema(self) -> str:
+        return f'; SET LOCAL search_path TO "{self._schema}"' if self._schema else ""
+
+    def _read(self, sql: str, values: Sequence[object]) -> Any:
         return self._connection.cursor(row_factory=_name_columns).execute(sql.replace("?", "%s"), values)
 
     def end(self) -> None:
+        self._is_reading = False
         if not self._connection.closed:
             self._connection.execute("ROLLBACK")
 

@@ -16,6 +16,7 @@ from turngate.common.database_url import parse_database_url
 from turngate.common.sharding import Shard
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
+from turngate.gateway.cell.api_keys import CellKeyRing, KeyFollower
 from turngate.gateway.cell.keeper import CellName, LeaseKeeper, LeaseRegistry
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
@@ -27,6 +28,8 @@ from turngate.gateway.sessions import Sessions
 from turngate.gateway.shared_engines import FollowedEngines
 from turngate.gateway.shared_fence import FenceFollower
 from turngate.gateway.weights import LocalBarrier
+from turngate.store.outbox import Outboxes
+from turngate.store.projects import DEFAULT_PROJECT, locate_project
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
@@ -47,10 +50,13 @@ class Cell:
             create_lease_file(data)
         self._file = LeaseFile(data)
         self.permit = ServingPermit(self._file)
-        self.guard = ServingGuard(self.permit, store.outbox, config.max_unshipped)
+        self._outboxes = Outboxes(store.outbox)
+        self.guard = ServingGuard(self.permit, self._outboxes, config.max_unshipped)
+        self.ring = CellKeyRing(self.permit)
+        self._keys = KeyFollower(self.ring, lambda: self._open().projects)
         self._is_first = shard.number == 0
-        self._keeper = LeaseKeeper(self._file, config.lease_s, store.outbox, self._open_registry)
-        self._shipper = Shipper(store.outbox, store.open_reader, self._open_target)
+        self._keeper = LeaseKeeper(self._file, config.lease_s, self._outboxes, self._open_registry)
+        self._shippers = [self._create_shipper(store, DEFAULT_PROJECT)]
         self._watching: asyncio.Task[None] | None = None
         self._followed: SharedStore | None = None
         self._opened: list[SharedStore] = []
@@ -64,7 +70,6 @@ class Cell:
         barrier: LocalBarrier,
         state: FenceState,
         replicas: ReplicaSet,
-        sessions: Sessions,
         engines: FollowedEngines | None,
     ) -> FenceFollower:
         """Return a follower of the shared fence and engines for this worker. Until it starts, the fence admits no calls."""
@@ -74,7 +79,7 @@ class Cell:
             state,
             replicas,
             lambda: self.open_shared().fence,
-            sessions.interrupt_calls,
+            self.guard.interrupt_calls,
             id=uuid.uuid4().hex,
             name=self._config.cell_name or socket.gethostname(),
             ttl_s=self._config.lease_s,
@@ -87,34 +92,52 @@ class Cell:
             self._followed = self._open()
         return self._followed
 
-    def _open(self) -> SharedStore:
-        """Open the shared store until the cell stops."""
-        store = _open_shared(self._url)
+    def _open(self, project: str = DEFAULT_PROJECT) -> SharedStore:
+        """Open the shared store of a project until the cell stops."""
+        store = _open_shared(locate_project(self._url, project))
         self._opened.append(store)
         return store
 
+    def read_keys(self) -> None:
+        """Read the projects and keys of the shared store, and again every few seconds from now on."""
+        self._keys.start()
+
+    def add_project(self, store: Store, sessions: Sessions, project: str) -> None:
+        """Guard and ship the sessions of another project, under the same lease."""
+        store.outbox.cell = self.permit.cell if self._watching is not None else ""
+        self._outboxes.add(store.outbox)
+        self.guard.add(store.outbox, sessions)
+        shipper = self._create_shipper(store, project)
+        self._shippers.append(shipper)
+        if self._watching is not None and self._is_first:
+            shipper.start()
+
     async def start(self, sessions: Sessions, url: str) -> None:
         """Get a lease, and cancel the sessions of a previous id that was taken over."""
+        self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))
-            self._shipper.start()
-        await self.guard.stop_foreign_sessions(sessions)
-        self._watching = asyncio.create_task(self.guard.run(sessions))
+            for shipper in self._shippers:
+                shipper.start()
+        await self.guard.stop_foreign_sessions()
+        self._watching = asyncio.create_task(self.guard.run())
 
     async def stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watching
+        await asyncio.to_thread(self._keys.stop)
         if self._is_first:
-            await asyncio.to_thread(self._shipper.stop, _LAST_SHIPMENTS_S)
+            stopped = (asyncio.to_thread(shipper.stop, _LAST_SHIPMENTS_S) for shipper in self._shippers)
+            await asyncio.gather(*stopped)
             await asyncio.to_thread(self._keeper.stop)
         for store in self._opened:
             store.close()
 
     def gauges(self) -> dict[str, float]:
         """Return the cell's metrics, by name."""
-        state = self._store.outbox.state()
+        state = self._outboxes.state()
         waited = 0.0 if state.oldest_due is None else max(0.0, time.time() - state.oldest_due)
         return {
             "turngate_cell_unshipped_sessions": state.unshipped,
@@ -131,10 +154,13 @@ class Cell:
     def _open_registry(self) -> LeaseRegistry:
         return self._open().cells
 
-    def _open_target(self) -> ShipmentTarget:
-        shared = self._open()
-        copy_settings(shared, self._store.settings_with(_TOKENIZER_SETTINGS))
-        return ShipmentWriter(shared)
+    def _create_shipper(self, store: Store, project: str) -> Shipper:
+        def open_target() -> ShipmentTarget:
+            shared = self._open(project)
+            copy_settings(shared, store.settings_with(_TOKENIZER_SETTINGS))
+            return ShipmentWriter(shared)
+
+        return Shipper(store.outbox, store.open_reader, open_target)
 
 
 def _open_shared(url: str) -> SharedStore:

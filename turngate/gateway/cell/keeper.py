@@ -12,7 +12,7 @@ import msgspec
 from turngate.errors import TurngateError
 from turngate.gateway.cell.lease import Lease, Renewal, lease_clock
 from turngate.gateway.cell.lease_file import LeaseFile, new_cell_id
-from turngate.store.outbox import OutboxTable
+from turngate.store.outbox import ShippingQueue
 
 log = logging.getLogger("turngate")
 
@@ -41,7 +41,7 @@ class LeaseKeeper:
         self,
         file: LeaseFile,
         ttl_s: float,
-        outbox: OutboxTable,
+        outbox: ShippingQueue,
         connect: Callable[[], LeaseRegistry],
         clock: Callable[[], float] = lease_clock,
     ) -> None:

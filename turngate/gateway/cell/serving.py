@@ -16,7 +16,7 @@ from turngate.gateway.cell.lease import lease_clock
 from turngate.gateway.cell.lease_file import LeaseFile
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
-from turngate.store.outbox import OutboxTable
+from turngate.store.outbox import OutboxTable, ShippingQueue
 
 log = logging.getLogger("turngate")
 _POLL_S = 0.1  # between reads of the file, which another process may have written
@@ -96,12 +96,17 @@ class LeasedFence(Fence):
 class ServingGuard:
     """Stops and resumes this worker's sessions as the lease changes. `run` does so until it is cancelled."""
 
-    def __init__(self, permit: ServingPermit, outbox: OutboxTable, max_unshipped: int) -> None:
+    def __init__(self, permit: ServingPermit, outbox: ShippingQueue, max_unshipped: int) -> None:
         self.permit = permit
         self._outbox = outbox
         self._max_unshipped = max_unshipped
         self._unshipped = 0
         self._counted = 0.0
+        self._parts: list[tuple[OutboxTable, Sessions]] = []  # one for each project
+
+    def add(self, outbox: OutboxTable, sessions: Sessions) -> None:
+        """Guard the sessions of a project, too."""
+        self._parts.append((outbox, sessions))
 
     def require_room(self) -> None:
         """Raise if no new session may be opened: the lease is not held, or too many sessions are not shipped yet."""
@@ -114,32 +119,42 @@ class ServingGuard:
                 f"{self._max_unshipped}); retry in a moment"
             )
 
-    async def run(self, sessions: Sessions) -> None:
+    async def run(self) -> None:
         was_held = self.permit.is_held
         while True:
             if self.permit.has_new_id:
-                await self.stop_foreign_sessions(sessions)
+                await self.stop_foreign_sessions()
             is_held = self.permit.is_held
             if is_held:
                 self.permit.wake()
             elif was_held:
                 log.warning("the lease has lapsed: holding model calls until the shared store answers")
-                await sessions.interrupt_calls()
+                await self.interrupt_calls()
             was_held = is_held
             left = self.permit.seconds_left
             await asyncio.sleep(min(_POLL_S, left) if is_held else _POLL_S)
 
-    async def stop_foreign_sessions(self, sessions: Sessions) -> None:
+    async def interrupt_calls(self) -> None:
+        """Abort the calls in flight of all projects. Agents repeat them."""
+        await asyncio.gather(*(sessions.interrupt_calls() for _, sessions in self._parts))
+
+    async def stop_foreign_sessions(self) -> None:
         """Cancel this worker's sessions of ids that were taken over, then serve the current id."""
         term, cell = self.permit.term, self.permit.cell
-        self._outbox.cell = cell
-        for session_id in self._outbox.find_foreign(cell):
-            if not sessions.owns(session_id):
-                continue
-            try:
-                await sessions.end(session_id, "cancelled", "lease lost")
-            except TurngateError as error:
-                log.warning("cannot cancel session %s: %s", session_id, error.message)
-                if sessions.find_live(session_id) is not None:
+        for outbox, sessions in list(self._parts):
+            outbox.cell = cell
+            for session_id in outbox.find_foreign(cell):
+                if not await self._cancel(sessions, session_id):
                     return  # try again at the next poll; a session that cannot be loaded serves no calls anyway
         self.permit.accept_id(term)
+
+    async def _cancel(self, sessions: Sessions, session_id: str) -> bool:
+        """Cancel a session of this worker. Return False if it still serves calls."""
+        if not sessions.owns(session_id):
+            return True
+        try:
+            await sessions.end(session_id, "cancelled", "lease lost")
+        except TurngateError as error:
+            log.warning("cannot cancel session %s: %s", session_id, error.message)
+            return sessions.find_live(session_id) is None
+        return True

@@ -25,6 +25,7 @@ from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, decode_body, error_response, json_response, raw_json_response
+from turngate.server.scopes import scopes_of
 from turngate.trace.roles import OWN_ROLES, assign_roles
 from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
@@ -59,11 +60,13 @@ class PrimeRoutes:
         ]
 
     def _route(self, path: str, method: str, endpoint: Endpoint) -> Route:
+        scopes = scopes_of(method, path)
+
         async def serve(request: Request) -> Response:
             try:
                 key = _chat.read_key(request.headers, {})
                 if not self._auth.trusts(key, request.client.host if request.client else ""):
-                    self._auth.require_admin(key)
+                    self._auth.require(key, scopes)
                 return await endpoint(request)
             except TurngateError as error:
                 return error_response(error)

@@ -7,6 +7,7 @@ sites from framing or reading it.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ class StaticFiles:
         if file.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(file.content, media_type=file.type, headers=headers)
+
+
+@cache
+def load_static_files() -> StaticFiles:
+    """Return the static files, which all projects share."""
+    return StaticFiles()
 
 
 def _load_file(path: Path) -> StaticFile:

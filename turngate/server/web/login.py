@@ -1,8 +1,11 @@
-"""Login to the web page with the admin key, and the login cookie.
+"""Login to the web page with the admin key or an API key, and the login cookie.
 
 The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can check it without
 shared state, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash until the cookie expires. The
 cookie grants access only to the page's routes.
+
+The cookie of an API key starts with the key's prefix, and its signature also depends on the key. It is valid only in the key's project,
+and only as long as the key itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from turngate.errors import Forbidden, StoreError, TooManyRequests, Unauthorized
-from turngate.server.auth import Auth
+from turngate.gateway.api_keys import KeyRing
+from turngate.server.auth import Auth, require_scope
+from turngate.server.scopes import Scopes, scopes_of
+from turngate.store.projects import OPERATOR_CALLER, ApiKey, Caller
 from turngate.store.sqlite import Store
 
 COOKIE = "turngate_page"
@@ -33,29 +39,35 @@ _MAX_TRIES = 8  # wrong keys per client address
 _TRIES_WINDOW_S = 60.0
 _MAX_CALLERS = 4096  # client addresses whose wrong keys are remembered
 _LOGGED_OUT = "page_logged_out"  # setting in the store: a JSON object of cookie hash to expiry time
+_SCOPES = scopes_of("GET", "/page/api/me")
 _END = struct.Struct(">d")
 _RANDOM_BYTES = 24
 _MAC_BYTES = 32
 
 
 class PageLogin:
-    def __init__(self, admin_key: str, auth: Auth, store: Store) -> None:
+    def __init__(self, admin_key: str, auth: Auth, ring: KeyRing, store: Store) -> None:
         self._auth = auth
+        self._ring = ring
         self._store = store
         self._key = hmac.digest(admin_key.encode(), b"turngate web page, version 1", "sha256")
         self._wrong: dict[str, deque[float]] = {}
 
     def log_in(self, request: Request, key: str) -> tuple[str, float]:
-        """Check the admin key. Return a cookie and its expiry time."""
+        """Check the admin key, or an API key of any project. Return a cookie and its expiry time."""
         caller = request.client.host if request.client is not None else ""
         now = time.time()
         # Checked before counting tries: clients behind a proxy share an address, and the right key must always work.
-        if not self._auth.is_admin(key):
+        api_key = None if self._auth.is_admin(key) else self._ring.find(key)
+        if api_key is not None:
+            require_scope(api_key, _SCOPES)
+        elif not self._auth.is_admin(key):
             self._reject(caller, now)
         self._wrong.pop(caller, None)
         end = now + COOKIE_LIFETIME_S
         body = _END.pack(end) + secrets.token_bytes(_RANDOM_BYTES)
-        return _encode(body + self._sign(body)), end
+        token = _encode(body + self._sign(body, api_key))
+        return (token if api_key is None else f"{api_key.prefix}.{token}"), end
 
     def _reject(self, caller: str, now: float) -> NoReturn:
         tries = self._wrong.setdefault(caller, deque())
@@ -67,7 +79,7 @@ class PageLogin:
             wait = tries[0] + _TRIES_WINDOW_S - now
             raise TooManyRequests(f"too many attempts with a wrong key; try again in {wait:.0f} seconds", wait_s=wait)
         tries.append(now)
-        raise Unauthorized("key is not the admin key", param="key")
+        raise Unauthorized("key is not the admin key or a valid API key", param="key")
 
     def log_out(self, request: Request) -> None:
         """Invalidate the client's cookie in all workers."""
@@ -83,12 +95,25 @@ class PageLogin:
 
         self._store.change_setting(_LOGGED_OUT, add_digest)
 
-    def require(self, request: Request) -> float:
+    def require(self, request: Request, scopes: Scopes = _SCOPES) -> float:
         """Return the expiry time of the client's cookie. Raise `Unauthorized` if it is missing or invalid."""
-        end = self.expiry_of(request.cookies.get(COOKIE, ""))
+        cookie = request.cookies.get(COOKIE, "")
+        end = self.expiry_of(cookie)
         if end is None:
             raise Unauthorized("not logged in, or the login has expired; POST /page/login with the admin key")
+        if (api_key := self._find_key(cookie)) is not None:
+            require_scope(api_key, scopes)
         return end
+
+    def find_caller(self, request: Request) -> Caller:
+        """Return who is logged in, for the audit log. The cookie must have been checked."""
+        api_key = self._find_key(request.cookies.get(COOKIE, ""))
+        return OPERATOR_CALLER if api_key is None else Caller(api_key.prefix, api_key.project)
+
+    def _find_key(self, cookie: str) -> ApiKey | None:
+        """Return the API key that a cookie names, if it is still valid."""
+        prefix = cookie.rpartition(".")[0]
+        return self._auth.find_prefix(prefix) if prefix else None
 
     def expiry_of(self, cookie: str) -> float | None:
         """Return the expiry time of a cookie, or None if it is not valid."""
@@ -102,8 +127,12 @@ class PageLogin:
             return None
         return None if _digest(raw) in msgspec.json.decode(logged_out, type=dict[str, float]) else end
 
-    def _read(self, token: str) -> tuple[bytes, float] | None:
-        """Return a cookie's bytes and expiry time, or None if it is forged or expired."""
+    def _read(self, cookie: str) -> tuple[bytes, float] | None:
+        """Return a cookie's bytes and expiry time, or None if it is forged or expired, or its API key is no longer valid."""
+        prefix, _, token = cookie.rpartition(".")
+        api_key = self._find_key(cookie)
+        if prefix and api_key is None:
+            return None
         try:
             raw = base64.urlsafe_b64decode(token.encode("ascii") + b"=" * (-len(token) % 4))
         except (binascii.Error, UnicodeEncodeError, ValueError):
@@ -113,13 +142,14 @@ class PageLogin:
         if _encode(raw) != token:  # base64 can encode the same bytes in several ways; accept only ours
             return None
         body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._sign(body)):
+        if not hmac.compare_digest(mac, self._sign(body, api_key)):
             return None
         (end,) = _END.unpack_from(body)
         return (raw, float(end)) if time.time() < end <= time.time() + COOKIE_LIFETIME_S else None
 
-    def _sign(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256")
+    def _sign(self, body: bytes, api_key: ApiKey | None) -> bytes:
+        key = self._key if api_key is None else hmac.digest(self._key, api_key.hash, "sha256")
+        return hmac.digest(key, body, "sha256")
 
 
 def require_same_origin(request: Request) -> None:

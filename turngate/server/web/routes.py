@@ -16,15 +16,17 @@ from starlette.routing import Route
 
 from turngate.common.sharding import Shard
 from turngate.errors import TooManyRequests, TurngateError
+from turngate.gateway.api_keys import KeyRing
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, error_response, json_response
+from turngate.server.scopes import Scopes, scopes_of
 from turngate.server.web.event_streams import EventStreamRoutes
 from turngate.server.web.export import ExportRoutes
-from turngate.server.web.files import StaticFiles
+from turngate.server.web.files import load_static_files
 from turngate.server.web.lists import ListRoutes
 from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same_origin, set_login_cookie
 from turngate.server.web.reader import PageReader
@@ -48,6 +50,7 @@ class WebPage:
         events: Events,
         fence: Fence,
         auth: Auth,
+        ring: KeyRing,
         store: Store,
         *,
         admin_key: str,
@@ -59,8 +62,8 @@ class WebPage:
         self._fence = fence
         self._model = model
         self._shard = shard
-        self._files = StaticFiles()
-        self.login = PageLogin(admin_key, auth, store)
+        self._files = load_static_files()
+        self.login = PageLogin(admin_key, auth, ring, store)
         self._reader = PageReader(store, tokenizer)
         self._lists = ListRoutes(self._reader, self._describe_gateway)
         self._rollout = RolloutRoutes(self._reader, sessions)
@@ -105,12 +108,14 @@ class WebPage:
     def _route(
         self, path: str, method: Literal["GET", "POST"], endpoint: Endpoint, *, needs_login: bool = True
     ) -> Route:
+        scopes: Scopes = scopes_of(method, path) if needs_login else frozenset()
+
         async def serve(request: Request) -> Response:
             try:
                 if method == "POST":
                     require_same_origin(request)
                 if needs_login:
-                    self.login.require(request)
+                    self.login.require(request, scopes)
                 return await endpoint(request)
             except TurngateError as error:
                 response = error_response(error)

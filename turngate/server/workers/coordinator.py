@@ -55,15 +55,16 @@ class Coordinator:
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
         self._peers = peers
+        gateway.metrics_endpoint.collect_others = self._collect_metrics
         self.updates = gateway.create_updates(self)
         self.engine_changes = gateway.change_engines(self.updates, self)
 
     def routes(self) -> list[Route]:
         """Return the public routes that concern all workers."""
         return [
-            *FenceRoutes(self.updates, self._gateway.auth).routes(),
+            *FenceRoutes(self.updates, self._gateway.auth, self._gateway.sessions).routes(),
             *EngineRoutes(self.engine_changes, self._gateway.auth).routes(),
-            self._gateway.metrics_endpoint.route(self._collect_metrics),
+            self._gateway.metrics_endpoint.route(),
         ]
 
     def worker_routes(self) -> list[Route]:
@@ -167,14 +168,15 @@ class Coordinator:
             raise Stopping(f"worker {number} failed with status {response.status}; retry the request in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)
 
-    async def _collect_metrics(self) -> dict[int, MetricsSnapshot | None]:
-        """Return the metrics of the other workers, with None for a worker that does not answer."""
+    async def _collect_metrics(self, project: str | None) -> dict[int, MetricsSnapshot | None]:
+        """Return the metrics of the other workers, of one project or of all, with None for a worker that does not answer."""
+        target = "/worker/metrics" if project is None else f"/worker/metrics?project={project}"
 
         async def ask(number: int) -> MetricsSnapshot | None:
             try:
                 async with (
                     asyncio.timeout(_METRICS_S),
-                    self._peers.request(number, "GET", "/worker/metrics", self._peers.own_header) as response,
+                    self._peers.request(number, "GET", target, self._peers.own_header) as response,
                 ):
                     answer = await response.read()
             except (TimeoutError, Stopping, aiohttp.ClientError, OSError):
@@ -215,7 +217,10 @@ class Coordinator:
         return self._fence_response()
 
     async def worker_metrics(self, request: Request) -> Response:
-        return json_response(await self._gateway.metrics_endpoint.snapshot())
+        project = request.query_params.get("project")
+        if project is None:
+            return json_response(await self._gateway.metrics_endpoint.snapshot())
+        return json_response(self._gateway.find_project(project).metrics_endpoint.project_snapshot())
 
     def _fence_response(self) -> Response:
         fence = self._gateway.fence

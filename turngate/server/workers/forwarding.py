@@ -184,6 +184,11 @@ class ForwardingApp:
         self._max_body = int(gateway.config.max_body_mb * 1e6)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            project = self._gateway.choose(scope)
+        except TurngateError:
+            await self._gateway(scope, receive, send)  # responds with the error
+            return
         if scope["type"] == "websocket":
             await self._serve_socket(scope, receive, send)
             return
@@ -192,9 +197,9 @@ class ForwardingApp:
             send = add_security_headers(send)
         if scope["path"].startswith(INTERNAL_PREFIX):
             await self._gateway(scope, receive, send)  # responds with 404
-        elif route in SHARED_ROUTES:
+        elif route in SHARED_ROUTES and project is self._gateway:
             await self._serve_at(0, scope, receive, send, local=self._shared)
-        elif route == METRICS_ROUTE:
+        elif route == METRICS_ROUTE and project is self._gateway:
             await self._shared(scope, receive, send)
         elif route in _ROUTED_BY_BODY:
             await self._serve_by_body(scope, receive, send)
@@ -208,20 +213,21 @@ class ForwardingApp:
         match = self._dialect_routes.match(scope["path"])
         dialect = match.dialect if match is not None else dialect_of(HTTPConnection(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
-        session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
+        session_id = self._gateway.choose(scope).sessions.find_id_by_secret(key) if key else None
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
     def _is_authorized(self, scope: Scope) -> bool:
         """Return whether the request has a valid key or, for the page, a valid cookie."""
+        project = self._gateway.choose(scope)
         if is_page_path(scope["path"]):
-            return self._gateway.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
+            return project.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
         match = self._dialect_routes.match(SESSION_PREFIX.sub("", scope["path"]))
         dialect = match.dialect if match is not None else dialect_of(HTTPConnection(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
-        auth = self._gateway.auth
-        if auth.is_admin(key) or auth.trusts(key, client_host(scope)):
+        auth = project.auth
+        if auth.is_admin(key) or auth.trusts(key, client_host(scope)) or auth.find_key(key) is not None:
             return True
-        return bool(key) and self._gateway.sessions.find_id_by_secret(key) is not None
+        return bool(key) and project.sessions.find_id_by_secret(key) is not None
 
     async def _serve_by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request whose body may name a session. New sessions without an id are distributed to the workers in turn."""

@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS cells (
     lease_until REAL NOT NULL,
     state TEXT NOT NULL           -- active, ended, replaced or lost
 );
+"""
+SHIPMENT_TABLES = """
 CREATE TABLE IF NOT EXISTS shipments (
     session INTEGER PRIMARY KEY,  -- key of the session
     cell TEXT NOT NULL,           -- id of the cell that served it
@@ -93,11 +95,13 @@ class CellTable:
     def take_over(self, cell: str) -> bool:
         """Declare a cell lost and supersede its running attempts. Return False while its lease lasts, or if it is unknown."""
         with self._writing() as db:
-            query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{_NOW} RETURNING id"
-            if db.execute(query, (cell,)).fetchone() is not None:
-                supersede_attempts(db, "cell=? AND state='running'", (cell,))
-                return True
-            return db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is not None
+            query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{_NOW}"
+            db.execute(query, (cell,))
+            if db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is None:
+                return False
+            # Also if it was lost before: another project may have declared it.
+            supersede_attempts(db, "cell=? AND state='running'", (cell,))
+            return True
 
     def find(self, cell: str) -> CellRow | None:
         return next(iter(self._select("id=?", (cell,))), None)

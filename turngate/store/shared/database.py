@@ -85,6 +85,9 @@ class SharedDatabase:
 
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
         self.url = url
+        # Each transaction chooses the schema anew, since PgBouncer may give it another connection.
+        self._use_schema = tables.use_schema(url.schema) if url.schema else ""
+        self._begin_write = f"{_BEGIN}; {self._use_schema}" if url.schema else _BEGIN
         self._psycopg = import_psycopg()
         self._read_only = read_only
         self._writer: psycopg.Connection | None = None
@@ -104,9 +107,12 @@ class SharedDatabase:
 
     def _open(self) -> None:
         if not self._read_only:
-            tables.prepare(self._require_writer(), self.url.name)
+            tables.prepare(self._require_writer(), self.url.name, self.url.schema)
             return
-        version = tables.read_version(self._require_reader())
+        with (db := self._require_reader()).transaction():
+            if self._use_schema:
+                db.execute(self._use_schema.encode())
+            version = tables.read_version(db)
         tables.check_version(version, self.url.name)
         if version != tables.SHARED_VERSION:
             found = f"has version {version}" if version else "has no tables"
@@ -155,6 +161,8 @@ class SharedDatabase:
             db.execute(_SNAPSHOT)
             self._in_snapshot = True
             try:
+                if self._use_schema:
+                    db.execute(self._use_schema)
                 yield
             finally:
                 self._in_snapshot = False
@@ -175,12 +183,12 @@ class SharedDatabase:
         """Begin a transaction. Reconnect first if the connection was interrupted."""
         db = self._require_writer()
         try:
-            db.execute(_BEGIN)
+            db.execute(self._begin_write.encode())
         except self._psycopg.OperationalError:
             if not db.closed:
                 raise
             db = self._require_writer()
-            db.execute(_BEGIN)
+            db.execute(self._begin_write.encode())
         return db
 
     def _roll_back(self) -> None:
@@ -197,11 +205,22 @@ class SharedDatabase:
         """Run a read. Reconnect if the connection was interrupted, except inside a snapshot, which would then see other data."""
         db = self._require_reader()
         try:
-            return SharedConnection(db).execute(sql, values)
+            return self._read(db, sql, values)
         except self._psycopg.OperationalError:
             if self._in_snapshot or not db.closed:
                 raise
-            return SharedConnection(self._require_reader()).execute(sql, values)
+            return self._read(self._require_reader(), sql, values)
+
+    def _read(self, db: psycopg.Connection, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
+        """Run a read, in a transaction of its own if it has to choose the schema."""
+        if not self._use_schema or sql.startswith(("BEGIN", "ROLLBACK")) or self._in_snapshot:
+            return SharedConnection(db).execute(sql, values)
+        db.execute(f"BEGIN READ ONLY; {self._use_schema}".encode())
+        try:
+            return SharedConnection(db).execute(sql, values)
+        finally:
+            if not db.closed:
+                db.execute("ROLLBACK")  # it has only read
 
     def _require_writer(self) -> psycopg.Connection:
         if self._writer is None or self._writer.closed:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turngate.errors import ConfigError
+from turngate.store.audit import POSTGRES_AUDIT_GUARD
 from turngate.store.schema import SCHEMA
-from turngate.store.shared.cells import CELL_TABLES
+from turngate.store.shared.cells import CELL_TABLES, SHIPMENT_TABLES
 from turngate.store.shared.engines import ENGINE_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
 from turngate.store.shared.totals import FILL_TOTALS, TOTAL_TABLES
@@ -15,7 +16,7 @@ from turngate.store.shared.translation import translate_tables
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 3
+SHARED_VERSION = 4
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -39,27 +40,50 @@ END $$;
 _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
     2: "ALTER TABLE IF EXISTS fence_followers ADD COLUMN IF NOT EXISTS busy TEXT NOT NULL DEFAULT '';",
+    3: "",  # lacks the tables for projects, keys and the audit log
 }
 
 
-def prepare(db: Connection, where: str) -> None:
-    """Create the tables, or migrate those of an older version. Other processes that start at the same time wait."""
+def prepare(db: Connection, where: str, schema: str = "") -> None:
+    """Create the tables, or migrate those of an older version. Other processes that start at the same time wait.
+
+    `schema` is that of a project. Its tables are its own, except the cells, which are a view of those of the whole.
+    """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
-        version = read_version(db)
-        check_version(version, where)
-        if version == SHARED_VERSION:
-            return
-        if not version:
-            _require_empty(db, where)
-            db.execute("CREATE TABLE turngate_version (version INTEGER NOT NULL)")
-            db.execute("INSERT INTO turngate_version VALUES (0)")
-        for step in range(version or SHARED_VERSION, SHARED_VERSION):
+        _prepare_tables(db, where, CELL_TABLES + FENCE_TABLES + ENGINE_TABLES)
+        if schema:
+            row = db.execute("SELECT current_schema()").fetchone()
+            assert row is not None, "the tables of the whole are in it"
+            cells = f'CREATE OR REPLACE VIEW cells AS SELECT * FROM "{row[0]}".cells;'
+            db.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
+            db.execute(use_schema(schema).encode())
+            _prepare_tables(db, where, cells)
+
+
+def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
+    """Prepare the tables of the current schema. `own_tables` creates those that are not the same in all schemas."""
+    version = read_version(db)
+    check_version(version, where)
+    if version == SHARED_VERSION:
+        return
+    if not version:
+        _require_empty(db, where)
+        db.execute("CREATE TABLE turngate_version (version INTEGER NOT NULL)")
+        db.execute("INSERT INTO turngate_version VALUES (0)")
+    for step in range(version or SHARED_VERSION, SHARED_VERSION):
+        if _MIGRATIONS[step]:
             db.execute(_MIGRATIONS[step].encode())
-        db.execute(translate_tables(SCHEMA + CELL_TABLES + FENCE_TABLES + ENGINE_TABLES).encode())
-        if not version:
-            db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES).encode())
-        db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))
+    db.execute(translate_tables(SCHEMA + own_tables + SHIPMENT_TABLES).encode())
+    db.execute(POSTGRES_AUDIT_GUARD.encode())
+    if not version:
+        db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES).encode())
+    db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))
+
+
+def use_schema(schema: str) -> str:
+    """Return the statement that makes a transaction use only the tables of a schema. Project names need no escaping."""
+    return f'SET LOCAL search_path TO "{schema}"'
 
 
 def read_version(db: Connection) -> int:

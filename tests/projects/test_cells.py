@@ -1,0 +1,86 @@
+"""Projects in cells: sessions are shipped to their project's store, and keys are checked without waiting for PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.cells.kit import CellProcess, CutOffProxy, start_cell, wait_for
+from tests.kit import Json, Running, gateway
+from tests.projects.kit import create_key, create_project
+from tests.speed import scaled
+from turngate.gateway.cell.api_keys import FOLLOW_S
+from turngate.store.projects import locate_project
+from turngate.verify.shared_reader import open_session_reader
+
+pytestmark = [pytest.mark.needs("postgres"), pytest.mark.process, pytest.mark.full]
+LEASE_S = 6.0
+
+
+def ask(cell: CellProcess, key: str, method: str, path: str, **request: Json) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.request(method, cell.url + path, headers=headers, trust_env=False, timeout=scaled(30), **request)
+
+
+async def run_session(cell: CellProcess, key: str, name: str) -> Json:
+    """Run a session with one turn and an outcome in the key's project."""
+    opened = (await asyncio.to_thread(ask, cell, key, "POST", "/admin/sessions", json={"id": name})).json()
+    assert await asyncio.to_thread(cell.say, opened["api_key"])
+    await asyncio.to_thread(ask, cell, key, "POST", f"/admin/sessions/{name}/seal", json={})
+    outcome = {"kind": "graded", "reward": 1.0, "group": "g"}
+    recorded = await asyncio.to_thread(ask, cell, key, "PUT", f"/admin/sessions/{name}/outcome", json=outcome)
+    assert recorded.is_success, recorded.text
+    return opened
+
+
+async def shipped(g: Running, key: str, name: str) -> bool:
+    return (await g.http(key).get(f"/admin/sessions/{name}/trace")).status_code == 200
+
+
+async def test_cell_serves_projects_of_the_shared_store(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with gateway(data=postgres_url) as g:
+        for project in ("alpha", "beta"):
+            await create_project(g, project)
+        alpha, beta = [(await create_key(g, project))["key"] for project in ("alpha", "beta")]
+        proxy = CutOffProxy(urlsplit(postgres_url).port or 5432)
+        cut_url = postgres_url.replace(f":{urlsplit(postgres_url).port}/", f":{proxy.port}/")
+        with start_cell(tmp_path / "cell", cut_url, lease_s=LEASE_S) as cell:
+            for key in (alpha, beta, cell.admin["authorization"].removeprefix("Bearer ")):
+                await run_session(cell, key, "same")
+            for key in (alpha, beta, g.app.admin_key):
+                end = time.monotonic() + scaled(30)
+                while not await shipped(g, key, "same"):
+                    assert time.monotonic() < end
+                    await asyncio.sleep(0.1)
+                assert len((await g.http(key).get("/admin/sessions")).json()["sessions"]) == 1
+            with open_session_reader(locate_project(postgres_url, "alpha")) as reader:  # the verifier's own
+                assert reader.session_ids() == ["same"] and len(reader.read_session("same").turns) == 1
+
+            late = await create_key(g, "alpha", "traces")
+            path = "/admin/sessions/same"
+
+            def status(key: str) -> int:
+                return ask(cell, key, "GET", path).status_code
+
+            await asyncio.to_thread(wait_for, lambda: status(late["key"]) == 200, FOLLOW_S + 3)
+            await g.admin.post(f"/admin/keys/{late['prefix']}/revoke", json={})
+            await asyncio.to_thread(wait_for, lambda: status(late["key"]) == 401, 5)
+            refused = await asyncio.to_thread(ask, cell, alpha, "POST", "/admin/keys", json={"scopes": ["traces"]})
+            assert refused.status_code == 409 and "manage projects and keys at the gateway" in refused.text
+
+            proxy.cut()
+            began = time.monotonic()
+            assert await asyncio.to_thread(status, alpha) == 200  # from memory, without waiting
+            assert time.monotonic() - began < LEASE_S / 2
+            await asyncio.to_thread(wait_for, lambda: status(alpha) == 503, LEASE_S + 10)
+            proxy.mend()
+            await asyncio.to_thread(wait_for, lambda: status(alpha) == 200, 30)
+        proxy.close()

@@ -1,0 +1,146 @@
+"""`turngate projects`, `turngate keys` and `turngate audit`: manage the projects of a running gateway and their keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from rich.table import Table
+
+from turngate.client.keys import read_admin_key
+from turngate.client.projects import ProjectClient
+from turngate.client.protocol import KeyView, NewKey, ProjectView
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import say
+from turngate.errors import ConfigError
+from turngate.store.audit import AuditEntry
+
+T = TypeVar("T")
+
+
+def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
+    """Send a request to a gateway with the key in TURNGATE_ADMIN_KEY."""
+
+    async def send() -> T:
+        async with ProjectClient(gateway, read_admin_key()) as client:
+            return await request(client)
+
+    return asyncio.run(send())
+
+
+def parse_quotas(live_sessions: int | None, tokens_per_day: int | None) -> dict[str, int] | None:
+    """Return the quotas of the flags, or None if none is set. 0 means no limit."""
+    given = {"live_sessions": live_sessions, "tokens_per_day": tokens_per_day}
+    if all(value is None for value in given.values()):
+        return None
+    return {name: value for name, value in given.items() if value}
+
+
+def print_projects(projects: Sequence[ProjectView], as_json: bool) -> None:
+    if as_json:
+        _print_json({"projects": projects})
+        return
+    rows = [
+        (
+            project.name,
+            f"{project.weight:g}",
+            _limit(project.quotas.live_sessions),
+            _limit(project.quotas.tokens_per_day),
+            str(project.keys),
+        )
+        for project in projects
+    ]
+    _print_table(("project", "weight", "live sessions", "tokens per day", "keys"), rows)
+
+
+def print_keys(keys: Sequence[KeyView], as_json: bool) -> None:
+    if as_json:
+        _print_json({"keys": keys})
+        return
+    rows = [(key.prefix, key.project, " ".join(key.scopes), _state(key), key.note) for key in keys]
+    _print_table(("key", "project", "scopes", "state", "note"), rows)
+
+
+def show_new_key(new: NewKey, out: Path | None, as_json: bool) -> None:
+    """Print a new key once, or write it to a file that only its owner may read."""
+    if out is None:
+        if as_json:
+            _print_json(new)
+        else:
+            print(new.key)
+        return
+    _print_json({**msgspec.to_builtins(new), "key": str(out)}) if as_json else say(
+        new_console(), f"Wrote key {new.prefix} to {out}."
+    )
+
+
+def open_key_file(out: Path) -> int:
+    """Create the file for a key before the key is created, so that no key is lost because its file exists."""
+    try:
+        return os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"out: {out} already exists; choose another file", param="out") from None
+    except OSError as error:
+        raise ConfigError(f"out: cannot create {out} ({error.strerror})", param="out") from None
+
+
+def create_key(gateway: str, request: Callable[[ProjectClient], Awaitable[NewKey]], out: Path | None) -> NewKey:
+    """Create a key and write it to `out`, if set."""
+    if out is None:
+        return ask(gateway, request)
+    with os.fdopen(open_key_file(out), "w", encoding="utf-8") as file:
+        try:
+            new = ask(gateway, request)
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise
+        file.write(new.key + "\n")
+    return new
+
+
+def print_audit(entries: Sequence[AuditEntry], as_json: bool) -> None:
+    if as_json:
+        _print_json({"entries": entries})
+        return
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.at)),
+            entry.actor,
+            entry.project,
+            entry.action,
+            entry.subject,
+        )
+        for entry in entries
+    ]
+    _print_table(("time (UTC)", "who", "project", "action", "what"), rows)
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    new_console().print(table)
+
+
+def _limit(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _state(key: KeyView) -> str:
+    if key.revoked is not None:
+        return "revoked"
+    if key.expires is None:
+        return "valid"
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(key.expires))
+    return f"valid until {day}" if key.valid else f"expired {day}"

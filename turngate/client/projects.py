@@ -1,0 +1,48 @@
+"""Client for the projects, keys and audit log of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import quote, urlencode
+
+from turngate.client.protocol import AuditPage, KeyList, KeyView, NewKey, ProjectList, ProjectView
+from turngate.client.transport import GatewayTransport
+from turngate.store.audit import AuditEntry
+from turngate.types import Json
+
+
+class ProjectClient(GatewayTransport):
+    async def projects(self) -> list[ProjectView]:
+        return (await self._request("GET", "/admin/projects", ProjectList)).projects
+
+    async def create_project(self, name: str, **settings: Json) -> ProjectView:
+        """Create a project. The settings are `weight` and `quotas`."""
+        return await self._request("POST", "/admin/projects", ProjectView, {"name": name, **settings})
+
+    async def change_project(self, name: str, **settings: Json) -> ProjectView:
+        return await self._request("PUT", f"/admin/projects/{quote(name, safe='')}", ProjectView, settings)
+
+    async def keys(self, project: str = "") -> list[KeyView]:
+        """Return the keys of a project, or all that the caller may see."""
+        query = f"?{urlencode({'project': project})}" if project else ""
+        return (await self._request("GET", f"/admin/keys{query}", KeyList)).keys
+
+    async def create_key(
+        self, scopes: Sequence[str], project: str = "", *, note: str = "", expires_s: float | None = None
+    ) -> NewKey:
+        """Create a key. Only this reply contains it."""
+        body: dict[str, Json] = {"project": project, "scopes": list(scopes), "note": note, "expires_s": expires_s}
+        return await self._request("POST", "/admin/keys", NewKey, body)
+
+    async def rotate_key(self, prefix: str, grace_s: float | None = None) -> NewKey:
+        """Create a key in place of another one, which stays valid for `grace_s` seconds."""
+        body: dict[str, Json] = {} if grace_s is None else {"grace_s": grace_s}
+        return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/rotate", NewKey, body)
+
+    async def revoke_key(self, prefix: str) -> KeyView:
+        return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/revoke", KeyView, {})
+
+    async def audit(self, project: str = "", after: int = 0, limit: int = 100) -> list[AuditEntry]:
+        """Return the entries of the audit log past a number, oldest first."""
+        query = urlencode({"project": project, "after": after, "limit": limit})
+        return (await self._request("GET", f"/admin/audit?{query}", AuditPage)).entries

@@ -1,0 +1,38 @@
+"""A project's view of an engine: sessions and cached prefixes of different projects are never the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from turngate.engines.base import Chunk, Engine, Generate, Health
+
+
+class ProjectEngine:
+    """An engine that several projects share. The owner of the engine starts and closes it."""
+
+    def __init__(self, engine: Engine, project: str) -> None:
+        self.name = engine.name
+        self._engine = engine
+        self._project = project
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def health(self) -> list[Health]:
+        return await self._engine.health()
+
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        # With a salt of its own, a project cannot find out by timing which prompts another one has cached.
+        salt = f"{self._project}:{request.cache_salt}"
+        own = msgspec.structs.replace(request, session=self._name(request.session), cache_salt=salt)
+        return self._engine.generate(own)
+
+    def release(self, session: str) -> None:
+        self._engine.release(self._name(session))
+
+    def _name(self, session: str) -> str:
+        return f"{self._project}/{session}" if session else ""

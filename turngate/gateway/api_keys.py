@@ -1,0 +1,97 @@
+"""Check API keys against those in the store, which are read again every second.
+
+A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies it in lists and in the audit log. The store has only a
+hash of the whole key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from turngate.store.projects import DEFAULT_PROJECT, ApiKey, ProjectRow, ProjectTable, Quotas
+
+REFRESH_S = 1.0  # how long a gateway may use keys that it has read
+KEY_PATTERN = re.compile(r"(tgp-[0-9a-f]{8})-[\w-]{43}", re.ASCII)
+
+
+class KnownProjects(msgspec.Struct, frozen=True):
+    """The projects and the keys at one point in time."""
+
+    projects: Mapping[str, ProjectRow]
+    keys: Mapping[str, ApiKey]  # by prefix
+
+
+def read_projects(table: ProjectTable) -> KnownProjects:
+    projects = {project.name: project for project in table.list_projects()}
+    return KnownProjects(projects, {key.prefix: key for key in table.list_keys()})
+
+
+def new_key() -> tuple[str, str, bytes]:
+    """Return a new key, its prefix and its hash."""
+    prefix = f"tgp-{secrets.token_hex(4)}"
+    key = f"{prefix}-{secrets.token_urlsafe(32)}"
+    return key, prefix, hash_key(key)
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class KeyRing:
+    """The projects and keys that a gateway knows. `read` is called again after `refresh_s`; inf: only `update` changes them."""
+
+    def __init__(
+        self,
+        read: Callable[[], KnownProjects],
+        refresh_s: float = REFRESH_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._known = KnownProjects({DEFAULT_PROJECT: ProjectRow(DEFAULT_PROJECT)}, {})
+        self._read_at = float("-inf")
+
+    def update(self, known: KnownProjects | None = None) -> None:
+        """Read the projects and keys now, or take those that another thread has read."""
+        self._known = self._read() if known is None else known
+        self._read_at = self._clock()
+
+    def _refresh(self) -> KnownProjects:
+        if self._clock() - self._read_at >= self._refresh_s:
+            self.update()
+        return self._known
+
+    def find(self, key: str) -> ApiKey | None:
+        """Return the stored key that equals `key`, if it is valid."""
+        if (match := KEY_PATTERN.fullmatch(key)) is None:
+            return None
+        found = self.find_prefix(match[1])
+        return found if found is not None and secrets.compare_digest(found.hash, hash_key(key)) else None
+
+    def find_prefix(self, prefix: str) -> ApiKey | None:
+        """Return the valid key with this prefix. The caller has to prove in another way that the request has the key."""
+        found = self._refresh().keys.get(prefix)
+        return found if found is not None and found.is_valid(time.time()) else None
+
+    def find_project(self, name: str) -> ProjectRow | None:
+        return self._refresh().projects.get(name)
+
+    def list_projects(self) -> list[str]:
+        return sorted(self._refresh().projects)
+
+    def quotas(self, project: str) -> Quotas:
+        """Return the quotas as last read, without reading them again."""
+        found = self._known.projects.get(project)
+        return Quotas() if found is None else found.quotas
+
+    def weight(self, project: str) -> float:
+        """Return the weight as last read, without reading it again."""
+        found = self._known.projects.get(project)
+        return 1.0 if found is None else found.weight

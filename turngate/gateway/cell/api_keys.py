@@ -1,0 +1,69 @@
+"""The API keys of a cell: read from the shared store every few seconds, and used from memory.
+
+A cell that cannot reach the shared store keeps to the keys it knows until its lease lapses. Then it accepts none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from math import inf
+
+from turngate.errors import LeaseLapsed, TurngateError
+from turngate.gateway.api_keys import KeyRing, KnownProjects, read_projects
+from turngate.gateway.cell.serving import ServingPermit
+from turngate.store.projects import ApiKey, ProjectTable
+
+log = logging.getLogger("turngate")
+FOLLOW_S = 2.0  # between reads of the keys
+
+
+class CellKeyRing(KeyRing):
+    """The keys that a cell knows. Without a lease, no key can be checked."""
+
+    def __init__(self, permit: ServingPermit) -> None:
+        super().__init__(lambda: KnownProjects({}, {}), refresh_s=inf)
+        self._permit = permit
+        self._read_at = 0.0  # only `update` changes the keys
+
+    def find_prefix(self, prefix: str) -> ApiKey | None:
+        if not self._permit.is_held:
+            raise LeaseLapsed("this cell cannot reach the shared store, so it cannot check keys; retry in a moment")
+        return super().find_prefix(prefix)
+
+
+class KeyFollower:
+    """A thread that keeps a ring up to date. `connect` opens the table of the shared store over a connection of its own."""
+
+    def __init__(self, ring: KeyRing, connect: Callable[[], ProjectTable]) -> None:
+        self._ring = ring
+        self._connect = connect
+        self._table: ProjectTable | None = None
+        self._is_away = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="turngate-keys", daemon=True)
+
+    def start(self) -> None:
+        self._read()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(FOLLOW_S):
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            if self._table is None:
+                self._table = self._connect()
+            self._ring.update(read_projects(self._table))
+            self._is_away = False
+        except TurngateError as error:
+            if not self._is_away:
+                log.warning("cannot read the API keys: %s; using those already known", error.message)
+            self._is_away = True

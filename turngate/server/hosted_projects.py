@@ -1,0 +1,129 @@
+"""The projects of a gateway besides `default`: choose one for each request, and open it on its own store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from turngate.engines.project_engine import ProjectEngine
+from turngate.server.asgi import Scope
+from turngate.server.project_gateway import ProjectGateway
+from turngate.server.web.login import COOKIE
+from turngate.store.location import open_store
+from turngate.store.projects import DEFAULT_PROJECT, PROJECT_NAME, locate_project, unknown_project
+from turngate.telemetry.metrics import Metrics
+
+PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
+_SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)
+_API_KEY = re.compile(rb"tgp-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
+_LOGIN = re.compile(rb"(?:^|;\s*)" + COOKIE.encode() + rb"=(tgp-[0-9a-f]{8})\.")
+
+
+class HostedProject(ProjectGateway):
+    """A project that uses the engine, the fence and the lease of its host."""
+
+    def __init__(self, host: ProjectGateway, project: str) -> None:
+        self.project = project
+        self.config = msgspec.structs.replace(host.config, data=locate_project(host.config.data, project))
+        self.shard = host.shard
+        self.metrics = Metrics()
+        self.admin_key, self._metrics_key = host.admin_key, ""
+        self.renderer, self.relay, self.gate = host.renderer, host.relay, host.gate
+        self.engine = None if host.engine is None else ProjectEngine(host.engine, project)
+        self.max_context = host.max_context
+        self.projects, self.fence, self.cell = host.projects, host.fence, host.cell
+        self.updates, self.barrier, self.engine_changes = host.updates, host.barrier, host.engine_changes
+        if not self.config.is_shared:
+            Path(self.config.data).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.store = open_store(self.config.data, self.config.durability, self.shard)
+        self._store_renderer()
+        self._compose_sessions()
+        self._compose_routes()
+        self.metrics_endpoint.collect_others = host.metrics_endpoint.collect_others
+
+
+class HostedProjects:
+    """The projects that a gateway serves besides `default`. Each is opened when the gateway starts, or at its first request."""
+
+    def __init__(self, host: ProjectGateway) -> None:
+        self._host = host
+        self._open: dict[str, HostedProject] = {}
+
+    def __iter__(self) -> Iterator[HostedProject]:
+        return iter(list(self._open.values()))
+
+    def start(self) -> None:
+        """Open all projects that are known, and those of which this cell has sessions."""
+        names = {*self._host.projects.ring.list_projects()}
+        if self._host.cell is not None:
+            folder = Path(self._host.config.data) / "projects"
+            names |= {path.name for path in folder.glob("*") if PROJECT_NAME.fullmatch(path.name)}
+        for name in sorted(names - {DEFAULT_PROJECT}):
+            self.open(name)
+
+    async def stop(self) -> None:
+        for project in self:
+            await project.stop_tasks()
+            await project.close_readers()
+            project.store.close()
+        self._open.clear()
+
+    def open(self, name: str) -> HostedProject:
+        project = self._open.get(name)
+        if project is None:
+            project = self._open[name] = HostedProject(self._host, name)
+            project.start_tasks()
+            if self._host.cell is not None:
+                self._host.cell.add_project(project.store, project.sessions, name)
+            self._host.stale.others.append(project.stale)
+            self._host.barrier.other_events.append(project.events)
+            self._host.metrics_endpoint.hosted.append(project.metrics_endpoint)
+        return project
+
+    def choose(self, scope: Scope) -> str | None:
+        """Return the project that a request belongs to, or None for the project `default`.
+
+        Only the key decides, except for the operator, who may name a project. The project's own gateway checks the key again.
+        """
+        ring = self._host.projects.ring
+        named, is_operator = "", False
+        for header, value in scope["headers"]:
+            if header in _KEY_HEADERS:
+                if (secret := _SECRET.search(value)) is not None:
+                    return self._find(secret[1].decode())
+                if (api_key := _API_KEY.search(value)) is not None:
+                    found = ring.find(api_key[0].decode())
+                    return None if found is None else self._find(found.project)
+                is_operator = is_operator or self._is_admin(value)
+            elif header == b"cookie" and (login := _LOGIN.search(value)) is not None:
+                found = ring.find_prefix(login[1].decode())
+                return None if found is None else self._find(found.project)
+            elif header == PROJECT_HEADER:
+                named = value.decode("latin-1")
+        if named and is_operator:
+            if ring.find_project(named) is None:
+                raise unknown_project(named)
+            return self._find(named)
+        return self._choose_by_address(scope)
+
+    def _choose_by_address(self, scope: Scope) -> str | None:
+        """Find the project of a secret in the path (OpenEnv) or in the query (Gemini)."""
+        query = scope["query_string"]
+        if b"tg-" not in query and "/tg-" not in scope["path"]:
+            return None
+        secret = _SECRET.search(query) or _SECRET.search(scope["path"].encode("utf-8", "surrogatepass"))
+        return None if secret is None else self._find(secret[1].decode())
+
+    def _find(self, name: str) -> str | None:
+        """Return the name of a project that exists, other than `default`."""
+        if name in self._open:
+            return name
+        return name if name != DEFAULT_PROJECT and self._host.projects.ring.find_project(name) is not None else None
+
+    def _is_admin(self, value: bytes) -> bool:
+        key = value.decode("latin-1")
+        return self._host.auth.is_admin(key.partition(" ")[2].strip() if key[:7].lower() == "bearer " else key)

@@ -1,0 +1,349 @@
+"""Everything that a gateway does for one project: an ASGI application over the project's own store.
+
+The engine, the fence and the keys are shared by all projects of a gateway (`app.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from turngate.common.sharding import Shard
+from turngate.config import ServeConfig
+from turngate.dialects import DIALECTS
+from turngate.engines.base import Engine, Relay
+from turngate.engines.gate import Gate
+from turngate.errors import NotFound, StoreError
+from turngate.gateway.attempts import Attempts
+from turngate.gateway.cell.cell import Cell
+from turngate.gateway.engine_changes import EngineChanges
+from turngate.gateway.events import Events
+from turngate.gateway.eviction import Evictor
+from turngate.gateway.feeds import Feeds
+from turngate.gateway.fence import Fence
+from turngate.gateway.host_tools import HostTools
+from turngate.gateway.housekeeping import Housekeeper
+from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.projects import Projects
+from turngate.gateway.recording import TurnRecorder
+from turngate.gateway.replies import ReplyArchive
+from turngate.gateway.sessions import Sessions
+from turngate.gateway.staleness import StaleSessions
+from turngate.gateway.turn import PipelineSettings, TurnPipeline
+from turngate.gateway.weights import LocalBarrier, WeightUpdates
+from turngate.render import Renderer
+from turngate.server.admin import AdminRoutes
+from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
+from turngate.server.attempts import AttemptRoutes
+from turngate.server.auth import Auth
+from turngate.server.compat.openenv import OpenEnvRoutes
+from turngate.server.compat.prime import PrimeRoutes
+from turngate.server.engines import EngineRoutes
+from turngate.server.feeds import FeedRoutes
+from turngate.server.gate import GateRoutes
+from turngate.server.host_tools import HostToolRoutes
+from turngate.server.metrics import MetricsEndpoint
+from turngate.server.model_calls import ModelCalls
+from turngate.server.projects import ProjectRoutes
+from turngate.server.public import PublicRoutes
+from turngate.server.responses import ResponseRoutes
+from turngate.server.routing import DialectRoutes, dialect_of, hint_for, is_unserved_call
+from turngate.server.web.files import add_security_headers, is_page_path
+from turngate.server.web.routes import WebPage
+from turngate.server.websocket import refuse_path, serve_socket
+from turngate.server.weights import FenceRoutes
+from turngate.store.journal import Journal
+from turngate.store.projects import DEFAULT_PROJECT
+from turngate.store.sqlite import Store
+from turngate.telemetry.logs import redact_known
+from turngate.telemetry.metrics import Metrics
+from turngate.types import Mode
+from turngate.verify import Verdict, summarize_verdict
+from turngate.views.session import SessionViews
+from turngate.views.session_directory import SessionDirectory
+from turngate.views.verdict import BackgroundVerifier
+
+log = logging.getLogger("turngate")
+_SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
+_TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
+
+
+class ProjectGateway:
+    """The gateway of one project. Subclasses open its store, and set what it shares with other projects."""
+
+    project: str = DEFAULT_PROJECT
+    config: ServeConfig
+    shard: Shard
+    store: Store
+    metrics: Metrics
+    admin_key: str
+    # shared with the other projects
+    renderer: Renderer | None
+    engine: Engine | None
+    relay: Relay | None
+    gate: Gate | None  # the engine, if the trainer is the engine
+    fence: Fence
+    cell: Cell | None
+    projects: Projects
+    updates: WeightUpdates
+    barrier: LocalBarrier
+    engine_changes: EngineChanges
+    max_context: int | None
+    _metrics_key: str
+    _housekeeping: asyncio.Task[None] | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def _store_renderer(self) -> None:
+        """Store the tokenizer's folder and the renderer's name, so that recorded ids can be decoded later."""
+        if self.renderer is not None:
+            tokenizer = self.renderer.tokenizer
+            self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
+            self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
+
+    def _compose_sessions(self) -> None:
+        config = self.config
+        self.events = Events(self.store, shared=self.shard.workers > 1 or config.is_shared)
+        self._verifier = (
+            BackgroundVerifier(Path(config.data), config.verify_every, self._on_verdict)
+            if config.verify_every and not config.is_shared
+            else None
+        )
+        self.sessions = Sessions(
+            self.store,
+            self.events,
+            modes=self._modes(),
+            models=(config.model,) if config.model and self.engine is not None else (),
+            vocabulary=self._vocabulary,
+            shard=self.shard,
+            metrics=self.metrics,
+            on_close=self.engine.release if self.engine is not None else lambda session_id: None,
+            on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
+            require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
+            project=self.project,
+        )
+        self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
+        self.feeds = Feeds(self.store, self.events, self.fence)
+        self.host_tools = HostTools(self.store, self.events)
+        self.outcomes = OutcomeRecorder(
+            self.store,
+            self.sessions,
+            self.events,
+            self.feeds,
+            self.metrics,
+            require_lease=self.cell.permit.require if self.cell is not None else lambda: None,
+        )
+        self.stale = StaleSessions(self.store, self.sessions, self.feeds, self.fence)
+        self.session_views = SessionViews(self.store)
+        self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
+        self.evictor = Evictor(self.store, self.sessions, config.rest_s)
+        event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
+        self._housekeeper = Housekeeper(
+            self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
+        )
+
+    def _compose_routes(self) -> None:
+        self.auth = Auth(
+            self.admin_key,
+            self.sessions,
+            self.projects.ring,
+            project=self.project,
+            metrics=self._metrics_key,
+            open_loopback=self.config.open_loopback,
+        )
+        self.metrics_endpoint = MetricsEndpoint(
+            self.metrics,
+            self.sessions,
+            self.feeds,
+            self.fence,
+            self.engine,
+            self.auth,
+            engine_name=self.config.engine,
+            shard=self.shard,
+            project=self.project,
+            cell=self.cell,
+        )
+        journal = Journal(self.store, self.metrics)
+        self.recorder = TurnRecorder(journal, self.events, self.metrics, log_turns=self.config.log_turns)
+        self.replies = ReplyArchive(self.store)
+        self._model_calls = self._compose_model_calls()
+        self._dialect_routes = DialectRoutes(DIALECTS)
+        self._host_tool_routes = HostToolRoutes(self.host_tools, self.auth)
+        self.page = WebPage(
+            self.sessions,
+            self.events,
+            self.fence,
+            self.auth,
+            self.projects.ring,
+            self.store,
+            admin_key=self.admin_key,
+            model=self.config.model,
+            shard=self.shard,
+            tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
+        )
+        self._starlette = self._compose_starlette()
+
+    def limit_context(self, tokens: int) -> None:
+        """Limit the context to that of the engines."""
+        self.max_context = tokens
+        self._model_calls = self._compose_model_calls()
+
+    def _compose_model_calls(self) -> ModelCalls:
+        self.pipeline = TurnPipeline(
+            settings=PipelineSettings(
+                models=(self.config.model,) if self.config.model else (),
+                max_context=self.max_context,
+                echo_prompt=self.config.echo_prompt,
+                vocabulary=self._vocabulary,
+                mode=self._engine_mode,
+            ),
+            recorder=self.recorder,
+            fence=self.fence,
+            renderer=self.renderer,
+            engine=self.engine,
+            relay=self.relay,
+            metrics=self.metrics,
+        )
+        return ModelCalls(
+            self.pipeline,
+            self.recorder,
+            self.replies,
+            self.sessions,
+            self.auth,
+            self.metrics,
+            max_body=int(self.config.max_body_mb * 1e6),
+            alive_s=self.config.alive_s,
+        )
+
+    def _compose_starlette(self) -> Starlette:
+        async def not_found(request: Request, error: Exception) -> Response:
+            message = f"no route for {request.method} {redact_known(request.url.path)}{hint_for(request)}"
+            dialect, unknown = dialect_of(request), NotFound(message)
+            is_call = is_unserved_call(request)
+            answer = self._model_calls.refuse_unserved(request, dialect, unknown) if is_call else unknown
+            return Response(
+                dialect.encode_error(answer), status_code=dialect.error_status(answer), media_type="application/json"
+            )
+
+        routes = [
+            *PublicRoutes(self.engine, self.relay, self.auth, self.config.model).routes(),
+            self.metrics_endpoint.route(),
+            *self._host_tool_routes.routes(),
+            *ResponseRoutes(self.replies, self.auth).routes(),
+            *AdminRoutes(
+                self.sessions,
+                self.attempts,
+                self.directory,
+                self.session_views,
+                self.events,
+                self.outcomes,
+                self.host_tools,
+                self.auth,
+            ).routes(),
+            *AttemptRoutes(self.attempts, self.auth).routes(),
+            *FenceRoutes(self.updates, self.auth, self.sessions).routes(),
+            *EngineRoutes(self.engine_changes, self.auth).routes(),
+            *(GateRoutes(self.gate, self.auth).routes() if self.gate is not None else ()),
+            *FeedRoutes(self.feeds, self.auth).routes(),
+            *ProjectRoutes(self.projects, self.auth, self.project).routes(),
+            *PrimeRoutes(self.sessions, self.session_views, self.auth).routes(),
+            *OpenEnvRoutes(self.sessions, self.directory, self.session_views, self.auth).routes(),
+            *self.page.routes(),
+        ]
+        return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
+
+    @property
+    def _vocabulary(self) -> str:
+        return self.renderer.tokenizer.digest if self.renderer is not None else ""
+
+    def _modes(self) -> tuple[Mode, ...]:
+        if self.config.is_shared:
+            return ()
+        own: tuple[Mode, ...] = (self._engine_mode,) if self.engine is not None else ()
+        return (*own, "observe") if self.relay is not None else own
+
+    @property
+    def _engine_mode(self) -> Mode:
+        """Mode of the sessions that the engine serves."""
+        return "gate" if self.gate is not None else "exact"
+
+    # ── start and stop ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def start_tasks(self) -> None:
+        """Start the background tasks of the project."""
+        self._housekeeping = asyncio.create_task(self._housekeeper.run())
+        self._loop = asyncio.get_running_loop()
+        if self._verifier is not None:
+            self._verifier.start()
+
+    async def stop_tasks(self) -> None:
+        if self._verifier is not None:
+            await asyncio.to_thread(self._verifier.stop)
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._housekeeping
+
+    async def close_readers(self) -> None:
+        await self.stale.close()
+        for reader in (self.feeds, self.session_views, self.page):
+            await asyncio.to_thread(reader.close)
+
+    async def end_requests(self) -> None:
+        """End event streams and abort model calls, because the gateway is stopping. Sampled tokens are recorded."""
+        self.events.close()
+        await self.sessions.abort_all_calls()
+
+    def _on_verdict(self, verdict: Verdict) -> None:
+        """Pass a verdict from the verifier's thread to the event loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._record_verdict, verdict)
+
+    def _record_verdict(self, verdict: Verdict) -> None:
+        try:
+            if self.store.find(verdict.session) is not None:  # it may have been deleted in the meantime
+                self.events.add(verdict.session, "verified", summarize_verdict(verdict))
+        except StoreError as error:
+            log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve model calls and host-tool calls directly, because Starlette costs more per request. Starlette serves everything else."""
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+            return
+        path = scope["path"]
+        if scope["method"] == "POST":
+            match = self._dialect_routes.match(path)
+            if match is not None:
+                await self._model_calls.serve(scope, receive, send, match)
+                return
+            named = _SESSION_PATH.fullmatch(path)
+            if named is not None:
+                area, session_id, rest = named.groups()
+                match = self._dialect_routes.match(rest)
+                if match is not None:
+                    await self._model_calls.serve(scope, receive, send, match, session_id, prime=area == "v1/rollouts")
+                    return
+            if tool := _TOOL_PATH.fullmatch(path):
+                await self._host_tool_routes.serve(scope, receive, send, tool[2], tool[1])
+                return
+        await self._starlette(
+            scope, receive, add_gateway_header(add_security_headers(send) if is_page_path(path) else send)
+        )
+
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session_id, prime, path = None, False, scope["path"]
+        match = self._dialect_routes.match(path)
+        if match is None and (named := _SESSION_PATH.fullmatch(path)):
+            area, session_id, rest = named.groups()
+            match, prime = self._dialect_routes.match(rest), area == "v1/rollouts"
+        if match is None or not match.socket:
+            await refuse_path(scope, send)
+            return
+        await serve_socket(self._model_calls, self.replies, scope, receive, send, match, session_id, prime=prime)

@@ -1,0 +1,102 @@
+"""The audit log: who did which administrative thing, and when. Entries are only ever added."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from turngate.store.connection import Connect, StoreConnection
+from turngate.types import Json
+
+AUDIT_TABLES = """
+CREATE TABLE IF NOT EXISTS audit (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    actor TEXT NOT NULL,          -- prefix of the key; `operator` for the admin key
+    project TEXT NOT NULL,        -- that was acted on; empty: what all projects share
+    action TEXT NOT NULL,         -- such as `key revoked`
+    subject TEXT NOT NULL,        -- such as the prefix of the revoked key
+    details BLOB NOT NULL         -- JSON
+);
+CREATE INDEX IF NOT EXISTS audit_of_a_project ON audit (project, number);
+"""
+# The database itself refuses to change an entry.
+SQLITE_AUDIT_GUARD = """
+CREATE TRIGGER IF NOT EXISTS audit_unchanged BEFORE UPDATE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the audit log can only be added to'); END;
+CREATE TRIGGER IF NOT EXISTS audit_undeleted BEFORE DELETE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the audit log can only be added to'); END;
+"""
+POSTGRES_AUDIT_GUARD = """
+CREATE OR REPLACE FUNCTION refuse_audit_change() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'the audit log can only be added to';
+END $$;
+CREATE OR REPLACE TRIGGER audit_unchanged BEFORE UPDATE OR DELETE OR TRUNCATE ON audit
+    FOR EACH STATEMENT EXECUTE FUNCTION refuse_audit_change();
+"""
+OPERATOR = "operator"
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    at: float
+    actor: str
+    project: str
+    action: str
+    subject: str
+    details: Json = None
+
+
+class NewAuditEntry(msgspec.Struct, frozen=True):
+    """An entry to add. It never contains a key."""
+
+    actor: str
+    project: str
+    action: str
+    subject: str = ""
+    details: dict[str, Json] = {}
+
+
+class AuditTable:
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version, without this table
+
+    def add(self, entry: NewAuditEntry) -> None:
+        with self._writing() as db:
+            insert_audit_entry(db, entry)
+
+    def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
+        """Return entries past a number, oldest first, of one project or of all."""
+        if not self._there:
+            return []
+        where, values = ("", ()) if project is None else (" AND project=?", (project,))
+        query = (
+            "SELECT number, at, actor, project, action, subject, CAST(details AS BLOB) FROM audit"
+            f" WHERE number>?{where} ORDER BY number LIMIT ?"
+        )
+        with self._reading() as db:
+            rows = db.execute(query, (after, *values, limit)).fetchall()
+        return [
+            AuditEntry(
+                number=number,
+                at=at,
+                actor=actor,
+                project=of,
+                action=action,
+                subject=subject,
+                details=msgspec.json.decode(details),
+            )
+            for number, at, actor, of, action, subject, details in rows
+        ]
+
+
+def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
+    """Add an entry in the transaction of the change that it describes."""
+    db.execute(
+        "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",
+        (time.time(), entry.actor, entry.project, entry.action, entry.subject, msgspec.json.encode(entry.details)),
+    )

@@ -1,0 +1,203 @@
+"""Projects and their API keys. They are in the store of the whole gateway; each project's own store has its sessions."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from turngate.common.database_url import is_database_url, parse_database_url
+from turngate.errors import BadRequest, Conflict, NotFound
+from turngate.store.audit import OPERATOR, NewAuditEntry, insert_audit_entry
+from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
+
+PROJECT_TABLES = """
+CREATE TABLE IF NOT EXISTS projects (
+    name TEXT PRIMARY KEY,
+    created REAL NOT NULL,
+    weight REAL NOT NULL,         -- its share of the engines, relative to other projects
+    quotas BLOB NOT NULL          -- JSON of Quotas
+);
+CREATE TABLE IF NOT EXISTS api_keys (
+    prefix TEXT PRIMARY KEY,      -- the start of the key, by which it is identified
+    hash BLOB NOT NULL,           -- SHA-256; the key itself is not stored
+    project TEXT NOT NULL,
+    scopes TEXT NOT NULL,         -- separated by spaces
+    note TEXT NOT NULL,
+    created REAL NOT NULL,
+    expires REAL,                 -- NULL: never
+    revoked REAL                  -- NULL: it was not revoked
+);
+CREATE INDEX IF NOT EXISTS api_keys_of_a_project ON api_keys (project);
+"""
+DEFAULT_PROJECT = "default"  # everything recorded without a project belongs to it
+PROJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+ScopeName = Literal["sessions", "traces", "feed", "admin"]
+SCOPE_NAMES: tuple[ScopeName, ...] = get_args(ScopeName)
+_KEY = "prefix, CAST(hash AS BLOB), project, scopes, note, created, expires, revoked"
+_Limit = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class Quotas(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a project may use. None means no limit."""
+
+    live_sessions: _Limit | None = None
+    tokens_per_day: _Limit | None = None  # sampled; a day begins at midnight UTC
+
+
+class ProjectRow(msgspec.Struct, frozen=True):
+    name: str
+    created: float = 0.0
+    weight: float = 1.0
+    quotas: Quotas = Quotas()
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """An API key as stored, without the key itself."""
+
+    prefix: str
+    hash: bytes
+    project: str
+    scopes: frozenset[ScopeName]
+    note: str
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+
+    def is_valid(self, now: float) -> bool:
+        return self.revoked is None and (self.expires is None or now < self.expires)
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sends a request: the operator, or the holder of a project's key."""
+
+    actor: str  # as in the audit log
+    project: str | None  # None: the operator, who may act on every project
+
+    def require_project(self, project: str) -> None:
+        """Raise `NotFound` unless the caller may act on a project. A project's key cannot find out which others exist."""
+        if self.project is not None and project != self.project:
+            raise unknown_project(project)
+
+
+OPERATOR_CALLER = Caller(OPERATOR, None)
+
+
+class ProjectTable:
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version, without these tables
+
+    def list_projects(self) -> list[ProjectRow]:
+        """Return all projects by name. The project `default` always exists."""
+        rows: list[ProjectRow] = []
+        if self._there:
+            with self._reading() as db:
+                found = db.execute("SELECT name, created, weight, CAST(quotas AS BLOB) FROM projects").fetchall()
+            rows = [
+                ProjectRow(name, created, weight, msgspec.json.decode(quotas, type=Quotas))
+                for name, created, weight, quotas in found
+            ]
+        if all(row.name != DEFAULT_PROJECT for row in rows):
+            rows.append(ProjectRow(DEFAULT_PROJECT))
+        return sorted(rows, key=lambda row: row.name)
+
+    def create(self, project: ProjectRow, entry: NewAuditEntry) -> None:
+        """Add a project. Raise `Conflict` if it exists."""
+        row = (project.name, project.created, project.weight, msgspec.json.encode(project.quotas))
+        with self._writing() as db:
+            query = "INSERT INTO projects (name, created, weight, quotas) VALUES (?,?,?,?) ON CONFLICT DO NOTHING"
+            if project.name == DEFAULT_PROJECT or not db.execute(query, row).rowcount:
+                raise Conflict(f"project {project.name!r} already exists; choose a different name", param="name")
+            insert_audit_entry(db, entry)
+
+    def change(self, name: str, weight: float | None, quotas: Quotas | None, entry: NewAuditEntry) -> None:
+        """Change the weight and the quotas of a project. None keeps them."""
+        with self._writing() as db:
+            if name == DEFAULT_PROJECT:
+                first = (name, time.time(), 1.0, msgspec.json.encode(Quotas()))
+                db.execute(
+                    "INSERT INTO projects (name, created, weight, quotas) VALUES (?,?,?,?) ON CONFLICT DO NOTHING",
+                    first,
+                )
+            written = None if quotas is None else msgspec.json.encode(quotas)
+            changed = [("weight", weight), ("quotas", written)]
+            found = db.execute(f"SELECT name FROM projects WHERE name=? {FOR_UPDATE}", (name,)).fetchone()
+            if found is None:
+                raise unknown_project(name)
+            for column, value in changed:
+                if value is not None:
+                    db.execute(f"UPDATE projects SET {column}=? WHERE name=?", (value, name))
+            insert_audit_entry(db, entry)
+
+    # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def list_keys(self, project: str | None = None) -> list[ApiKey]:
+        """Return the keys of one project or of all, oldest first."""
+        if not self._there:
+            return []
+        where, values = ("", ()) if project is None else ("WHERE project=?", (project,))
+        with self._reading() as db:
+            rows = db.execute(f"SELECT {_KEY} FROM api_keys {where} ORDER BY created, prefix", values).fetchall()
+        return [_read_key(row) for row in rows]
+
+    def add_key(self, key: ApiKey, entry: NewAuditEntry) -> None:
+        with self._writing() as db:
+            _insert_key(db, key)
+            insert_audit_entry(db, entry)
+
+    def replace_key(self, old: str, key: ApiKey, old_expires: float, entry: NewAuditEntry) -> None:
+        """Add a key in place of another one, which expires at `old_expires` at the latest."""
+        with self._writing() as db:
+            _insert_key(db, key)
+            query = "UPDATE api_keys SET expires=? WHERE prefix=? AND (expires IS NULL OR expires>?)"
+            db.execute(query, (old_expires, old, old_expires))
+            insert_audit_entry(db, entry)
+
+    def revoke_key(self, prefix: str, entry: NewAuditEntry) -> None:
+        """Revoke a key. Revoking it again changes nothing."""
+        with self._writing() as db:
+            query = "UPDATE api_keys SET revoked=? WHERE prefix=? AND revoked IS NULL"
+            if db.execute(query, (time.time(), prefix)).rowcount:
+                insert_audit_entry(db, entry)
+
+
+def _insert_key(db: StoreConnection, key: ApiKey) -> None:
+    scopes = " ".join(scope for scope in SCOPE_NAMES if scope in key.scopes)
+    row = (key.prefix, key.hash, key.project, scopes, key.note, key.created, key.expires, key.revoked)
+    db.execute(
+        "INSERT INTO api_keys (prefix, hash, project, scopes, note, created, expires, revoked) VALUES (?,?,?,?,?,?,?,?)",
+        row,
+    )
+
+
+def _read_key(row: tuple[str, bytes, str, str, str, float, float | None, float | None]) -> ApiKey:
+    prefix, digest, project, scopes, note, created, expires, revoked = row
+    known = frozenset(scope for scope in SCOPE_NAMES if scope in scopes.split())
+    return ApiKey(prefix, bytes(digest), project, known, note, created, expires, revoked)
+
+
+def check_project_name(name: str, param: str = "name") -> None:
+    if not PROJECT_NAME.fullmatch(name):
+        raise BadRequest(
+            f"{param} must be 1 to 40 lowercase letters, digits and hyphens, without a hyphen at the start or end, "
+            f"not {name[:100]!r}",
+            param=param,
+        )
+
+
+def unknown_project(name: str) -> NotFound:
+    return NotFound(f"unknown project {name[:100]!r}", param="project")
+
+
+def locate_project(data: str, project: str) -> str:
+    """Return where a project's own store is, in the form of `--data`: a folder or an address below that of the whole."""
+    if project == DEFAULT_PROJECT:
+        return data
+    if is_database_url(data):
+        return parse_database_url(data).locate_project(project)
+    return str(Path(data) / "projects" / project)
