@@ -426,7 +426,7 @@ class VLLMGeneration:
         self._started = self._started or bool(chunk.ids)
         if chunk.finish == "abort" and not self._started:
             raise make_abort_error(self._engine.name)
-        if self._reply.finished and self._request.stream and chunk.cached is None:
+        if self._reply.finished and chunk.cached is None and self._request.stream and not self._reply.done:
             cached = await self._read_usage()
             return chunk if cached is None else msgspec.structs.replace(chunk, cached=cached)
         return chunk
