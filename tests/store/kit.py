@@ -46,7 +46,7 @@ def new_turn(key: int, number: int, name: str = "", at: float = 1.0, finish: str
 
 
 def put_outcome(store: Store, key: int, name: str, group: str, *, at: float = 2.0, **outcome: Any) -> bytes | None:
-    written = RecordedOutcome(kind="graded", reward=1.0, group=group, **outcome).encode()
+    written = RecordedOutcome(**{"kind": "graded", "reward": 1.0, "group": group, **outcome}).encode()
     return store.outcomes.put(key, written, event(name, "outcome", at, group=group), replace=True)
 
 

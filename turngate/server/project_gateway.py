@@ -97,7 +97,7 @@ class ProjectGateway:
     engine_changes: EngineChanges
     max_context: int | None
     _metrics_key: str
-    _housekeeping: asyncio.Task[None] | None = None
+    _background: tuple[asyncio.Task[None], ...] = ()
     _loop: asyncio.AbstractEventLoop | None = None
 
     def _store_renderer(self) -> None:
@@ -277,7 +277,10 @@ class ProjectGateway:
 
     def start_tasks(self) -> None:
         """Start the background tasks of the project."""
-        self._housekeeping = asyncio.create_task(self._housekeeper.run())
+        self._background = (
+            asyncio.create_task(self._housekeeper.run()),
+            asyncio.create_task(self.page.keep_lists_current()),
+        )
         self._loop = asyncio.get_running_loop()
         if self._verifier is not None:
             self._verifier.start()
@@ -285,10 +288,10 @@ class ProjectGateway:
     async def stop_tasks(self) -> None:
         if self._verifier is not None:
             await asyncio.to_thread(self._verifier.stop)
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
+        for task in self._background:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._housekeeping
+                await task
 
     async def close_readers(self) -> None:
         await self.stale.close()

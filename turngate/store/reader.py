@@ -23,7 +23,7 @@ class StoreReader:
         self._store = store
         self._thread = ThreadPoolExecutor(1, f"turngate-{name}")
         self._reading: Store | None = None
-        self._closed = False
+        self.closed = False
 
     async def run(self, work: Callable[[Store], T]) -> T:
         """Run `work` on the store in the thread and return its result."""
@@ -31,7 +31,7 @@ class StoreReader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_in_thread, work)
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._thread.shutdown()
         if self._reading is not None:
             self._reading.close()
@@ -44,5 +44,5 @@ class StoreReader:
         return work(self._reading)
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise StoreError("the gateway is stopping")

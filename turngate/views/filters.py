@@ -11,7 +11,8 @@ import msgspec
 from turngate.errors import BadRequest
 from turngate.types import Json
 from turngate.views.groups import GroupRow
-from turngate.views.rollout_index import STATUSES, RolloutEntry, yield_interpreter
+from turngate.views.rollout_entry import STATUSES, RolloutEntry
+from turngate.views.rollout_index import yield_interpreter
 
 
 class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,16 +44,8 @@ def matches(entry: RolloutEntry, query: RolloutQuery) -> bool:
         and (not query.agent or row.agent in query.agent)
         and (not query.model or row.model in query.model)
         and (not query.mode or row.mode in query.mode)
-        and (not query.text or query.text in _search_text(entry))
+        and (not query.text or query.text in entry.build_search_text())
     )
-
-
-def _search_text(entry: RolloutEntry) -> str:
-    if not entry.search_text:
-        row = entry.row
-        parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)
-        entry.search_text = "\n".join(dict.fromkeys(parts)).casefold()
-    return entry.search_text
 
 
 def group_matches(group: GroupRow, query: RolloutQuery) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from turngate.trace.advantage import is_too_large
 from turngate.trace.pass_at_k import has_passed
-from turngate.views.rollout_index import ACTIVE_STATUSES, RolloutRow
+from turngate.views.rollout_entry import ACTIVE_STATUSES, RolloutRow
 
 _MAX_REWARDS = 128
 

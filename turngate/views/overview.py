@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,10 +16,11 @@ from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
 from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutQuery, group_matches, matches, sort_by
 from turngate.views.groups import last_attempts, standard_deviation, summarize_group
-from turngate.views.rollout_index import ACTIVE_STATUSES, CHUNK, STATUSES, RolloutIndex, RolloutRow, yield_interpreter
+from turngate.views.rollout_entry import ACTIVE_STATUSES, STATUSES, RolloutRow
+from turngate.views.rollout_index import CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
-_MOST_NAMES = 200
-_MOST_CHANGED = 200
+MOST_NAMES = 200
+MOST_CHANGED = 200
 
 
 class Overview(RolloutIndex):
@@ -67,7 +68,7 @@ class Overview(RolloutIndex):
             raise NotFound(f"unknown rollout {session!r}")
         return self.refresh_row(entry, time.time(), store), entry.key, cursor
 
-    def damage(self, session: str) -> str:
+    def damage(self, store: Store, session: str) -> str:
         """Return a description of a rollout's damaged data, or "" if the index has found no damage."""
         entry = self.entries.get(session)
         return "" if entry is None else entry.damage
@@ -75,34 +76,27 @@ class Overview(RolloutIndex):
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
         """Return a rollout's row, and the reason why it cannot be retried, or "" if it can."""
         row, _, _ = self.rollout(store, session)
-        if row.status in ACTIVE_STATUSES:
-            return row, "it is still running"
-        if damage := self.damage(session):
-            return row, damage
-        if row.kind and row.kind != "infrastructure fault":
-            return row, f"it has been judged: {row.kind}"
-        if not row.kind and row.status != "cancelled":
-            return row, "it did not fail; it was run without grading"
-        if not row.batch or not row.name:
-            return row, "it does not belong to a batch; run it again the way you first ran it"
-        later = max(entry.row.attempt for entry in self.entries.values() if entry.row.name == row.name)
-        return row, f"attempt {later} already exists" if later > row.attempt else ""
+
+        def find_last_attempt() -> int:
+            return max(entry.row.attempt for entry in self.entries.values() if entry.row.name == row.name)
+
+        return row, explain_no_retry(row, self.damage(store, session), find_last_attempt)
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
         """Return the changes after a cursor: the rows that changed, and the rollouts that were deleted."""
         cursor, now = self.refresh(store), time.time()
-        touched = store.queries.list_changed(after, _MOST_CHANGED)
+        touched = store.queries.list_changed(after, MOST_CHANGED)
         rows = [
             self.refresh_row(self.entries[session], now, store)
-            for session in touched[:_MOST_CHANGED]
+            for session in touched[:MOST_CHANGED]
             if session in self.entries
         ]
         gone = [
             session
-            for session in touched[:_MOST_CHANGED]
+            for session in touched[:MOST_CHANGED]
             if session not in self.entries and not session.startswith(BATCH_STREAM)
         ]
-        return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
+        return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > MOST_CHANGED}
 
     def groups(self, store: Store, query: RolloutQuery) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
@@ -143,37 +137,9 @@ class Overview(RolloutIndex):
         )
         if not entries or not name:
             raise NotFound("unknown group; set name to the name of a recorded group", param="name")
-        rows = [self.refresh_row(entry, now, store) for entry in entries]
-        # As in a feed, a rollout without trainable tokens is excluded.
-        counted = [
-            entry.row.counted_reward if trains.get(entry.key, entry.row.sampled_tokens > 0) else None
-            for entry in entries
-        ]
-        summed = summarize_group(name, rows)
-        known = [reward for row in last_attempts(rows) if (reward := row.counted_reward) is not None]
-        advantages = {method: compute_advantages(counted, method) for method in ("normalised", "leave_one_out")}
-        estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
-        return {
-            "group": name,
-            "task": summed.task,
-            "cursor": cursor,
-            "rollouts": [
-                {**msgspec.to_builtins(row), "advantage": normal, "leave_one_out": alone}
-                for row, normal, alone in zip(rows, advantages["normalised"], advantages["leave_one_out"], strict=True)
-            ],
-            "mean_reward": summed.mean_reward,
-            "std_reward": standard_deviation(known),
-            "graded": summed.graded,
-            "passed": summed.passed,
-            "pass_at": estimates,
-            "classes": summed.classes,
-            "signal": summed.signal,
-            "deliveries": [
-                {"feed": delivery.feed, "number": delivery.number, "at": delivery.at}
-                for delivery in self.deliveries
-                if delivery.group == name
-            ],
-        }
+        members = [(self.refresh_row(entry, now, store), entry.key) for entry in entries]
+        deliveries = [delivery for delivery in self.deliveries if delivery.group == name]
+        return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
         """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
@@ -197,5 +163,54 @@ class Overview(RolloutIndex):
         return members
 
 
+def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[], int]) -> str:
+    """Return why a rollout cannot be retried, or "" if it can. `find_last_attempt` returns the highest attempt at it."""
+    if row.status in ACTIVE_STATUSES:
+        return "it is still running"
+    if damage:
+        return damage
+    if row.kind and row.kind != "infrastructure fault":
+        return f"it has been judged: {row.kind}"
+    if not row.kind and row.status != "cancelled":
+        return "it did not fail; it was run without grading"
+    if not row.batch or not row.name:
+        return "it does not belong to a batch; run it again the way you first ran it"
+    last = find_last_attempt()
+    return f"attempt {last} already exists" if last > row.attempt else ""
+
+
+def show_group(
+    name: str,
+    members: Sequence[tuple[RolloutRow, int]],
+    trains: Mapping[int, bool],
+    deliveries: Iterable[DeliveryRecord],
+) -> dict[str, Json]:
+    """Describe a group, given its rollouts with the keys of their sessions, oldest first."""
+    rows = [row for row, _ in members]
+    # As in a feed, a rollout without trainable tokens is excluded.
+    counted = [row.counted_reward if trains.get(key, row.sampled_tokens > 0) else None for row, key in members]
+    summed = summarize_group(name, rows)
+    known = [reward for row in last_attempts(rows) if (reward := row.counted_reward) is not None]
+    advantages = {method: compute_advantages(counted, method) for method in ("normalised", "leave_one_out")}
+    return {
+        "group": name,
+        "task": summed.task,
+        "rollouts": [
+            {**msgspec.to_builtins(row), "advantage": normal, "leave_one_out": alone}
+            for row, normal, alone in zip(rows, advantages["normalised"], advantages["leave_one_out"], strict=True)
+        ],
+        "mean_reward": summed.mean_reward,
+        "std_reward": standard_deviation(known),
+        "graded": summed.graded,
+        "passed": summed.passed,
+        "pass_at": [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)],
+        "classes": summed.classes,
+        "signal": summed.signal,
+        "deliveries": [
+            {"feed": delivery.feed, "number": delivery.number, "at": delivery.at} for delivery in deliveries
+        ],
+    }
+
+
 def _names(names: Iterable[str]) -> list[str]:
-    return sorted({name for name in names if name})[:_MOST_NAMES]
+    return sorted({name for name in names if name})[:MOST_NAMES]

@@ -5,112 +5,19 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from turngate.store.outcomes import OutcomeClass
 from turngate.store.queries import RawEvent, RawSession
 from turngate.store.sqlite import Store
-from turngate.types import BATCH_STREAM, Json, Mode
+from turngate.types import BATCH_STREAM
+from turngate.views.rollout_entry import RolloutEntry, RolloutRow, decode_or
 
-T = TypeVar("T")
-Else = TypeVar("Else")
-Status = Literal["starting", "running", "finishing", "done", "cancelled"]
-STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
-ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
-DONE = "done"  # the last stage reported by a runner
-DAMAGED = "its outcome is damaged on disk"
 BUCKET_S = 10.0  # turns are counted per interval of this length
 CHUNK = 1000  # rollouts to process before yielding to other threads
 _PAGE = 2000  # sessions or events per query
-_SILENT_S = 3600.0  # a runner that is silent for this long is considered gone
 _DELIVERIES = 10_000  # maximum number kept
-_LONG = 2000  # maximum characters of a message in a list
 _YIELD_S = 0.0002  # pause that lets the thread that serves calls run
-
-
-class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
-    """One rollout in a list."""
-
-    id: str
-    name: str = ""
-    group: str = ""
-    task: str = ""
-    batch: str = ""
-    agent: str = ""
-    agent_version: str = ""
-    model: str = ""
-    mode: str = ""
-    sandbox: str = ""
-    attempt: int = 1
-    status: Status = "starting"
-    stage: str = ""
-    kind: OutcomeClass | Literal[""] = ""
-    reward: float | None = None
-    resolved: bool | None = None
-    stop: str = ""
-    message: str = ""
-    warning: str = ""  # about its training data
-    excluded: str = ""  # why its outcome does not count, such as `superseded by attempt 2`
-    opened: float = 0.0
-    closed: float | None = None
-    seen: float = 0.0
-    seconds: float = 0.0
-    turns: int = 0
-    sampled_tokens: int = 0
-    version_start: int | None = None
-    version_end: int | None = None
-
-    @property
-    def counted_reward(self) -> float | None:
-        """Its reward, if it counts in its group."""
-        return None if self.excluded else self.reward
-
-
-class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """The outcome fields that a list needs. Decoding skips the others."""
-
-    kind: OutcomeClass
-    reward: float | None = None
-    resolved: bool | None = None
-    message: str = ""
-    group: str = ""
-    task: str = ""
-    attempt: int = 1
-    data: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _OutcomeData(msgspec.Struct, frozen=True):
-    """The data of Turngate's own runner that a list needs. Other runners may record anything."""
-
-    warnings: list[str] = []
-
-
-class _SessionSettings(msgspec.Struct, frozen=True):
-    """The session settings that a list needs."""
-
-    model: str = ""
-    mode: Mode = "exact"
-    metadata: dict[str, Json] = {}
-    rollout: str = ""
-    attempt: int = 1
-
-
-class _StageEvent(msgspec.Struct, frozen=True):
-    """A stage reported by a runner. Clients can send arbitrary content, so every field is optional."""
-
-    stage: Json = ""
-    rollout: Json = ""
-    attempt: Json = 1
-    task: Json = ""
-    group: Json = ""
-    agent: Json = ""
-    model: Json = ""
-    batch: Json = ""
-    status: Json = ""
-    kind: Annotated[Json, msgspec.Meta(description="of the last stage")] = msgspec.field(default=None, name="class")
-    message: Json = ""
 
 
 class _TurnEvent(msgspec.Struct, frozen=True):
@@ -118,11 +25,11 @@ class _TurnEvent(msgspec.Struct, frozen=True):
     sampled_tokens: int = 0
 
 
-class _FenceEvent(msgspec.Struct, frozen=True):
+class FenceEvent(msgspec.Struct, frozen=True):
     version: int | None = None
 
 
-class _DeliveryEvent(msgspec.Struct, frozen=True):
+class DeliveryEvent(msgspec.Struct, frozen=True):
     feed: str
     number: int
     group: str
@@ -137,29 +44,9 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-_outcome_decoder = msgspec.json.Decoder(_OutcomeSummary)
-_outcome_data_decoder = msgspec.json.Decoder(_OutcomeData)
-_settings_decoder = msgspec.json.Decoder(_SessionSettings)
-_stage_decoder = msgspec.json.Decoder(_StageEvent)
 _turn_decoder = msgspec.json.Decoder(_TurnEvent)
-_fence_decoder = msgspec.json.Decoder(_FenceEvent)
-_delivery_decoder = msgspec.json.Decoder(_DeliveryEvent)
-
-
-class RolloutEntry:
-    """One rollout: its row, and the state from which the row is computed."""
-
-    __slots__ = ("damage", "done", "key", "recorded", "row", "search_text", "state", "versions_of")
-
-    def __init__(self, row: RolloutRow) -> None:
-        self.row = row
-        self.key = 0  # key of its session; 0 if it has none yet
-        self.state = ""  # status of its session
-        self.damage = ""  # description of its damaged data
-        self.done = ""  # final status reported by its runner; empty until then
-        self.recorded: float | None = None  # time at which its outcome was recorded
-        self.versions_of = 0, 0  # turns and tokens when its versions were last read
-        self.search_text = ""  # built on first search
+_fence_decoder = msgspec.json.Decoder(FenceEvent)
+_delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 
 
 class RolloutIndex:
@@ -257,7 +144,7 @@ class RolloutIndex:
             entry.row.seen = max(entry.row.seen, event.time)
         match event.kind:
             case "turn":
-                turn = _decode_or(_turn_decoder, event.data, _TurnEvent(finish="abort"))
+                turn = decode_or(_turn_decoder, event.data, _TurnEvent(finish="abort"))
                 counts = turn.finish != "abort"
                 if entry is not None:
                     entry.row.turns += counts
@@ -297,40 +184,11 @@ class RolloutIndex:
             if entry is None or entry.key not in (0, session.key):  # an id may be reused after its session was deleted
                 entry = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
             entry.row.excluded = excluded.get(session.key, "")
-            self._update_entry(entry, session, outcomes.get(session.key))
-
-    def _update_entry(self, entry: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
-        row = entry.row
-        entry.key, entry.state, entry.search_text = session.key, session.status, ""
-        row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
-        row.seen = max(row.seen, session.closed or session.opened)
-        config = _decode_or(_settings_decoder, session.config, _SessionSettings())
-        metadata = config.metadata
-        row.model, row.mode = config.model, config.mode
-        row.name = config.rollout or _text(metadata.get("rollout")) or row.name
-        row.group, row.task = _text(metadata.get("group")) or row.group, _text(metadata.get("task")) or row.task
-        row.agent, row.agent_version = _text(metadata.get("agent")), _text(metadata.get("agent_version"))
-        row.sandbox, row.batch = _text(metadata.get("sandbox")), _text(metadata.get("batch")) or row.batch
-        row.attempt = config.attempt if config.rollout else _positive_int(metadata.get("attempt"))
-        if outcome is not None:
-            entry.recorded, written = outcome
-            row.seen = max(row.seen, entry.recorded)
-            recorded = _decode_or(_outcome_decoder, written, None)
-            if recorded is None:  # its grade cannot be read
-                row.kind, row.reward, row.resolved = "", None, None
-                row.message = entry.damage = DAMAGED
-                return
-            entry.damage = ""
-            row.kind, row.reward, row.resolved = recorded.kind, recorded.reward, recorded.resolved
-            row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
-            row.group, row.task = recorded.group or row.group, recorded.task or row.task
-            data = _decode_or(_outcome_data_decoder, bytes(recorded.data), _OutcomeData())
-            row.warning = "; ".join(data.warnings)[:_LONG]
+            entry.use_session(session, outcomes.get(session.key))
 
     def _apply_stage(self, event: RawEvent, store: Store) -> None:
         if not event.session or event.session.startswith(BATCH_STREAM):
             return  # not a rollout's event
-        stage = _decode_or(_stage_decoder, event.data, _StageEvent())
         entry = self.entries.get(event.session)
         if entry is None and event.session in self._gone:
             return  # its runner still reports stages, but its session was deleted
@@ -338,40 +196,16 @@ class RolloutIndex:
             entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
             first = store.queries.first_stage(event.session)
             if first is not None:
-                entry.row.opened = first.time
-                self._describe(entry.row, _decode_or(_stage_decoder, first.data, _StageEvent()))
-        entry.row.stage, entry.row.seen, entry.search_text = _text(stage.stage), max(entry.row.seen, event.time), ""
-        self._describe(entry.row, stage)
-        if stage.stage == DONE:
-            entry.done = _text(stage.status) or "finished"
-            if not entry.key:
-                entry.row.closed = event.time
-            if (
-                not entry.row.kind
-                and not entry.damage
-                and stage.kind in ("graded", "agent failed", "invalid task", "infrastructure fault")
-            ):
-                entry.row.kind = stage.kind
-            entry.row.message = entry.row.message or _text(stage.message)[:_LONG]
-
-    def _describe(self, row: RolloutRow, stage: _StageEvent) -> None:
-        """Fill in a row from a runner's report. The rollout may not have a session yet, and may never have one."""
-        row.name = row.name or _text(stage.rollout)
-        row.task, row.agent, row.model = (
-            row.task or _text(stage.task),
-            row.agent or _text(stage.agent),
-            row.model or _text(stage.model),
-        )
-        row.group, row.batch = row.group or _text(stage.group), row.batch or _text(stage.batch)
-        row.attempt = max(row.attempt, _positive_int(stage.attempt))
+                entry.use_first_stage(first)
+        entry.use_stage(event)
 
     def _apply_gateway_event(self, event: RawEvent) -> None:
         if event.kind == "fence":
-            version = _decode_or(_fence_decoder, event.data, _FenceEvent()).version
+            version = decode_or(_fence_decoder, event.data, FenceEvent()).version
             if version is not None and (not self.versions or version > self.versions[-1][1]):
                 self.versions.append((event.time, version))
             return
-        delivery = _decode_or(_delivery_decoder, event.data, None)
+        delivery = decode_or(_delivery_decoder, event.data, None)
         if delivery is None:
             return
         self.deliveries.append(
@@ -391,7 +225,7 @@ class RolloutIndex:
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
         """Update a rollout's row and return it. Versions are read only here, because few rows are shown."""
         row = entry.row
-        row.status = _status(entry, now)
+        row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
         sampled = row.turns, row.sampled_tokens  # an aborted turn adds tokens but is not counted as a turn
         if entry.key and sampled != entry.versions_of:
@@ -403,7 +237,7 @@ class RolloutIndex:
     def all(self, now: float) -> Iterator[RolloutEntry]:
         """Yield all rollouts with their current status, pausing regularly so that calls are served."""
         for number, entry in enumerate(self.entries.values(), 1):
-            entry.row.status = _status(entry, now)
+            entry.row.status = entry.status_at(now)
             yield entry
             if number % CHUNK == 0:
                 yield_interpreter()
@@ -421,35 +255,6 @@ class RolloutIndex:
             if entry.row.group:
                 groups.setdefault(entry.row.group, []).append(entry)
         return groups
-
-
-def _status(entry: RolloutEntry, now: float) -> Status:
-    if not entry.key:
-        if entry.done:
-            return "cancelled" if entry.done == "cancelled" else "done"
-        return "starting" if now - entry.row.seen < _SILENT_S else "done"
-    if entry.state == "open":
-        return "running"
-    if entry.state == "cancelled":
-        return "cancelled"
-    is_reported = entry.recorded is not None or entry.done or not entry.row.stage
-    return "done" if is_reported or now - entry.row.seen > _SILENT_S else "finishing"
-
-
-def _decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
-    """Decode stored JSON. Return `otherwise` if it is damaged on disk, so that the rest of the list is still shown."""
-    try:
-        return decoder.decode(written)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return otherwise
-
-
-def _text(value: Json) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _positive_int(value: Json) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 def yield_interpreter() -> None:

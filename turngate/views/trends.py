@@ -11,12 +11,18 @@ from turngate.store.sqlite import Store
 from turngate.trace.advantage import is_too_large
 from turngate.types import Json
 from turngate.views.groups import mean
-from turngate.views.rollout_index import BUCKET_S, CHUNK, RolloutEntry, RolloutIndex, RolloutRow, yield_interpreter
+from turngate.views.rollout_entry import RolloutEntry, RolloutRow
+from turngate.views.rollout_index import BUCKET_S, CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
-_MOST_DELIVERIES = 500
-_MOST_MESSAGES = 50
-_EXAMPLES = 5
-_DIGITS = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
+MOST_DELIVERIES = 500
+MOST_MESSAGES = 50
+EXAMPLES = 5
+_NUMBER = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
+
+
+def remove_numbers(message: str) -> str:
+    """Replace the numbers in a message, so that messages that differ only in numbers are counted together."""
+    return _NUMBER.sub("#", message)
 
 
 def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
@@ -27,7 +33,7 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
             yield_interpreter()
         index.refresh_row(entry, now, store)
     first = min((entry.row.opened for entry in entries), default=now)
-    width = _bucket_width((now - first) / buckets)
+    width = bucket_width((now - first) / buckets)
     graded = [
         (entry.recorded, entry.row)
         for entry in entries
@@ -43,30 +49,42 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
         "bucket_s": width,
         "time": _rewards_over_time(graded, width),
         "version": _rewards_by_version([row for _, row in graded]),
-        "throughput": _throughput(index, first, now, width),
+        "throughput": compute_throughput(
+            ((int(number * BUCKET_S // width), counted) for number, counted in index.spans.items()), first, now, width
+        ),
         "staleness": _staleness(index, entries),
         "deliveries": _list_deliveries(index, prefix),
-        "versions": [{"version": version, "at": at} for at, version in index.versions[-_MOST_DELIVERIES:]],
-        "feeds": [
-            {
-                "name": feed.name,
-                "newest": feed.newest,
-                "handed": feed.handed,
-                "committed": feed.committed,
-                "read": bool(feed.reader),
-                "waiting": len(store.feeds.waiting(feed.key, 1000)),
-            }
-            for feed in store.feeds.listing()
-        ],
+        "versions": list_versions(index.versions),
+        "feeds": list_feeds(store),
     }
 
 
-def _throughput(index: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
-    """Return the turns, tokens and rollouts of the whole gateway over time, without gaps."""
+def list_versions(versions: Sequence[tuple[float, int]]) -> list[Json]:
+    return [{"version": version, "at": at} for at, version in versions[-MOST_DELIVERIES:]]
+
+
+def list_feeds(store: Store) -> list[Json]:
+    return [
+        {
+            "name": feed.name,
+            "newest": feed.newest,
+            "handed": feed.handed,
+            "committed": feed.committed,
+            "read": bool(feed.reader),
+            "waiting": len(store.feeds.waiting(feed.key, 1000)),
+        }
+        for feed in store.feeds.listing()
+    ]
+
+
+def compute_throughput(
+    counts: Iterable[tuple[int, Sequence[int]]], first: float, now: float, width: float
+) -> list[Json]:
+    """Return the turns, tokens and rollouts of the whole gateway over time, without gaps. Counts are given with their interval."""
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
-    for number, counted in index.spans.items():
-        totals = sums.get(int(number * BUCKET_S // width))
+    for number, counted in counts:
+        totals = sums.get(number)
         if totals is not None:
             for place in range(3):
                 totals[place] += counted[place]
@@ -88,7 +106,7 @@ def _throughput(index: RolloutIndex, first: float, now: float, width: float) -> 
 
 def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
     members = index.by_group()
-    newest = [delivery for delivery in index.deliveries if delivery.group.startswith(prefix)][-_MOST_DELIVERIES:]
+    newest = [delivery for delivery in index.deliveries if delivery.group.startswith(prefix)][-MOST_DELIVERIES:]
     points = []
     for delivery in newest:
         # A group may be delivered in parts. A part contains the rollouts recorded by then.
@@ -96,20 +114,25 @@ def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [reward for row in rows if (reward := row.counted_reward) is not None]
         version, oldest = index.version_at(delivery.at), min(sampled, default=None)
-        points.append(
-            {
-                "feed": delivery.feed,
-                "number": delivery.number,
-                "group": delivery.group,
-                "at": delivery.at,
-                "version": version,
-                "oldest": oldest,
-                "behind": None if version is None or oldest is None else version - oldest,
-                "mean": mean(rewards),
-                "rollouts": delivery.rollouts,
-            }
-        )
+        points.append(describe_delivery(delivery, version, oldest, mean(rewards)))
     return points
+
+
+def describe_delivery(
+    delivery: DeliveryRecord, version: int | None, oldest: int | None, mean: float | None
+) -> dict[str, Json]:
+    """Describe a delivery, given the policy version at that time, and the oldest version and mean reward of its rollouts."""
+    return {
+        "feed": delivery.feed,
+        "number": delivery.number,
+        "group": delivery.group,
+        "at": delivery.at,
+        "version": version,
+        "oldest": oldest,
+        "behind": None if version is None or oldest is None else version - oldest,
+        "mean": mean,
+        "rollouts": delivery.rollouts,
+    }
 
 
 def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
@@ -128,15 +151,13 @@ def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[s
     cursor, now = index.refresh(store), time.time()
     by_class: dict[str, dict[str, list[RolloutRow]]] = {}
     for entry in index.all(now):
-        row = entry.row
-        kind: str = row.kind or ("damaged" if entry.damage else "cancelled" if row.status == "cancelled" else "")
-        if kind in ("", "graded") or not row.group.startswith(prefix):
+        row, (kind, message) = entry.row, entry.failure
+        if not kind or not row.group.startswith(prefix):
             continue
-        message = row.message or row.stop or entry.done
-        by_class.setdefault(kind, {}).setdefault(_DIGITS.sub("#", message), []).append(row)
+        by_class.setdefault(kind, {}).setdefault(remove_numbers(message), []).append(row)
     classes = []
     for kind, messages in sorted(by_class.items(), key=lambda item: -sum(map(len, item[1].values()))):
-        frequent = sorted(messages.values(), key=len, reverse=True)[:_MOST_MESSAGES]
+        frequent = sorted(messages.values(), key=len, reverse=True)[:MOST_MESSAGES]
         classes.append(
             {
                 "class": kind,
@@ -145,7 +166,7 @@ def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[s
                     {
                         "message": rows[-1].message or rows[-1].stop,
                         "count": len(rows),
-                        "rollouts": [row.id for row in rows[: -_EXAMPLES - 1 : -1]],
+                        "rollouts": [row.id for row in rows[: -EXAMPLES - 1 : -1]],
                     }
                     for rows in frequent
                 ],
@@ -176,7 +197,7 @@ def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
     ]
 
 
-def _bucket_width(least: float) -> float:
+def bucket_width(least: float) -> float:
     """Return the width of a bucket: a round number of seconds, at least `least`."""
     for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
         if width >= least:

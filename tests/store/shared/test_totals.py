@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 _TO_VERSION_1 = """
 DROP TRIGGER events_added ON events; DROP TRIGGER events_removed ON events;
 DROP FUNCTION add_to_totals; DROP FUNCTION remove_from_totals; DROP TABLE session_totals; DROP TABLE bucket_totals;
-DROP INDEX events_stages; DROP INDEX events_deleted; UPDATE turngate_version SET version=1;
+DROP INDEX events_stages; DROP INDEX events_deleted;
+DROP TABLE rollout_list, group_list, rollout_counts, delivery_list, version_list, rollout_list_state;
+UPDATE turngate_version SET version=1;
 """
 
 

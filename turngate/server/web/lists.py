@@ -15,7 +15,7 @@ from turngate.server.web.reader import PageReader
 from turngate.server.web.view_cache import summarize_drift
 from turngate.types import Json
 from turngate.views.filters import RolloutQuery
-from turngate.views.rollout_index import STATUSES
+from turngate.views.rollout_entry import STATUSES
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
 _MAX_ROWS = 500

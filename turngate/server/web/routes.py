@@ -71,6 +71,9 @@ class WebPage:
         self._exports = ExportRoutes(self._reader)
         self._live = EventStreamRoutes(self._reader, sessions, events, store, self.login, self._describe_gateway)
 
+    async def keep_lists_current(self) -> None:
+        await self._reader.keep_lists_current()
+
     def close(self) -> None:
         self._reader.close()
 

@@ -18,8 +18,9 @@ from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json
 from turngate.views.overview import Overview
 from turngate.views.rollout import RolloutView
-from turngate.views.rollout_index import DONE, RolloutRow
+from turngate.views.rollout_entry import DONE, RolloutRow
 from turngate.views.session import SessionView, encode_json, load_session_view
+from turngate.views.shared_overview import SharedOverview
 
 FORMATS = ("rows", "trace", "messages")
 _MAX_ROLLOUTS = 4  # cached rollout views
@@ -32,8 +33,8 @@ _ENTROPY = "mean negative log-probability of the sampled tokens that have one: a
 class ViewCache:
     """Views of one data folder. Not thread-safe; used only in the page's reader thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.overview = Overview()
+    def __init__(self, tokenizer: Tokenizer | None, overview: Overview | SharedOverview) -> None:
+        self.overview = overview
         self._own = tokenizer
         self._other: tuple[str, Tokenizer | None, str] | None = (
             None  # the last tokenizer loaded for a different vocabulary
@@ -110,7 +111,8 @@ class ViewCache:
             "config": None if stored is None else _config_to_json(stored.config),
             "stages": _stages(facts, data),
             "outcome": outcome,
-            "error": _error(row, outcome, data, facts) or _damage_error(damaged or self.overview.damage(session)),
+            "error": _error(row, outcome, data, facts)
+            or _damage_error(damaged or self.overview.damage(store, session)),
             "logs": _logs(data),
             "host_tools": []
             if not key

@@ -10,13 +10,14 @@ from turngate.store.schema import SCHEMA
 from turngate.store.shared.cells import CELL_TABLES, SHIPMENT_TABLES
 from turngate.store.shared.engines import ENGINE_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
+from turngate.store.shared.list_tables import LIST_TABLES
 from turngate.store.shared.totals import FILL_TOTALS, TOTAL_TABLES
 from turngate.store.shared.translation import translate_tables
 
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 4
+SHARED_VERSION = 5
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -41,6 +42,7 @@ _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
     2: "ALTER TABLE IF EXISTS fence_followers ADD COLUMN IF NOT EXISTS busy TEXT NOT NULL DEFAULT '';",
     3: "",  # lacks the tables for projects, keys and the audit log
+    4: LIST_TABLES,  # version 4 listed rollouts from memory; the gateway fills the new tables while it runs
 }
 
 
@@ -77,7 +79,7 @@ def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
     db.execute(translate_tables(SCHEMA + own_tables + SHIPMENT_TABLES).encode())
     db.execute(POSTGRES_AUDIT_GUARD.encode())
     if not version:
-        db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES).encode())
+        db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES + LIST_TABLES).encode())
     db.execute("UPDATE turngate_version SET version=%s", (SHARED_VERSION,))
 
 
