@@ -37,6 +37,15 @@ SUM_BUCKETS = (
     " %s*count(*) FILTER (WHERE kind='turn'), count(*) FILTER (WHERE kind='outcome')"
     " FROM events WHERE kind IN ('turn', 'outcome') GROUP BY 1"
 )
+ADD_DELIVERIES = (
+    "INSERT INTO events (time, session, kind, data) SELECT max(opened)+70, '', 'delivery', convert_to(json_build_object("
+    f"'feed', 'bench', 'number', key/{GROUP}, 'group', 'g' || key/{GROUP}, 'rollouts', count(*))::text, 'UTF8')"
+    f" FROM sessions GROUP BY key/{GROUP} ORDER BY key/{GROUP}"
+)
+ADD_WEIGHT_UPDATES = (
+    "INSERT INTO events (time, session, kind, data) SELECT opened, '', 'fence',"
+    " convert_to(json_build_object('version', row_number() OVER (ORDER BY key))::text, 'UTF8') FROM sessions WHERE key%%%s=0 ORDER BY key"
+)
 
 
 class NodeTemplate(msgspec.Struct, frozen=True):
@@ -114,9 +123,15 @@ def copy_outcomes(keys: range, start: float, step: float) -> Iterator[bytes]:
 
 
 def _outcome(key: int) -> RecordedOutcome:
-    return RecordedOutcome(
-        kind="graded", reward=float(key % 3 == 0), resolved=key % 3 == 0, group=f"g{key // GROUP}", task=f"t{key % 500}"
-    )
+    """Return an outcome: a tenth of the rollouts failed, a third of the others passed."""
+    named = {"group": f"g{key // GROUP}", "task": f"t{key % 500}"}
+    if key % 30 == 0:
+        return RecordedOutcome(kind="infrastructure fault", message=f"sandbox {key} could not be started", **named)
+    if key % 10 == 0:
+        return RecordedOutcome(
+            kind="agent failed", message=f"agent exited with status {key % 7} after {key} s", **named
+        )
+    return RecordedOutcome(kind="graded", reward=float(key % 3 == 0), resolved=key % 3 == 0, **named)
 
 
 def copy_events(keys: range, turns: int, start: float, step: float) -> Iterator[bytes]:
@@ -167,6 +182,8 @@ def fill(url: str, sessions: int, turns: int) -> None:
         db.execute(ADD_ATTEMPTS)
         db.execute(SUM_SESSIONS, (turns + 6, turns + 6, turns, TOKENS * turns))
         db.execute(SUM_BUCKETS, (TOKENS,))
+        db.execute(ADD_DELIVERIES)
+        db.execute(ADD_WEIGHT_UPDATES, (max(1, sessions // 20),))
         db.commit()
         db.autocommit = True
         db.execute("ANALYZE")

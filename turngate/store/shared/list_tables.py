@@ -41,6 +41,18 @@ CREATE TABLE rollout_list (
 );
 CREATE INDEX rollout_list_opened ON rollout_list (opened, id);
 CREATE INDEX rollout_list_seen ON rollout_list (seen, id);
+CREATE INDEX rollout_list_turns ON rollout_list (turns, id);
+CREATE INDEX rollout_list_tokens ON rollout_list (sampled_tokens, id);
+CREATE INDEX rollout_list_reward ON rollout_list (reward, id);
+CREATE INDEX rollout_list_reward_down ON rollout_list (reward DESC NULLS LAST, id DESC);
+CREATE INDEX rollout_list_version ON rollout_list (version_start, id);
+CREATE INDEX rollout_list_version_down ON rollout_list (version_start DESC NULLS LAST, id DESC);
+CREATE INDEX rollout_list_closed ON rollout_list (closed, id);
+CREATE INDEX rollout_list_closed_down ON rollout_list (closed DESC NULLS LAST, id DESC);
+CREATE INDEX rollout_list_task ON rollout_list ((nullif(task, '')), id);
+CREATE INDEX rollout_list_task_down ON rollout_list ((nullif(task, '')) DESC NULLS LAST, id DESC);
+CREATE INDEX rollout_list_tasks ON rollout_list (task, opened, id);
+CREATE INDEX rollout_list_classes ON rollout_list (class, opened, id);
 CREATE INDEX rollout_list_teams ON rollout_list (team, opened);
 CREATE INDEX rollout_list_names ON rollout_list (name, attempt) WHERE name<>'';
 CREATE INDEX rollout_list_silent ON rollout_list (seen) WHERE status IN ('starting', 'finishing');
