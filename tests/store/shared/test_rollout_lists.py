@@ -24,9 +24,9 @@ from turngate.views.shared_overview import SharedOverview
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 START = time.time() - 10_000
-_TO_VERSION_2 = """
+_TO_VERSION_4 = """
 DROP TABLE rollout_list, group_list, rollout_counts, delivery_list, version_list, rollout_list_state;
-UPDATE turngate_version SET version=2;
+UPDATE turngate_version SET version=4;
 """
 
 
@@ -188,7 +188,7 @@ def test_lists_of_an_older_store_are_filled(postgres_server: PostgresServer) -> 
     store = open_shared(url)
     record(store)
     store.close()
-    postgres_server.query(_TO_VERSION_2, url.rsplit("/", 1)[1])
+    postgres_server.query(_TO_VERSION_4, url.rsplit("/", 1)[1])
     open_shared(url).close()
     compare(url)
 
