@@ -66,7 +66,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def controller(url: str, **config: Any) -> AsyncIterator[Running]:
     """The gateway on the shared store."""
-    async with gateway(observe="vllm", data=url, model="m", **config) as g:
+    async with gateway(observe="vllm", data=url, **{"model": "m", **config}) as g:
         yield g
 
 

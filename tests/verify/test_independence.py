@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from turngate.store.shared.tables import SHARED_VERSION
+from turngate.verify.shared_reader import SHARED_SCHEMAS
+
 
 @pytest.mark.process
 def test_verify_does_not_import_recording_code() -> None:
@@ -14,3 +17,7 @@ def test_verify_does_not_import_recording_code() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     recording = ("trace", "store", "gateway", "views", "server")
     assert not [name for name in loaded if name.split(".")[1] in recording]
+
+
+def test_verifier_reads_the_newest_shared_store() -> None:
+    assert SHARED_SCHEMAS[-1] == SHARED_VERSION
