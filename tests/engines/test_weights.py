@@ -34,7 +34,9 @@ async def started(engine: Any) -> Any:
 
 
 async def test_vllm_update_requests() -> None:
-    server = StandIn(answer_with({}), {"/v1/models": {"data": [{"id": "m"}]}})
+    adapter = {"id": "policy-v2", "root": "/a/2", "parent": "m"}
+    documents = {"/v1/models": {"data": [adapter, {"id": "m", "root": "/m/0", "parent": None}]}}
+    server = StandIn(answer_with({}), documents)
     async with serving(server), started(VLLM(server.url, "m")) as engine:
         await engine.pause()
         await engine.load(MODEL, frozen=True)
@@ -42,6 +44,9 @@ async def test_vllm_update_requests() -> None:
         await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
+        documents["/v1/models"] = {"data": [{"id": "m"}]}
+        with pytest.raises(EngineRejected, match="does not report their path"):
+            await engine.reload_initial_weights(frozen=False)
     assert sent_requests(server) == [
         ("/pause?mode=keep", {}),
         ("/update_weight_version", {"new_version": "turngate: loading 3"}),
@@ -49,7 +54,7 @@ async def test_vllm_update_requests() -> None:
         ("/update_weight_version", {"new_version": "3"}),
         ("/resume", {}),
         ("/update_weight_version", {"new_version": "turngate: loading default"}),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/m/0"}}),
         ("/reset_prefix_cache", {}),
         ("/update_weight_version", {"new_version": "default"}),
         ("/v1/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),

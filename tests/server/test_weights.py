@@ -59,7 +59,9 @@ class FakeVLLM:
             case "/health":
                 return web.Response()
             case "/v1/models":
-                return web.json_response({"data": [{"id": n, "max_model_len": 4096} for n in ("m", *self.adapters)]})
+                served = [{"id": "m", "max_model_len": 4096, "root": "base"}]
+                served += [{"id": name, "max_model_len": 4096, "parent": "m"} for name in self.adapters]
+                return web.json_response({"data": served})
             case "/weight_info":
                 return web.json_response({"weight_version": self.weight_version})
             case "/update_weight_version":
@@ -79,7 +81,7 @@ class FakeVLLM:
                 self.adapters.pop(body["lora_name"])
             case "/collective_rpc":
                 assert body["method"] == "reload_weights"
-                path = body["kwargs"].get("weights_path", "base")
+                path = body["kwargs"].get("weights_path", self.weights)  # as vLLM: the last path
                 await self.load_gate.wait()
                 if "missing" in path:
                     return web.json_response({"error": {"message": f"no weights in {path}"}}, status=500)

@@ -114,6 +114,8 @@ class _TopEvent(msgspec.Struct):
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    root: str = ""  # the model that the server was started with, or an adapter's folder
+    parent: str | None = None  # the model of an adapter
 
 
 class _Models(msgspec.Struct):
@@ -223,7 +225,13 @@ class VLLM:
         )
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        await self._reload({}, "default", frozen)
+        served = await self._client.get("/v1/models", _Models)
+        root = next((card.root for card in served.data if card.root and card.parent is None), "")
+        if not root:
+            raise EngineRejected(
+                f"{self.name} cannot restore its initial weights because it does not report their path; restart the engine"
+            )
+        await self._reload({"weights_path": root}, "default", frozen)  # without a path, vLLM reloads the last one
 
     async def abort_all(self) -> None:
         await self._command("/abort_requests")
