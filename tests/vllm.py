@@ -23,6 +23,7 @@ from tools import parts
 
 CONTEXT = 8192
 OPTIONS = {"smollm2": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]}
+REPORTS = ["--enable-prompt-tokens-details"]  # how many tokens of a prompt were cached
 START_S = 120
 
 
@@ -72,7 +73,7 @@ class Servers:
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="v"))  # vLLM leaves files there
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*argv, *OPTIONS.get(name, [])],
+                [*argv, *REPORTS, *OPTIONS.get(name, [])],
                 env={**env, "TMPDIR": scratch, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
                 stdout=output,
                 stderr=output,
