@@ -87,6 +87,13 @@ class TooManyRequests(TurngateError):
         self.wait_s = wait_s
 
 
+class QuotaExceeded(TurngateError):
+    """The project has used up a quota. The agent is not at fault."""
+
+    status = 429
+    kind = "insufficient_quota"
+
+
 class NotFound(TurngateError):
     boundary = "client"
     status = 404

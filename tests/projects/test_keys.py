@@ -13,6 +13,7 @@ import pytest
 from tests.cli.kit import run_cli, run_rejected
 from tests.kit import gateway, say
 from tests.projects.kit import create_key, create_project, project_client
+from turngate.errors import StoreError
 from turngate.gateway.api_keys import KeyRing, KnownProjects, hash_key, new_key
 from turngate.server.web.login import PAGE_HEADER
 from turngate.store.projects import ApiKey, ProjectRow
@@ -218,3 +219,41 @@ async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "revoked" in await run("keys", "revoke", fresh[:12])
         log = await run("audit", "--project", "acme", "--json")
         assert "key rotated" in log and fresh not in log and key not in log
+
+
+async def test_audit_log_has_changes_deletions_and_exports(tmp_path: Path) -> None:
+    async with gateway(lambda request, n: say("Hello."), data=tmp_path) as g:
+        await create_project(g, "acme")
+        key = await create_key(g, "acme")
+        client = g.http(key["key"])
+        for name in ("a", "b", "c"):
+            secret = (await client.post("/admin/sessions", json={"id": name})).json()["api_key"]
+            await g.ask(secret, "Hi")
+            await client.post(f"/admin/sessions/{name}/seal", json={})
+        await client.post("/page/login", json={"key": key["key"]}, headers=OWN)
+        for format in ("rows", "trace"):
+            assert (await client.get(f"/page/api/rollouts/a/export?format={format}")).status_code == 200
+        assert (await client.delete("/admin/sessions/a")).status_code == 200
+        assert (await client.delete("/sessions/b")).json() == {"deleted": True}
+        assert (await g.admin.delete("/admin/sessions/c", headers={"x-turngate-project": "acme"})).status_code == 200
+        entries = (await client.get("/admin/audit?limit=1000")).json()["entries"]
+        seen = [(entry["actor"], entry["action"], entry["subject"]) for entry in entries]
+        prefix = key["prefix"]
+        assert seen == [
+            ("operator", "project created", "acme"),
+            ("operator", "key created", prefix),
+            (prefix, "export made", "a"),
+            (prefix, "export made", "a"),
+            (prefix, "session deleted", "a"),
+            (prefix, "session deleted", "b"),
+            ("operator", "session deleted", "c"),
+        ]
+        changed = await g.admin.put("/admin/projects/acme", json={"quotas": {"live_sessions": 9}})
+        assert changed.is_success
+        [entry] = (await client.get(f"/admin/audit?after={entries[-1]['number']}")).json()["entries"]
+        assert (entry["action"], entry["details"]) == ("project changed", {"quotas": {"live_sessions": 9}})
+        log = (await g.admin.get("/admin/audit?limit=1000")).text
+        assert key["key"] not in log and secret not in log
+        for change in ("UPDATE audit SET actor='x'", "DELETE FROM audit"):
+            with pytest.raises(StoreError, match="can only be added to"), g.app.store.database.writing() as db:
+                db.execute(change)

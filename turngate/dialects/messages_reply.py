@@ -22,7 +22,9 @@ from turngate.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    Forbidden,
     NotFound,
+    QuotaExceeded,
     Stopping,
     TooLarge,
     TurngateError,
@@ -243,11 +245,13 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
         case Conflict():
             # Anthropic's clients treat a 409 as a temporary lock and retry, but an ended session stays ended.
             return 403, "permission_error"
+        case Forbidden():
+            return 403, "permission_error"
         case NotFound():
             return 404, "not_found_error"
         case TooLarge():
             return 413, "request_too_large"
-        case EngineBusy():
+        case EngineBusy() | QuotaExceeded():
             return 429, "rate_limit_error"
         case EngineTimeout():
             return 504, "timeout_error"

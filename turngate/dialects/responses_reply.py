@@ -349,7 +349,7 @@ def error_message(error: TurngateError) -> str:
         known = error.limit is not None and error.size is not None
         sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""
         return f"Your input exceeds the context window of this model. Please adjust your input and try again.{sizes}"
-    if error.status == 429:
+    if error.status == 429 and error.retry_safe:
         return f"{error.message.rstrip('.')}. Please try again in 1s."
     return error.message
 
@@ -359,7 +359,7 @@ def _error_code(error: TurngateError) -> str:
     if isinstance(error, ContextOverflow):
         return error.kind
     if error.status == 429:
-        return "rate_limit_exceeded"
+        return "rate_limit_exceeded" if error.retry_safe else error.kind
     return "invalid_prompt" if error.status < 500 else "server_error"
 
 

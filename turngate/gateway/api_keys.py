@@ -86,9 +86,8 @@ class KeyRing:
     def list_projects(self) -> list[str]:
         return sorted(self._refresh().projects)
 
-    def quotas(self, project: str) -> Quotas:
-        """Return the quotas as last read, without reading them again."""
-        found = self._known.projects.get(project)
+    def read_quotas(self, project: str) -> Quotas:
+        found = self.find_project(project)
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:

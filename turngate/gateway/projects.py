@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +23,14 @@ from turngate.store.projects import (
     check_project_name,
     unknown_project,
 )
+from turngate.types import Json
+
+
+class AuditNote(Protocol):
+    """Adds an entry to the audit log."""
+
+    def __call__(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None: ...
+
 
 MAX_GRACE_S = 30 * 86400.0
 _MAX_NOTE = 200
@@ -123,7 +132,7 @@ class Projects:
 
     # ── audit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def note(self, caller: Caller, project: str, action: str, subject: str = "", **details: object) -> None:
+    def note(self, caller: Caller, project: str, action: str, subject: str, details: dict[str, Json]) -> None:
         """Add an entry to the audit log about something that is recorded elsewhere."""
         self._audit.add(NewAuditEntry(caller.actor, project, action, subject, details))
 

@@ -29,6 +29,7 @@ from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavai
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Prompt, PromptBuilder, build_observed_prompt
+from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sampling import context_overflow, count_room, resolve_sampling
 from turngate.gateway.token_scores import require_shown_logprobs, score_tokens
@@ -81,6 +82,7 @@ class TurnPipeline:
         renderer: Renderer | None = None,
         engine: Engine | None = None,
         relay: Relay | None = None,
+        quota: ProjectQuota | None = None,
     ) -> None:
         self._settings = settings
         self._recorder = recorder
@@ -89,6 +91,7 @@ class TurnPipeline:
         self._renderer = renderer
         self._engine = engine
         self._relay = relay
+        self._quota = quota
         self._prompts = PromptBuilder()
 
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
@@ -143,6 +146,8 @@ class TurnPipeline:
 
     async def _run_admitted(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         session.require_within_limits(time.time(), session.in_flight)
+        if self._quota is not None and not self._quota.has_tokens:
+            await self._quota.require_tokens()
         task = asyncio.current_task()
         assert task is not None
         session.begin_call(task)

@@ -17,6 +17,8 @@ from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.projects import AuditNote
+from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
@@ -76,6 +78,8 @@ class AdminRoutes:
         events: Events,
         outcomes: OutcomeRecorder,
         host_tools: HostTools,
+        quota: ProjectQuota,
+        note: AuditNote,
         auth: Auth,
     ) -> None:
         self._sessions = sessions
@@ -85,6 +89,8 @@ class AdminRoutes:
         self._events = events
         self._outcomes = outcomes
         self._host_tools = host_tools
+        self._quota = quota
+        self._note = note
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -113,6 +119,7 @@ class AdminRoutes:
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
             # Stored with the session, so that spans of its turns keep this parent after a restart.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
+        await self._quota.require_session()
         session, secret = self._sessions.open(config, body.id)
         if config.attempt > 1:
             await self._attempts.cancel_lower(config.rollout)
@@ -153,6 +160,7 @@ class AdminRoutes:
 
     async def delete(self, request: Request) -> Response:
         await self._sessions.delete(request.path_params["id"])
+        self._note(request.state.caller, "session deleted", request.path_params["id"])
         return json_response({"id": request.path_params["id"], "deleted": True})
 
     async def record(self, request: Request) -> Response:

@@ -23,6 +23,7 @@ from turngate.gateway.engine_list import EngineList
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.projects import Projects
+from turngate.gateway.quotas import QuotaKeeper
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.shared_engines import (
     FollowedEngineChanges,
@@ -96,6 +97,7 @@ class Gateway(ProjectGateway):
         self._compose_sessions()
         self._compose_weight_updates()
         self._compose_routes()
+        self.quota_keeper = self._compose_quotas()
         self.hosted = HostedProjects(self)
 
     def _open_engine_list(self, configured: list[str]) -> EngineList | SharedEngineList | FollowedEngineList:
@@ -117,6 +119,12 @@ class Gateway(ProjectGateway):
         if self.cell is not None:
             return Projects(table, audit, self.cell.ring, read_only=True)
         return Projects(table, audit, KeyRing(lambda: read_projects(table)))
+
+    def _compose_quotas(self) -> QuotaKeeper:
+        ring, cell = self.projects.ring, self.cell
+        keeper = QuotaKeeper(ring.read_quotas, lambda: self.store.quotas if cell is None else cell.open_quotas())
+        keeper.add(self.quota)
+        return keeper
 
     def _compose_policy(self) -> None:
         self.fence_state = FenceState(self.store)
@@ -189,6 +197,8 @@ class Gateway(ProjectGateway):
         self.metrics_endpoint.start()
         self.start_tasks()
         self.hosted.start()
+        if not self.config.is_shared:  # it opens no sessions
+            self.quota_keeper.start()
 
     async def _apply_context_limit(self) -> None:
         """Limit the context to that of the engines, unless it is configured. The engines of a cell may be added later."""
@@ -215,6 +225,7 @@ class Gateway(ProjectGateway):
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
+        await asyncio.to_thread(self.quota_keeper.stop)
         await self.close_readers()
         if self.follower is not None:
             await self.follower.stop()

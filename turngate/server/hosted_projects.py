@@ -82,6 +82,7 @@ class HostedProjects:
             self._host.stale.others.append(project.stale)
             self._host.barrier.other_events.append(project.events)
             self._host.metrics_endpoint.hosted.append(project.metrics_endpoint)
+            self._host.quota_keeper.add(project.quota)
         return project
 
     def choose(self, scope: Scope) -> str | None:

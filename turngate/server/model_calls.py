@@ -331,7 +331,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
     headers = request_id_header(dialect)
     if not error.retry_safe:
         headers.append((b"x-should-retry", b"false"))
-    if error.status == 429:
+    if error.status == 429 and error.retry_safe:
         headers.append((b"retry-after", b"1"))
     if error.status >= 500:
         log.warning("%s error: %s", error.boundary, error.message)

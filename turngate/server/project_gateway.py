@@ -32,6 +32,7 @@ from turngate.gateway.host_tools import HostTools
 from turngate.gateway.housekeeping import Housekeeper
 from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.projects import Projects
+from turngate.gateway.quotas import ProjectQuota, QuotaKeeper
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.sessions import Sessions
@@ -60,11 +61,11 @@ from turngate.server.web.routes import WebPage
 from turngate.server.websocket import refuse_path, serve_socket
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
-from turngate.store.projects import DEFAULT_PROJECT
+from turngate.store.projects import DEFAULT_PROJECT, Caller
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
-from turngate.types import Mode
+from turngate.types import Json, Mode
 from turngate.verify import Verdict, summarize_verdict
 from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
@@ -95,6 +96,7 @@ class ProjectGateway:
     updates: WeightUpdates
     barrier: LocalBarrier
     engine_changes: EngineChanges
+    quota_keeper: QuotaKeeper
     max_context: int | None
     _metrics_key: str
     _background: tuple[asyncio.Task[None], ...] = ()
@@ -128,6 +130,7 @@ class ProjectGateway:
             require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
             project=self.project,
         )
+        self.quota = ProjectQuota(self.project, self.metrics, lambda: self.sessions.open_count)
         self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
@@ -184,6 +187,7 @@ class ProjectGateway:
             self.store,
             admin_key=self.admin_key,
             model=self.config.model,
+            note=self.note,
             shard=self.shard,
             tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
         )
@@ -209,6 +213,7 @@ class ProjectGateway:
             engine=self.engine,
             relay=self.relay,
             metrics=self.metrics,
+            quota=self.quota,
         )
         return ModelCalls(
             self.pipeline,
@@ -244,16 +249,20 @@ class ProjectGateway:
                 self.events,
                 self.outcomes,
                 self.host_tools,
+                self.quota,
+                self.note,
                 self.auth,
             ).routes(),
             *AttemptRoutes(self.attempts, self.auth).routes(),
-            *FenceRoutes(self.updates, self.auth, self.sessions).routes(),
+            *FenceRoutes(self.updates, self.auth, self.sessions, self.note_all).routes(),
             *EngineRoutes(self.engine_changes, self.auth).routes(),
             *(GateRoutes(self.gate, self.auth).routes() if self.gate is not None else ()),
             *FeedRoutes(self.feeds, self.auth).routes(),
             *ProjectRoutes(self.projects, self.auth, self.project).routes(),
-            *PrimeRoutes(self.sessions, self.session_views, self.auth).routes(),
-            *OpenEnvRoutes(self.sessions, self.directory, self.session_views, self.auth).routes(),
+            *PrimeRoutes(self.sessions, self.session_views, self.quota, self.auth).routes(),
+            *OpenEnvRoutes(
+                self.sessions, self.directory, self.session_views, self.quota, self.note, self.auth
+            ).routes(),
             *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
@@ -272,6 +281,14 @@ class ProjectGateway:
     def _engine_mode(self) -> Mode:
         """Mode of the sessions that the engine serves."""
         return "gate" if self.gate is not None else "exact"
+
+    def note(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None:
+        """Add an entry about this project to the audit log."""
+        self.projects.note(caller, self.project, action, subject, details)
+
+    def note_all(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None:
+        """Add an entry about what all projects share to the audit log."""
+        self.projects.note(caller, "", action, subject, details)
 
     # ── start and stop ──────────────────────────────────────────────────────────────────────────────────────────
 

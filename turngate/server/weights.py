@@ -12,6 +12,7 @@ from starlette.routing import Route
 from turngate.client.protocol import PauseMode
 from turngate.engines.weights import PolicyWeights
 from turngate.errors import BadRequest
+from turngate.gateway.projects import AuditNote
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.weights import WeightUpdates
 from turngate.server.auth import Auth
@@ -74,7 +75,8 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class FenceRoutes:
-    def __init__(self, updates: WeightUpdates, auth: Auth, sessions: Sessions) -> None:
+    def __init__(self, updates: WeightUpdates, auth: Auth, sessions: Sessions, note: AuditNote) -> None:
+        self._note = note
         self._updates = updates
         self._auth = auth
         self._sessions = sessions
@@ -108,4 +110,7 @@ class FenceRoutes:
 
     async def load(self, request: Request) -> Response:
         body = await decode_body(request, WeightsBody)
-        return json_response(await self._updates.load(body.to_load(), body.mode, body.limit_s))
+        loaded = await self._updates.load(body.to_load(), body.mode, body.limit_s)
+        source = body.lora_path or body.path
+        self._note(request.state.caller, "weights loaded", f"version {body.version}", source=source)
+        return json_response(loaded)

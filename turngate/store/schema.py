@@ -9,6 +9,7 @@ from turngate.store.feeds import FEED_TABLES
 from turngate.store.outbox import OUTBOX_TABLES
 from turngate.store.outcomes import OUTCOME_TABLES
 from turngate.store.projects import PROJECT_TABLES
+from turngate.store.quotas import QUOTA_TABLES
 from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
@@ -64,4 +65,4 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 SCHEMA += (
     EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES + ATTEMPT_TABLES
 )
-SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + AUDIT_TABLES
+SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + QUOTA_TABLES + AUDIT_TABLES

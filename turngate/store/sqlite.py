@@ -27,6 +27,7 @@ from turngate.store.outbox import OutboxTable
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.projects import ProjectTable
 from turngate.store.queries import RolloutQueries
+from turngate.store.quotas import QuotaTable
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
 from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_PROJECTS, BEFORE_REFUSALS
@@ -112,6 +113,7 @@ class Store:
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
         self.queries = RolloutQueries(self._reading)
         self.projects = ProjectTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
+        self.quotas = QuotaTable(self._writing, self._reading)
         self.audit = AuditTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
 
     def add_session(

@@ -318,6 +318,7 @@ class Metrics:
         self._turns = self._counters["turngate_turns_total"]
         self._prompt = self._counters["turngate_prompt_tokens_total"]
         self._sampled = self._counters["turngate_sampled_tokens_total"]
+        self.sampled_tokens = 0  # in all modes
         self._own: dict[str, Histogram] = {}  # by dialect
         self._engine = Histogram(ENGINE_BOUNDS)
         self._first = Histogram(ENGINE_BOUNDS)
@@ -332,6 +333,7 @@ class Metrics:
         self._turns[turn] = self._turns.get(turn, 0) + 1
         self._prompt[by_mode] = self._prompt.get(by_mode, 0) + prompt
         self._sampled[by_mode] = self._sampled.get(by_mode, 0) + sampled
+        self.sampled_tokens += sampled
 
     def count_cache(self, cached: int, prompt: int) -> None:
         """Count the prompt tokens that the engine had in its cache, and those that it computed."""

@@ -30,6 +30,7 @@ from turngate.gateway.shared_fence import FenceFollower
 from turngate.gateway.weights import LocalBarrier
 from turngate.store.outbox import Outboxes
 from turngate.store.projects import DEFAULT_PROJECT, locate_project
+from turngate.store.quotas import QuotaTable
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
@@ -97,6 +98,9 @@ class Cell:
         store = _open_shared(locate_project(self._url, project))
         self._opened.append(store)
         return store
+
+    def open_quotas(self) -> QuotaTable:
+        return self._open().quotas
 
     def read_keys(self) -> None:
         """Read the projects and keys of the shared store, and again every few seconds from now on."""

@@ -20,6 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import BadRequest, Conflict, NotFound
+from turngate.gateway.projects import AuditNote
+from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
@@ -70,8 +72,16 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 class OpenEnvRoutes:
     def __init__(
-        self, sessions: Sessions, directory: SessionDirectory, session_views: SessionViews, auth: Auth
+        self,
+        sessions: Sessions,
+        directory: SessionDirectory,
+        session_views: SessionViews,
+        quota: ProjectQuota,
+        note: AuditNote,
+        auth: Auth,
     ) -> None:
+        self._quota = quota
+        self._note = note
         self._sessions = sessions
         self._directory = directory
         self._session_views = session_views
@@ -112,6 +122,7 @@ class OpenEnvRoutes:
             bias=bias,
             metadata={**(body.metadata or {}), _METADATA_KEY: {"purpose": body.purpose}},
         )
+        await self._quota.require_session()
         session, secret = self._sessions.open(config, body.session_id or None)
         return json_response(
             {
@@ -167,9 +178,11 @@ class OpenEnvRoutes:
     async def delete(self, request: Request) -> Response:
         """End the session and delete its recorded data. Deleting it again has no effect."""
         try:
-            await self._sessions.delete(self._session_id(request))
+            session_id = self._session_id(request)
+            await self._sessions.delete(session_id)
         except NotFound:
             return json_response({"deleted": False})
+        self._note(request.state.caller, "session deleted", session_id)
         return json_response({"deleted": True})
 
     def _session_id(self, request: Request) -> str:

@@ -21,6 +21,7 @@ from turngate.common.validation import explain_error
 from turngate.dialects import Chat, decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest, TurngateError, Unprocessable
+from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
@@ -45,7 +46,8 @@ class RegisterBody(msgspec.Struct, frozen=True):
 
 
 class PrimeRoutes:
-    def __init__(self, sessions: Sessions, session_views: SessionViews, auth: Auth) -> None:
+    def __init__(self, sessions: Sessions, session_views: SessionViews, quota: ProjectQuota, auth: Auth) -> None:
+        self._quota = quota
         self._sessions = sessions
         self._session_views = session_views
         self._auth = auth
@@ -84,6 +86,7 @@ class PrimeRoutes:
             metadata={"prime": msgspec.to_builtins(body)},
             at_limit="conflict",
         )
+        await self._quota.require_session()
         try:
             session, secret = self._sessions.open(config, request.path_params["id"])
         except BadRequest as error:

@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from turngate.errors import BadRequest, StoreError
+from turngate.gateway.projects import AuditNote
+from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
 from turngate.server.web.view_cache import FORMATS
 from turngate.store.sqlite import Store
@@ -23,21 +25,26 @@ Members = list[tuple[str, int]]  # session id and key
 
 
 class ExportRoutes:
-    def __init__(self, reader: PageReader) -> None:
+    def __init__(self, reader: PageReader, login: PageLogin, note: AuditNote) -> None:
         self._reader = reader
+        self._login = login
+        self._note = note
         self._views = reader.views
 
     async def export_rollout(self, request: Request) -> Response:
         session, format = request.path_params["id"], _parse_format(request, FORMATS)
         if format == "trace":
             trace = await self._reader.run(partial(_encode_trace, session=session))
+            self._note(self._login.find_caller(request), "export made", session, format=format)
             return _attachment(_chunks(trace), f"{session}.trace.json", "application/json")
         group = await self._reader.run(partial(self._views.group_of, session=session))
+        self._note(self._login.find_caller(request), "export made", session, format=format)
         return await self._export(f"{session}.{format}.jsonl", format, [(session, dict(group)[session])], group)
 
     async def export_group(self, request: Request) -> Response:
         name, format = request.query_params.get("group", ""), _parse_format(request, ("rows", "messages"))
         group = await self._reader.run(partial(self._views.overview.members, name=name))
+        self._note(self._login.find_caller(request), "export made", name, format=format)
         return await self._export(f"{name}.{format}.jsonl", format, group, group)
 
     async def _export(self, name: str, format: str, selected: Members, group: Members) -> Response:

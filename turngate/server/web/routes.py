@@ -19,6 +19,7 @@ from turngate.errors import TooManyRequests, TurngateError
 from turngate.gateway.api_keys import KeyRing
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
+from turngate.gateway.projects import AuditNote
 from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
@@ -55,6 +56,7 @@ class WebPage:
         *,
         admin_key: str,
         model: str,
+        note: AuditNote,
         shard: Shard,
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -68,7 +70,7 @@ class WebPage:
         self._lists = ListRoutes(self._reader, self._describe_gateway)
         self._rollout = RolloutRoutes(self._reader, sessions)
         self._actions = ActionRoutes(self._reader, sessions, events, store)
-        self._exports = ExportRoutes(self._reader)
+        self._exports = ExportRoutes(self._reader, self.login, note)
         self._live = EventStreamRoutes(self._reader, sessions, events, store, self.login, self._describe_gateway)
 
     async def keep_lists_current(self) -> None:

@@ -62,7 +62,7 @@ class Coordinator:
     def routes(self) -> list[Route]:
         """Return the public routes that concern all workers."""
         return [
-            *FenceRoutes(self.updates, self._gateway.auth, self._gateway.sessions).routes(),
+            *FenceRoutes(self.updates, self._gateway.auth, self._gateway.sessions, self._gateway.note_all).routes(),
             *EngineRoutes(self.engine_changes, self._gateway.auth).routes(),
             self._gateway.metrics_endpoint.route(),
         ]

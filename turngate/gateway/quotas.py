@@ -1,0 +1,209 @@
+"""Quotas: what a project may still use in this process, and the thread that takes more of it from the store.
+
+The thread takes a part before the last one is used up. A model call compares two numbers in memory, and waits only if the part is used up
+while the thread is still asking for more. Calls in flight always finish, so a project can exceed its tokens by theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from math import inf
+
+from turngate.errors import QuotaExceeded, TurngateError
+from turngate.store.projects import Quotas
+from turngate.store.quotas import QuotaTable
+from turngate.telemetry.metrics import Metrics
+
+log = logging.getLogger("turngate")
+DAY_S = 86400
+PARTS = 20  # a part is this fraction of the quota
+REFRESH_S = 1.0  # between looks at the parts
+HOLD_S = 60.0  # how long a part of the live sessions lasts after its holder has died
+_WAIT_S = 3.0  # how long a call waits for a part before it is refused
+
+
+class ProjectQuota:
+    """What a project may use in this process. Without quotas, everything."""
+
+    def __init__(self, project: str, metrics: Metrics, count_sessions: Callable[[], int]) -> None:
+        self.project = project
+        self.metrics = metrics
+        self.count_sessions = count_sessions
+        self.limits = Quotas()
+        self.max_tokens = inf  # of `metrics.sampled_tokens`
+        self.max_sessions = inf
+        self.need = threading.Event()  # set if a call waits for a part
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.max_tokens == inf or self.metrics.sampled_tokens < self.max_tokens
+
+    async def require_tokens(self) -> None:
+        """Wait for a part if there is none left, and raise `QuotaExceeded` if the quota is used up."""
+        if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
+            raise QuotaExceeded(
+                f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
+                "(tokens_per_day); it is renewed at midnight UTC, or the operator can raise it: "
+                f"turngate projects change {self.project} --tokens-per-day N"
+            )
+
+    async def require_session(self) -> None:
+        """Wait for room for a session, and raise `QuotaExceeded` if there is none."""
+        if not self._has_room() and not await self._wait(self._has_room):
+            raise QuotaExceeded(
+                f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
+                "(live_sessions); seal or cancel some, or the operator can raise it: "
+                f"turngate projects change {self.project} --live-sessions N"
+            )
+
+    def _has_room(self) -> bool:
+        return self.max_sessions == inf or self.count_sessions() < self.max_sessions
+
+    async def _wait(self, is_free: Callable[[], bool]) -> bool:
+        """Ask the thread for a part, and wait until it has answered. Return whether there is room now."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _WAIT_S
+        for _ in range(2):  # the thread may have read the store just before this call
+            answered: asyncio.Future[None] = loop.create_future()
+            self._waiters.append(answered)
+            self.need.set()
+            try:
+                async with asyncio.timeout_at(end):
+                    await answered
+            except TimeoutError:
+                return is_free()
+            if is_free():
+                return True
+        return False
+
+    def wake(self) -> None:
+        """Let waiting calls look again. Called from the thread."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class _Parts:
+    """What this process has taken: a part of today's tokens, and when to renew the part of the live sessions."""
+
+    def __init__(self) -> None:
+        self.day = 0
+        self.taken = 0
+        self.base = 0.0  # of the counter when the day began here
+        self.renew_at = 0.0
+
+
+class QuotaKeeper:
+    """Takes parts of the quotas of all projects, in a thread, until `stop`. `connect` opens the store's table for this thread."""
+
+    def __init__(
+        self,
+        read_limits: Callable[[str], Quotas],
+        connect: Callable[[], QuotaTable],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._read_limits = read_limits
+        self._connect = connect
+        self._clock = clock
+        self._holder = uuid.uuid4().hex
+        self._table: QuotaTable | None = None
+        self._quotas: dict[str, tuple[ProjectQuota, _Parts]] = {}
+        self._need = threading.Event()
+        self._stopping = False
+        self._is_away = False
+        self._thread = threading.Thread(target=self._run, name="turngate-quotas", daemon=True)
+
+    def add(self, quota: ProjectQuota) -> None:
+        quota.need = self._need
+        self._quotas[quota.project] = (quota, _Parts())
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and give back what was not used."""
+        self._stopping = True
+        self._need.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for quota, part in self._quotas.values():
+            self._give_back(quota, part)
+
+    def _give_back(self, quota: ProjectQuota, part: _Parts) -> None:
+        if self._table is None:
+            return
+        try:
+            unused = int(part.base + part.taken - quota.metrics.sampled_tokens)
+            if part.taken and unused > 0:
+                self._table.give_back(quota.project, "tokens_per_day", self._holder, unused, part.day)
+            if quota.max_sessions != inf:
+                self._table.give_back(quota.project, "live_sessions", self._holder, int(quota.max_sessions))
+        except TurngateError as error:
+            log.warning("cannot give back parts of the quotas of project %s: %s", quota.project, error.message)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._need.wait(REFRESH_S)
+            self._need.clear()
+            for quota, part in list(self._quotas.values()):
+                self.refresh(quota, part)
+
+    def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
+        """Take what the project needs next. If the store does not answer, it keeps to what it has."""
+        quota.limits = limits = self._read_limits(quota.project)
+        try:
+            self._refresh_tokens(quota, part, limits.tokens_per_day)
+            self._refresh_sessions(quota, part, limits.live_sessions)
+            self._is_away = False
+        except TurngateError as error:
+            if not self._is_away:
+                log.warning("cannot take parts of quotas: %s; using those already taken", error.message)
+            self._is_away = True
+        finally:
+            quota.wake()
+
+    def _refresh_tokens(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
+        if limit is None:
+            quota.max_tokens = inf
+            return
+        used, day = quota.metrics.sampled_tokens, int(self._clock() // DAY_S)
+        if day != part.day:
+            part.day, part.taken, part.base = day, 0, used
+        size = -(-limit // PARTS)
+        left = part.base + part.taken - used
+        if left < size / 2 or part.taken > limit:
+            wanted = max(0, int(used - part.base)) + size
+            part.taken = self._open().take(
+                quota.project, "tokens_per_day", self._holder, wanted=wanted, limit=limit, period=day
+            )
+        quota.max_tokens = part.base + part.taken
+
+    def _refresh_sessions(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
+        if limit is None:
+            quota.max_sessions = inf
+            return
+        now, step = self._clock(), max(1, limit // PARTS)
+        room = quota.max_sessions - quota.count_sessions()
+        if step / 2 <= room <= 2 * step and quota.max_sessions <= limit and now < part.renew_at:
+            return
+        wanted = min(limit, quota.count_sessions() + step)
+        quota.max_sessions = self._open().take(
+            quota.project, "live_sessions", self._holder, wanted=wanted, limit=limit, until=now + HOLD_S
+        )
+        part.renew_at = now + HOLD_S / 3
+
+    def _open(self) -> QuotaTable:
+        if self._table is None:
+            self._table = self._connect()
+        return self._table
