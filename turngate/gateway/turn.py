@@ -27,6 +27,7 @@ import msgspec
 from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest, check_echo
 from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavailable, NotFound, TurngateError
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
+from turngate.gateway.fair_shares import FairShares
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Prompt, PromptBuilder, build_observed_prompt
 from turngate.gateway.quotas import ProjectQuota
@@ -34,6 +35,7 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sampling import context_overflow, count_room, resolve_sampling
 from turngate.gateway.token_scores import require_shown_logprobs, score_tokens
 from turngate.render import Renderer, ReplyReader
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.trace.session import CallError, LimitReached, Session, limit_message
 from turngate.trace.signals import is_model_alias
@@ -67,6 +69,7 @@ class PipelineSettings(msgspec.Struct, frozen=True):
     echo_prompt: bool = False  # ask the engine to echo the prompt it received, and compare it
     vocabulary: str = ""  # digest of the tokenizer; a session can only continue with the same one
     mode: Mode = "exact"  # of the sessions that the engine serves; "gate" if the trainer is the engine
+    project: str = DEFAULT_PROJECT
 
 
 class TurnPipeline:
@@ -83,6 +86,7 @@ class TurnPipeline:
         engine: Engine | None = None,
         relay: Relay | None = None,
         quota: ProjectQuota | None = None,
+        shares: FairShares | None = None,
     ) -> None:
         self._settings = settings
         self._recorder = recorder
@@ -92,6 +96,7 @@ class TurnPipeline:
         self._engine = engine
         self._relay = relay
         self._quota = quota
+        self._shares = shares
         self._prompts = PromptBuilder()
 
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
@@ -152,16 +157,44 @@ class TurnPipeline:
         assert task is not None
         session.begin_call(task)
         try:
-            await self._pass_fence(session, timing)
-            try:
-                session.require_open()
-                session.require_within_limits(time.time(), session.in_flight - 1)
-                run = self._run_observed if session.config.mode == "observe" else self._run_exact
-                await run(session, call, emit, timing)
-            finally:
-                self._fence.leave()
+            if self._shares is None or not self._shares.is_active or session.config.mode == "observe":
+                await self._run_behind_fence(session, call, emit, timing)
+            else:
+                await self._run_in_turn(self._shares, session, call, emit, timing)
         finally:
             session.end_call(task, time.time())
+
+    async def _run_in_turn(
+        self, shares: FairShares, session: Session, call: Call, emit: Emit, timing: CallTiming
+    ) -> None:
+        """Run a turn when its project has a share of the engines. It waits outside the fence, so that no update waits for it."""
+        group = session.config.metadata.get("group")
+        owner = (self._settings.project, group if isinstance(group, str) else "")
+        if shares.must_wait:
+            began = time.perf_counter()
+            try:
+                async with asyncio.timeout_at(_to_loop_time(session.deadline())):
+                    await shares.enter(*owner)
+            except TimeoutError:
+                raise LimitReached("seconds") from None
+            finally:
+                timing.held_s = time.perf_counter() - began
+        else:
+            await shares.enter(*owner)  # without waiting
+        try:
+            await self._run_behind_fence(session, call, emit, timing)
+        finally:
+            shares.leave(*owner)
+
+    async def _run_behind_fence(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
+        await self._pass_fence(session, timing)
+        try:
+            session.require_open()
+            session.require_within_limits(time.time(), session.in_flight - 1)
+            run = self._run_observed if session.config.mode == "observe" else self._run_exact
+            await run(session, call, emit, timing)
+        finally:
+            self._fence.leave()
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
         """Wait while weights are being loaded, or while a cell has no lease. The session's time limit still applies."""
@@ -175,7 +208,7 @@ class TurnPipeline:
         except TimeoutError:
             raise LimitReached("seconds") from None
         finally:
-            timing.held_s = time.perf_counter() - began
+            timing.held_s += time.perf_counter() - began
 
     def _end_at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
         """Return a final reply that looks normal, since agents would retry an empty or failed one.

@@ -20,6 +20,7 @@ from turngate.gateway.api_keys import KeyRing, read_projects
 from turngate.gateway.cell.cell import Cell
 from turngate.gateway.engine_changes import EngineChanges, EngineGroup, LocalEngines
 from turngate.gateway.engine_list import EngineList
+from turngate.gateway.fair_shares import FairShares
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.projects import Projects
@@ -93,6 +94,7 @@ class Gateway(ProjectGateway):
         self.gate = self.engine if isinstance(self.engine, Gate) else None
         self.max_context = config.max_context
         self.projects = self._compose_projects()
+        self.shares = FairShares(self._is_saturated, self.projects.ring.weight)
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()
@@ -119,6 +121,9 @@ class Gateway(ProjectGateway):
         if self.cell is not None:
             return Projects(table, audit, self.cell.ring, read_only=True)
         return Projects(table, audit, KeyRing(lambda: read_projects(table)))
+
+    def _is_saturated(self) -> bool:
+        return isinstance(self.engine, Pool) and self.engine.is_saturated
 
     def _compose_quotas(self) -> QuotaKeeper:
         ring, cell = self.projects.ring, self.cell
@@ -226,6 +231,7 @@ class Gateway(ProjectGateway):
             if part is not None:
                 await part.close()
         await asyncio.to_thread(self.quota_keeper.stop)
+        await self.shares.close()
         await self.close_readers()
         if self.follower is not None:
             await self.follower.stop()

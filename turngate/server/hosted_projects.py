@@ -35,7 +35,7 @@ class HostedProject(ProjectGateway):
         self.renderer, self.relay, self.gate = host.renderer, host.relay, host.gate
         self.engine = None if host.engine is None else ProjectEngine(host.engine, project)
         self.max_context = host.max_context
-        self.projects, self.fence, self.cell = host.projects, host.fence, host.cell
+        self.projects, self.fence, self.cell, self.shares = host.projects, host.fence, host.cell, host.shares
         self.updates, self.barrier, self.engine_changes = host.updates, host.barrier, host.engine_changes
         if not self.config.is_shared:
             Path(self.config.data).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,6 +83,7 @@ class HostedProjects:
             self._host.barrier.other_events.append(project.events)
             self._host.metrics_endpoint.hosted.append(project.metrics_endpoint)
             self._host.quota_keeper.add(project.quota)
+            self._host.shares.is_active = True
         return project
 
     def choose(self, scope: Scope) -> str | None:

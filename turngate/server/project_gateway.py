@@ -26,6 +26,7 @@ from turngate.gateway.cell.cell import Cell
 from turngate.gateway.engine_changes import EngineChanges
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Evictor
+from turngate.gateway.fair_shares import FairShares
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.host_tools import HostTools
@@ -97,6 +98,7 @@ class ProjectGateway:
     barrier: LocalBarrier
     engine_changes: EngineChanges
     quota_keeper: QuotaKeeper
+    shares: FairShares
     max_context: int | None
     _metrics_key: str
     _background: tuple[asyncio.Task[None], ...] = ()
@@ -206,6 +208,7 @@ class ProjectGateway:
                 echo_prompt=self.config.echo_prompt,
                 vocabulary=self._vocabulary,
                 mode=self._engine_mode,
+                project=self.project,
             ),
             recorder=self.recorder,
             fence=self.fence,
@@ -214,6 +217,7 @@ class ProjectGateway:
             relay=self.relay,
             metrics=self.metrics,
             quota=self.quota,
+            shares=self.shares,
         )
         return ModelCalls(
             self.pipeline,
