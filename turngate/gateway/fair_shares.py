@@ -66,10 +66,10 @@ class FairQueue(Generic[T]):
     def end(self, project: str, group: str) -> None:
         """Note that a running call has ended."""
         self.running -= 1
-        for counts, name in ((self._projects, project), (self._groups, (project, group))):
-            counts[name] -= 1  # type: ignore[index]
-            if not counts[name]:  # type: ignore[index]
-                del counts[name]  # type: ignore[arg-type]
+        self._projects[project] -= 1
+        self._groups[project, group] -= 1
+        if not self._groups[project, group]:
+            del self._groups[project, group]  # there may be many groups over time
 
     def _drop_empty(self, project: str, group: str) -> None:
         self.waiting -= 1
