@@ -34,8 +34,9 @@ def ray_environment(token: Path, **more: str) -> dict[str, str]:
     """The environment of nodes and drivers: this Turngate, the cluster's own token, and no reports to Ray's authors."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COV_"))}
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    patient = {"RAY_raylet_start_wait_time_s": f"{scaled(START_S):.0f}"}  # else a node on a busy machine gives up
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": str(ROOT)}
-    return {**inherited, **quiet, **own, **more}
+    return {**inherited, **quiet, **patient, **own, **more}
 
 
 class RayNode:

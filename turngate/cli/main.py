@@ -195,12 +195,12 @@ def batch(options: flags.BatchOptions) -> None:
     raise typer.Exit(_or_exit(action))
 
 
-@app.command()
+@app.command(cls=flags.ClusterCommand)
 @flags.takes(flags.TrainOptions)
 def train(options: flags.TrainOptions) -> None:
     """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
-    The trainer, the gateway and the engine run in this process.
+    The trainer, the gateway and the engine run in this process. With --ray, the agents run on the nodes of a Ray cluster.
 
     Exit codes:
     0 if training reached the last step;

@@ -282,7 +282,20 @@ class TrainOptions:
             default="the model's maximum for the engine, 131072 for the agent",
         ),
     ] = None
-    data: Annotated[str, _flag("Folder for all recorded data.", OUTPUT, default="OUT/data")] = ""
+    ray: Annotated[str, _RAY] = ""
+    ray_label: Annotated[Optional[list[str]], _RAY_LABEL] = None
+    engine_host: Annotated[
+        str,
+        _flag(
+            "With --ray: address of this machine at which the nodes reach its engine.",
+            CLUSTER,
+            default="that of its default route",
+        ),
+    ] = ""
+    data: Annotated[
+        str,
+        _flag("Folder for all recorded data; with --ray, URL of a PostgreSQL database.", OUTPUT, default="OUT/data"),
+    ] = ""
     log_format: Annotated[str, _LOG_FORMAT] = "text"
     spans: Annotated[bool, _SPANS] = False
 

@@ -15,10 +15,12 @@ from turngate import tasks
 from turngate.cli.options import TrainOptions
 from turngate.cli.prepare import prepare_agent, require_positive, require_writable
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
+from turngate.common.database_url import is_database_url, refuse_password_flag
 from turngate.common.terminal import console as new_console
-from turngate.common.terminal import say
+from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError, TaskError
 from turngate.rollout import ledger
+from turngate.rollout.cluster.placement import parse_labels
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.sandboxes import get_backend
@@ -28,6 +30,7 @@ from turngate.tasks.task import Task
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 try:
     from turngate.trainers.local import checkpoint
+    from turngate.trainers.local.cluster import TrainingCluster, name_run
     from turngate.trainers.local.display import TrainingDisplay, print_result
     from turngate.trainers.local.grpo import GrpoSettings
     from turngate.trainers.local.run import TrainingResult, TrainingRun, open_run, train_and_evaluate, write_files
@@ -45,10 +48,11 @@ _NOTHING_GRADED = 3  # exit code
 
 def train_model(options: TrainOptions) -> int:
     """Run the training described by the flags, and return the exit code."""
+    console = new_console()
+    cluster = _choose_cluster(options, console)
     run = _build_run(options)
     _check_resumable(run)
-    console = new_console()
-    result = asyncio.run(cancel_on_signal(_train(run, console, options.data), console, STOPPING))
+    result = asyncio.run(cancel_on_signal(_train(run, console, options.data, cluster), console, STOPPING))
     if result is None:
         say(console, "Stopped. Run the same command to resume from the last checkpoint.", "yellow")
         return INTERRUPTED
@@ -60,6 +64,30 @@ def train_model(options: TrainOptions) -> int:
     say(console, f"  plot         {plot}", "dim")
     say(console, f"  checkpoint   {run.folder / 'checkpoints'}", "dim")
     return 0 if any(reward is not None for reward in result.rewards) else _NOTHING_GRADED
+
+
+def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster | None:
+    """Return the cluster of the flags; None without --ray."""
+    refuse_password_flag(options.data)
+    labels = parse_labels(options.ray_label or ())
+    if options.ray:
+        if not is_database_url(options.data):
+            raise ConfigError(
+                "data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate, with --ray",
+                param="data",
+            )
+        return TrainingCluster(
+            address=options.ray,
+            labels=labels,
+            engine_host=options.engine_host,
+            note=lambda text: say(console, sanitize_line(text), "dim"),
+        )
+    for name, value in (("ray_label", labels), ("engine_host", options.engine_host)):
+        if value:
+            raise ConfigError(f"{name} is set without a cluster; pass --ray too", param=name)
+    if is_database_url(options.data):
+        raise ConfigError("data must be a folder without --ray; pass --ray too to record in PostgreSQL", param="data")
+    return None
 
 
 def _build_run(options: TrainOptions) -> TrainingRun:
@@ -102,8 +130,12 @@ def _build_run(options: TrainOptions) -> TrainingRun:
         learning_rate=require_positive("learning_rate", options.learning_rate),
         temperature=temperature,
     )
+    goal = TrainingGoal(batch=plan, steps=options.steps, settings=settings, every=options.every)
+    if options.ray:
+        name = name_run(folder)
+        goal = msgspec.structs.replace(goal, batch=msgspec.structs.replace(plan, name=name), feed_name=name)
     return TrainingRun(
-        goal=TrainingGoal(batch=plan, steps=options.steps, settings=settings, every=options.every),
+        goal=goal,
         folder=folder,
         model_folder=model_folder,
         tokenizer=Path(options.tokenizer or model_folder),
@@ -126,6 +158,7 @@ _OPTIONS = {
     "model": "model-folder",
     "session": "temperature or --max-turns",
     "context_tokens": "context-tokens",
+    "name": "ray",
 }
 _HELD_OUT = {**_OPTIONS, "tasks": "held-out", "n": "held-out-n"}
 
@@ -172,11 +205,13 @@ def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int
     return 1 + max((rollout.round for rollout in finished), default=0)
 
 
-async def _train(run: TrainingRun, console: Console, data: str) -> TrainingResult | None:
+async def _train(
+    run: TrainingRun, console: Console, data: str, cluster: TrainingCluster | None
+) -> TrainingResult | None:
     """Run the training with its own gateway and engine. Return None if it was interrupted."""
     try:
         with TrainingDisplay(console, run.goal.steps, run.rollouts) as display:
-            async with open_run(run, data) as environment:
+            async with open_run(run, data, cluster) as environment:
                 return await train_and_evaluate(run, environment, display.callbacks())
     except asyncio.CancelledError:
         absorb_cancellation()

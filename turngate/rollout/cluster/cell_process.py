@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +34,9 @@ class CellFailed(TurngateError):
 class CellProcess:
     """One `turngate cell`, restarted whenever it ends. It keeps its port, so its URL stays valid."""
 
-    def __init__(self, shared: str, name: str, data: Path, config: Path) -> None:
+    def __init__(self, shared: str, name: str, data: Path, config: Path, environment: Mapping[str, str] = {}) -> None:
+        """`environment` is added to that of this process."""
+        self._environment = {**os.environ, **environment}
         self._arguments = ["--shared", shared, "--cell-name", name, "--data", str(data), "--config", str(config)]
         self._data = data
         self._log = data.parent / "cell.log"
@@ -87,6 +90,7 @@ class CellProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env=self._environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for the driver
                 preexec_fn=_end_with_parent,
             )

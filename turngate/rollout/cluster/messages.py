@@ -17,6 +17,7 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     sandbox_settings: dict[str, object] = {}
     gateway: dict[str, object] = {}  # settings of the cell's gateway, as in a configuration file
     script: str = ""  # content of the scripted engine's file
+    environment: dict[str, str] = {}  # of the cell's gateway, such as an engine's key; may be secret
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):

@@ -32,7 +32,8 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str = "auto"  # of Ray
     labels: Mapping[str, str] = {}  # that nodes must have
-    config: ServeConfig  # of the driver's gateway; `data` is the URL of the shared store
+    config: ServeConfig  # of the cells and of the driver's gateway; `data` is the URL of the shared store
+    environment: Mapping[str, str] = {}  # of the cells' gateways, such as the key of an engine that the driver runs
 
     def check(self) -> None:
         """Raise `ConfigError` if the data is not in a shared store."""
@@ -54,6 +55,7 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
             sandbox_settings=dict(plan.backend.settings),
             gateway=collect_settings(config),
             script=_read_script(config.script),
+            environment=dict(self.environment),
         )
 
 

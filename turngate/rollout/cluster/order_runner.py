@@ -69,7 +69,8 @@ class OrderRunner:
         backend = get_backend(settings.sandbox, settings.sandbox_settings)
         await backend.check()
         await backend.sweep()
-        cell = CellProcess(settings.shared, settings.name, self._folder / "data", _write_config(settings, self._folder))
+        config = _write_config(settings, self._folder)
+        cell = CellProcess(settings.shared, settings.name, self._folder / "data", config, settings.environment)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(cell.stop)
             await cell.start()

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from turngate.client.feed import Delivery, Feed, Row
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import PauseMode
 from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
@@ -355,7 +356,10 @@ class Trainer:
         source: str | Path | None = None,
         every: int = 1,
         watch: Callable[[Step], None] = lambda step: None,
+        pause_mode: PauseMode = "hold",
     ) -> None:
+        """Prepare training. With the mode `drain`, an update waits until the calls in flight have ended: needed if the gateways do not
+        learn from the engine which weights sampled a token."""
         self.engine = engine
         self.learner = Learner(engine.model, settings)
         self.state = TrainerState()
@@ -367,6 +371,7 @@ class Trainer:
         self._source = source
         self._every = every
         self._watch = watch
+        self._pause_mode = pause_mode
         self._saved = 0  # the step of the newest checkpoint
 
     async def restore(self) -> None:
@@ -411,8 +416,8 @@ class Trainer:
             ) from None
         if measured.signal:
             version += 1
-            await self._gateway.pause("hold")
-            # The engine records the version of each token, so calls in flight may continue before the fence opens.
+            await self._gateway.pause(self._pause_mode)
+            # With `hold`, the engine records the version of each token, so calls in flight may continue before the fence opens.
             async with self.engine.updating(version):
                 gradient = await asyncio.to_thread(self.learner.step)
             await self._gateway.resume(version)

@@ -22,6 +22,7 @@ from turngate.rollout.batch import BatchResult
 from turngate.rollout.plan import BatchPlan
 from turngate.tasks.task import Task
 from turngate.trainers.local import report
+from turngate.trainers.local.cluster import TrainingCluster, open_cluster_environment
 from turngate.trainers.local.grpo import Step
 from turngate.trainers.local.training import (
     StepTime,
@@ -114,8 +115,13 @@ class RunCallbacks(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingCallbacks = TrainingCallbacks()
 
 
-def open_run(run: TrainingRun, data: str | Path = "") -> AbstractAsyncContextManager[TrainingEnvironment]:
-    """Start the gateway and the engine of a run in this process. The traces are stored in `data`, by default in the run's folder."""
+def open_run(
+    run: TrainingRun, data: str | Path = "", cluster: TrainingCluster | None = None
+) -> AbstractAsyncContextManager[TrainingEnvironment]:
+    """Start the gateway and the engine of a run in this process. The traces are stored in `data`, by default in the run's folder.
+
+    With `cluster`, the agents run there, and `data` is the URL of a shared store.
+    """
     config = ServeConfig(
         host="127.0.0.1",
         port=0,
@@ -127,7 +133,7 @@ def open_run(run: TrainingRun, data: str | Path = "") -> AbstractAsyncContextMan
         max_context=run.max_context,
     ).check()
     engine = TimedEngine(run.model_folder, max_context=run.max_context, served=run.goal.batch.model)
-    return open_environment(config, engine)
+    return open_environment(config, engine) if cluster is None else open_cluster_environment(config, engine, cluster)
 
 
 async def train_and_evaluate(

@@ -20,6 +20,7 @@ import msgspec
 
 from turngate.client.feed import Feed, FeedConfig, OtherFeed
 from turngate.client.gateway import GatewayClient, RequestRejected
+from turngate.client.protocol import PauseMode
 from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
@@ -27,9 +28,10 @@ from turngate.engines.local import LocalEngine
 from turngate.errors import ConfigError, Conflict, TurngateError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.executor import AttemptExecutor
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
-from turngate.rollout.throttle import TrainerThrottle
+from turngate.rollout.throttle import Throttle, TrainerThrottle, no_throttle
 from turngate.server.run import run_embedded
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
@@ -47,6 +49,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     settings: GrpoSettings = GrpoSettings()
     # None: groups of the batch's n, with normalized advantages. If `groups` is empty, the feed accepts the groups of the batch.
     feed: FeedConfig | None = None
+    feed_name: str = FEED
     ahead: int | None = None  # groups that agents may be ahead of the trainer; None: as many as in an update
     every: int = 1  # steps between checkpoints
 
@@ -122,12 +125,26 @@ class TimedEngine(LocalEngine):
         return self._time_call(request)
 
 
+@asynccontextmanager
+async def run_here(plan: BatchPlan) -> AsyncIterator[None]:
+    """Run the rollouts of a plan in this process."""
+    yield None
+
+
 class TrainingEnvironment(msgspec.Struct, frozen=True):
-    """The engine, gateway client and connector that rollouts use."""
+    """The engine, gateway client, connector and executors that rollouts use."""
 
     engine: TimedEngine
     gateway: GatewayClient
     connector: GatewayConnector
+    open_executor: Callable[[BatchPlan], AbstractAsyncContextManager[AttemptExecutor | None]] = run_here
+    pause_mode: PauseMode = "hold"  # for weight updates
+
+    async def run_batch(
+        self, plan: BatchPlan, watch: Callable[[BatchProgress], None], throttle: Throttle = no_throttle
+    ) -> BatchResult:
+        async with self.open_executor(plan) as executor:
+            return await run_batch(plan, self.gateway, self.connector, watch, throttle=throttle, executor=executor)
 
 
 @asynccontextmanager
@@ -145,7 +162,7 @@ async def evaluate(
     environment: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
     """Run rollouts that are not trained on. Their plan must not have the name of the training plan, so that the feed ignores them."""
-    result = await run_batch(plan, environment.gateway, environment.connector, watch)
+    result = await environment.run_batch(plan, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
     return result
@@ -175,6 +192,7 @@ async def train(
         source=source,
         every=goal.every,
         watch=on_step,
+        pause_mode=environment.pause_mode,
     )
     await trainer.restore()
     if trainer.state.step >= goal.steps:
@@ -185,11 +203,9 @@ async def train(
         callbacks.note(
             f"the learning rate is {rate:g} from step {trainer.state.step + 1} on; the checkpoint used {trainer.earlier_rate:g}"
         )
-    async with await _open_feed(environment.gateway, goal.feed_config(), trainer.state) as feed:
-        running = asyncio.create_task(
-            run_batch(goal.plan(), environment.gateway, environment.connector, callbacks.rollouts, throttle=throttle),
-            name="agents",
-        )
+    async with await _open_feed(environment.gateway, goal, trainer.state) as feed:
+        agents = environment.run_batch(goal.plan(), callbacks.rollouts, throttle)
+        running = asyncio.create_task(agents, name="agents")
         training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
         try:
             done, _ = await asyncio.wait({running, training}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,9 +222,10 @@ async def train(
     return trainer.steps
 
 
-async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerState) -> Feed:
+async def _open_feed(gateway: GatewayClient, goal: TrainingGoal, state: TrainerState) -> Feed:
+    config = goal.feed_config()
     try:
-        return await Feed.open(gateway, FEED, config, after=state.number, mark=state.mark)
+        return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark)
     except OtherFeed:
         raise ConfigError(
             f"data: the checkpoint is at step {state.step}, but this data folder does not contain its run; "
@@ -218,7 +235,7 @@ async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerS
     except RequestRejected as error:
         if error.answered != Conflict.status:
             raise
-        old = msgspec.structs.asdict((await gateway.show_feed(FEED)).config)
+        old = msgspec.structs.asdict((await gateway.show_feed(goal.feed_name)).config)
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
@@ -241,7 +258,7 @@ async def _wait_for_groups(
     gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: TrainingGoal
 ) -> None:
     """Wait for training after all agents have ended. Raise an error if too few groups are left for the remaining steps."""
-    newest = (await gateway.show_feed(FEED)).newest
+    newest = (await gateway.show_feed(goal.feed_name)).newest
     per_step = goal.settings.groups
     missing = (goal.steps - trainer.state.step) * per_step - (newest - trainer.state.number)
     while missing > 0 and not training.done():

@@ -1,0 +1,108 @@
+"""Training on a Ray cluster: agents run in the cells of its nodes, and engine and trainer in this process.
+
+    cells (agents → gateway) ──HTTP──► engine server ─► engine ◄─ trainer
+       └────────► shared store ─► gateway of this process ─► feed ──┘
+
+A weight update closes the fence of the shared store in mode `drain`: it waits until the calls in flight have ended in every cell that may
+still serve. So each call is sampled with the weights of one version, whichever machine it comes from.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from pathlib import Path
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.rollout.cluster.open_cluster import ClusterChoice, open_executor, open_shared_gateway
+from turngate.rollout.cluster.ray_executor import RayExecutor
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.plan import BatchPlan
+from turngate.trainers.local.engine_server import EngineServer
+from turngate.trainers.local.training import TimedEngine, TrainingEnvironment
+
+KEY_VARIABLE = "TURNGATE_TRAINING_ENGINE_KEY"  # in the environment of the cells
+NAME_FILE = "cluster-name"  # in the folder of the run
+_SILENCE_S = 3600.0  # a call may wait long for a free slot of a small engine
+
+
+class TrainingCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster that the agents of a training run use."""
+
+    address: str = "auto"  # of Ray
+    labels: Mapping[str, str] = {}  # that nodes must have
+    engine_host: str = ""  # address at which nodes reach this machine; empty: that of its default route
+    note: Callable[[str], None] = lambda text: None
+
+
+@asynccontextmanager
+async def open_cluster_environment(
+    config: ServeConfig, engine: TimedEngine, cluster: TrainingCluster
+) -> AsyncIterator[TrainingEnvironment]:
+    """Serve the engine, start a gateway on the shared store, and run agents on the cluster. `config.data` is the URL of the store."""
+    key = secrets.token_urlsafe(32)
+    await engine.start()
+    try:
+        async with EngineServer(engine, key, host=cluster.engine_host or find_own_address()) as server:
+            cells = msgspec.structs.replace(
+                config,
+                engine="sglang",
+                engine_url=[server.url],
+                engine_key_env=KEY_VARIABLE,
+                engine_silence_s=_SILENCE_S,
+                model_folder="",
+                max_context=engine.max_context,
+            )
+            choice = ClusterChoice(
+                address=cluster.address, labels=cluster.labels, config=cells, environment={KEY_VARIABLE: key}
+            )
+            choice.check()
+            # The gateway of this process samples nothing. Its pool has only the engines of the shared store's list.
+            own = msgspec.structs.replace(config, engine="sglang", model_folder="")
+            async with (
+                open_shared_gateway(own) as gateway,
+                GatewayConnector(gateway.url) as connector,
+            ):
+                await _refuse_other_engines(gateway)
+
+                def open_batch(plan: BatchPlan) -> AbstractAsyncContextManager[RayExecutor]:
+                    return open_executor(choice, plan, gateway, cluster.note)
+
+                yield TrainingEnvironment(engine, gateway, connector, open_batch, "drain")
+    finally:
+        await engine.close()
+
+
+async def _refuse_other_engines(gateway: GatewayClient) -> None:
+    """Cells also use the engines of the shared store's list, whose weights the trainer does not change."""
+    if others := [engine.url for engine in (await gateway.engines()).engines]:
+        raise ConfigError(
+            f"data: the list of engines of this database contains {others[0]}, which would sample with weights that are not trained; "
+            "remove it with `turngate engines remove`, or use a database of its own for this run",
+            param="data",
+        )
+
+
+def find_own_address() -> str:
+    """Return this machine's address on its default route, or 127.0.0.1 if it has none."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def name_run(folder: Path) -> str:
+    """Return the name of a run's groups and feed in the shared store, which other runs may use too. It is kept in the run's folder."""
+    file = folder / NAME_FILE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"train-{secrets.token_hex(4)}")
+    return file.read_text().strip()
