@@ -22,6 +22,7 @@ from tests.server.test_engines import change, refuse, states
 from tests.server.test_weights import FakeVLLM, engines, events, load, load_error
 from tests.speed import scaled
 from tests.store.kit import open_shared
+from tests.store.shared.test_totals import TO_VERSION_1
 from turngate.gateway.followers import find_busy
 from turngate.gateway.shared_engines import apply_shared
 from turngate.render import BUILTIN_TOKENIZER
@@ -293,8 +294,8 @@ async def test_lease_that_lapses_during_an_update_ends_old_weights(postgres_url:
 @pytest.mark.full
 def test_store_without_engines_is_migrated(postgres_server: PostgresServer, postgres_url: str) -> None:
     open_shared(postgres_url).close()
-    previous = "DROP TABLE engines; ALTER TABLE fence_followers DROP COLUMN busy; UPDATE turngate_version SET version=2"
-    postgres_server.query(previous, postgres_url.rpartition("/")[2])
+    before = "DROP TABLE engines; ALTER TABLE fence_followers DROP COLUMN busy;"
+    postgres_server.query(TO_VERSION_1 + before, postgres_url.rpartition("/")[2])
     store = open_shared(postgres_url)
     store.fence.report("c", "c", 10, 0, "a b")
     assert [row.busy for row in store.fence.list_followers()] == ["a b"]

@@ -11,7 +11,7 @@ from turngate.store.shared.totals import BUCKET_SECONDS
 from turngate.store.sqlite import Store
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
-_TO_VERSION_1 = """
+TO_VERSION_1 = """
 DROP TRIGGER events_added ON events; DROP TRIGGER events_removed ON events;
 DROP FUNCTION add_to_totals; DROP FUNCTION remove_from_totals; DROP TABLE session_totals; DROP TABLE bucket_totals;
 DROP INDEX events_stages; DROP INDEX events_deleted;
@@ -77,7 +77,7 @@ def test_store_of_the_previous_version_is_migrated(postgres_server: PostgresServ
     store = open_shared(postgres_url)
     record(store)
     store.close()
-    postgres_server.query(_TO_VERSION_1, postgres_url.rpartition("/")[2])
+    postgres_server.query(TO_VERSION_1, postgres_url.rpartition("/")[2])
     with pytest.raises(Exception, match="has version 1; start `turngate serve"):
         open_shared(postgres_url, read_only=True)
     store = open_shared(postgres_url)
