@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
@@ -14,7 +16,14 @@ from tests.cells.kit import CellProcess, CutOffProxy, start_cell, wait_for
 from tests.kit import Json, Running, gateway
 from tests.projects.kit import create_key, create_project
 from tests.speed import scaled
+from turngate.client.gateway import RequestRejected
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
 from turngate.gateway.cell.api_keys import FOLLOW_S
+from turngate.rollout.cluster.open_cluster import open_shared_gateway
+from turngate.rollout.cluster.order_runner import ProjectExecutors
+from turngate.server.app import Gateway
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.projects import locate_project
 from turngate.verify.shared_reader import open_session_reader
 
@@ -84,3 +93,37 @@ async def test_cell_serves_projects_of_the_shared_store(
             proxy.mend()
             await asyncio.to_thread(wait_for, lambda: status(alpha) == 200, 30)
         proxy.close()
+
+
+async def test_orders_carry_their_project_to_the_cell(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Ray cluster, but without Ray: the driver's gateway on the shared store, a cell, and an order for it."""
+    monkeypatch.chdir(tmp_path)
+    config = ServeConfig(data=locate_project(postgres_url, "acme"), port=0)
+    with pytest.raises(ConfigError, match="is the store of one project; serve postgresql://"):
+        Gateway(config)
+    with pytest.raises(RequestRejected, match="unknown project 'acme'"):
+        async with open_shared_gateway(config):
+            pass
+    async with gateway(data=postgres_url) as g:
+        await create_project(g, "acme")
+    async with open_shared_gateway(config) as driver:
+        assert driver.project == "acme"
+        with start_cell(tmp_path / "cell", postgres_url, lease_s=LEASE_S) as running:
+            key = running.admin["authorization"].removeprefix("Bearer ")
+            cell = SimpleNamespace(url=running.url, admin_key=key)
+            async with AsyncExitStack() as stack:
+                executors = ProjectExecutors(cell, None, None, stack)  # type: ignore[arg-type]
+                executor = await executors.open("acme")
+                assert await executors.open("acme") is executor
+                client = executor._gateway
+                opened = await client.open({"mode": "exact"}, "s1")
+                assert opened.key.endswith(".acme") and await asyncio.to_thread(running.say, opened.key)
+                await client.seal("s1")
+                await client.record("s1", RecordedOutcome(kind="graded", reward=1.0, group="g"))
+            end = time.monotonic() + scaled(30)
+            while not await driver.sessions():
+                assert time.monotonic() < end
+                await asyncio.sleep(0.1)
+            assert (await driver.show("s1")).turns == 1

@@ -51,18 +51,23 @@ class InvalidReply(TurngateError):
 class GatewayTransport:
     """Sends requests to one gateway. Use it as a context manager."""
 
-    def __init__(self, url: str, admin_key: str) -> None:
+    def __init__(self, url: str, admin_key: str, project: str = "") -> None:
+        """`admin_key` is the admin key or the key of a project. With the admin key, `project` chooses the project to act on."""
         reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
         self.url = url.rstrip("/")
+        self.project = project
         self._key = admin_key
         register_secrets(admin_key)
         self._outage = OutageReport(self.url)
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}, timeout=_LIMIT)
+        headers = {"authorization": f"Bearer {self._key}"}
+        if self.project:
+            headers["x-turngate-project"] = self.project
+        self._http = aiohttp.ClientSession(headers=headers, timeout=_LIMIT)
         return self
 
     async def __aexit__(

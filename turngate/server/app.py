@@ -52,7 +52,7 @@ from turngate.server.project_gateway import ProjectGateway
 from turngate.server.routing import dialect_of
 from turngate.server.websocket import refuse_upgrade
 from turngate.store.location import open_store
-from turngate.store.projects import DEFAULT_PROJECT
+from turngate.store.projects import DEFAULT_PROJECT, refuse_project_store
 from turngate.store.shared.store import SharedStore
 from turngate.telemetry.metrics import Metrics
 
@@ -77,6 +77,7 @@ class Gateway(ProjectGateway):
         self.config = config
         self.shard = shard
         self.metrics = Metrics()
+        refuse_project_store(config.data)
         self.store = open_store(config.data, config.durability, shard)
         try:
             config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from turngate.common.database_url import is_database_url, parse_database_url
-from turngate.errors import BadRequest, Conflict, NotFound
+from turngate.errors import BadRequest, ConfigError, Conflict, NotFound
 from turngate.store.audit import OPERATOR, NewAuditEntry, insert_audit_entry
 from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
 
@@ -201,3 +201,13 @@ def locate_project(data: str, project: str) -> str:
     if is_database_url(data):
         return parse_database_url(data).locate_project(project)
     return str(Path(data) / "projects" / project)
+
+
+def refuse_project_store(data: str) -> None:
+    """Refuse to serve the store of a single project: its keys, cells and fence are in the store of the whole."""
+    if is_database_url(data) and (url := parse_database_url(data)).project:
+        whole = url.name.removesuffix(f"/projects/{url.project}")
+        raise ConfigError(
+            f"data: {url.name} is the store of one project; serve {whole}, and use a key of project {url.project!r}",
+            param="data",
+        )

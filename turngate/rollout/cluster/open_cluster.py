@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion, wait_for_tasks
-from turngate.common.database_url import is_database_url
+from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.config import ServeConfig, explain_unreadable_script
 from turngate.errors import ConfigError
 from turngate.rollout.cluster.messages import RunnerSettings
@@ -48,7 +48,7 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
         """Return what a cell needs. Its nodes take the database's password from PGPASSWORD, PGPASSFILE or ~/.pgpass."""
         config = self.config
         return RunnerSettings(
-            shared=strip_password(config.data),
+            shared=strip_password(parse_database_url(config.data).value),
             name="",
             folder="",
             sandbox=plan.backend.name,
@@ -87,8 +87,18 @@ def _read_script(path: str) -> str:
 
 @asynccontextmanager
 async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClient]:
-    """Run the driver's gateway on the shared store for the duration of the block: for groups, feeds and the page."""
-    async with run_embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+    """Run the driver's gateway on the shared store for the duration of the block: for groups, feeds and the page.
+
+    If the data is the store of a project, the gateway serves the whole store, and the client acts on the project.
+    """
+    url = parse_database_url(config.data)
+    if url.project:
+        config = msgspec.structs.replace(config, data=url.value)
+    async with (
+        run_embedded(config) as address,
+        GatewayClient(address.url, address.admin_key, url.project) as client,
+    ):
+        await client.check()  # reports an unknown project before anything is started
         yield client
 
 
@@ -106,7 +116,7 @@ async def open_executor(
         cluster = RayCluster(connection, settings, demand, plan.bounds.running, note)
         keeping = asyncio.create_task(cluster.run())
         try:
-            yield RayExecutor(cluster, gateway, plan.tasks)
+            yield RayExecutor(cluster, gateway, plan.tasks, gateway.project)
         finally:
             keeping.cancel()
             await run_to_completion(wait_for_tasks(keeping))

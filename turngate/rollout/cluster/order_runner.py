@@ -54,6 +54,33 @@ _MAX_ORDERS = 100_000  # the driver limits running orders; this process limits o
 _MAX_FOLDERS = 1000
 
 
+class ProjectExecutors:
+    """Executors for the orders of each project, which share a cell. `stack` closes them."""
+
+    def __init__(
+        self, cell: CellProcess, resolver: MachineResolver, connector: GatewayConnector, stack: AsyncExitStack
+    ) -> None:
+        self._cell = cell
+        self._resolver = resolver
+        self._connector = connector
+        self._stack = stack
+        self._open: dict[str, LocalExecutor] = {}
+        self._lock = asyncio.Lock()
+
+    async def open(self, project: str) -> LocalExecutor:
+        """Return the executor of a project; empty: that of the project `default`."""
+        async with self._lock:
+            if project not in self._open:
+                client = GatewayClient(self._cell.url, self._cell.admin_key, project)
+                gateway = await self._stack.enter_async_context(client)
+                for session in await gateway.sessions(
+                    "open"
+                ):  # its agent ended with the previous process in this folder
+                    await gateway.cancel(session)
+                self._open[project] = LocalExecutor(self._resolver, gateway, self._connector)
+            return self._open[project]
+
+
 class OrderRunner:
     """Runs orders until the input ends."""
 
@@ -74,31 +101,29 @@ class OrderRunner:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(cell.stop)
             await cell.start()
-            gateway = await stack.enter_async_context(GatewayClient(cell.url, cell.admin_key))
-            for session in await gateway.sessions("open"):  # its agent ended with the previous process in this folder
-                await gateway.cancel(session)
             connector = await stack.enter_async_context(GatewayConnector(cell.url))
             resolver = MachineResolver(self._folder / "rollouts", ArchiveCache())
-            executor = LocalExecutor(resolver, gateway, connector)
+            executors = ProjectExecutors(cell, resolver, connector, stack)
+            await executors.open("")
             stack.push_async_callback(self._end_all)
             self._send(RunnerReady(version=turngate.__version__, url=cell.url, pid=os.getpid()))
             decode = msgspec.json.Decoder(RunnerCommand).decode
             while line := await commands.readline():
-                self._handle(decode(line), executor)
+                self._handle(decode(line), executors)
 
-    def _handle(self, command: RunnerCommand, executor: LocalExecutor) -> None:
+    def _handle(self, command: RunnerCommand, executors: ProjectExecutors) -> None:
         match command:
             case RunOrder():
                 order = decode_order(bytes(command.order))
                 if order.session_id not in self._running:
-                    work = asyncio.create_task(self._execute(order, executor))
+                    work = asyncio.create_task(self._execute(order, executors))
                     self._running[order.session_id] = work
                     work.add_done_callback(lambda _: self._running.pop(order.session_id, None))
             case CancelOrder():
                 if (found := self._running.get(command.session)) is not None:
                     found.cancel()
 
-    async def _execute(self, order: RolloutOrder, executor: LocalExecutor) -> None:
+    async def _execute(self, order: RolloutOrder, executors: ProjectExecutors) -> None:
         session = order.session_id
 
         def watch(progress: RolloutProgress) -> None:
@@ -107,6 +132,7 @@ class OrderRunner:
         slot = self._concurrency.new_slot()
         result: AttemptResult | None = None
         try:
+            executor = await executors.open(order.project)
             result = await executor.prepare(order, watch, slot).run()
         finally:
             slot.leave()

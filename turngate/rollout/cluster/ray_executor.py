@@ -43,9 +43,10 @@ _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
 class RayExecutor:
-    """Runs attempts in the cells of a cluster. `gateway` serves the shared store."""
+    """Runs attempts in the cells of a cluster. `gateway` serves the shared store. `project` is that of the sessions; empty: `default`."""
 
-    def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...], project: str = "") -> None:
+        self._project = project
         self._cluster = cluster
         self._gateway = gateway
         self._archives = TaskArchives(cluster, tasks)
@@ -57,6 +58,7 @@ class RayExecutor:
         """Do nothing: each cell removes what its predecessor on the same machine left behind."""
 
     def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
+        order = msgspec.structs.replace(order, project=self._project)
         return _RayAttempt(order, self._cluster, SharedAttempts(self._gateway), self._archives, watch, gate)
 
 
