@@ -13,8 +13,11 @@ import pytest
 from tests.speed import scaled
 
 ROOT = Path(__file__).parents[1]
-# `make test-real` runs the `real` tests of such a folder, `make test-all` runs the others too.
-TIERS = [pytest.param("real", marks=pytest.mark.real), pytest.param("not real", marks=pytest.mark.full)]
+# `make test-real` runs the `real` tests of such a folder, and `make test-all` runs all of them, in one process.
+TIERS = [
+    pytest.param("real", marks=[pytest.mark.real, pytest.mark.subset]),
+    pytest.param("", marks=pytest.mark.full, id="all"),
+]
 
 
 def environment(*paths: Path, **more: str) -> dict[str, str]:

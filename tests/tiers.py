@@ -10,6 +10,7 @@
 | `full` | is one of many similar tests; `real` overrides it | `make test-all` |
 | `alone` | needs the machine to itself | depends on the other marks; before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
+| `subset` | repeats a part of a `full` test | `make test-real` only |
 
 If a part is missing, its tests are skipped with the command that installs it; with `CI=true` they fail. Collection inspects the code of a
 test for the processes it starts and the parts it uses. Hooks watch it while it runs. A test without the right mark fails.

@@ -89,7 +89,9 @@ TIERS = {
         ALL_PARTS,
         complete=True,
     ),
-    "test-all": Tier("all tests", "", [*ALL_PARTS, [TURNGATE, "agents", "install", *MORE_AGENTS]], verify_every=1),
+    "test-all": Tier(
+        "all tests", "not subset", [*ALL_PARTS, [TURNGATE, "agents", "install", *MORE_AGENTS]], verify_every=1
+    ),
     "soak": Tier("the stress tests at full size", "soak", ALL_PARTS, soak=True),
 }
 

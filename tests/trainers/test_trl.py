@@ -29,13 +29,15 @@ def python() -> str:
 def test_inside_trl_tests_pass(python: str, marks: str) -> None:
     """Run the tests of `inside_trl/` in its environment, without failing on its warnings."""
     passed = run_tests(python, "tests/trainers/inside_trl", marks, "-W", "default")
-    assert passed >= (AT_LEAST if marks == "real" else 39 - AT_LEAST)
+    assert passed >= (AT_LEAST if marks == "real" else 39)
 
 
-def test_dry_run_trains_five_steps(python: str) -> None:
-    output = run(python, "examples/trl/async_grpo.py", "--dry-run")
+@pytest.mark.soak
+def test_dry_run_trains(python: str, storm_scale: float) -> None:
+    count = 5 if storm_scale == 1 else 2  # steps
+    output = run(python, "examples/trl/async_grpo.py", "--dry-run", "--steps", str(count))
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
-    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert [step["step"] for step in steps] == list(range(1, count + 1))
     assert abs(steps[0]["kl"]) < 1e-5
 
 
@@ -53,7 +55,7 @@ async_grpo.main()
 def test_dry_run_fails_if_the_policy_fails(python: str) -> None:
     with tempfile.TemporaryDirectory(prefix="n") as scratch:  # a short path, for unix sockets
         done = subprocess.run(
-            [python, "-c", FAILING_POLICY, "--dry-run"],
+            [python, "-c", FAILING_POLICY, "--dry-run", "--agent", "pi"],
             cwd=ROOT,
             env=environment(ROOT / "examples" / "trl", TMPDIR=scratch),
             capture_output=True,

@@ -40,6 +40,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace
     monkeypatch.setattr(sys, "argv", ["async_grpo.py", "--dry-run", "--output", str(tmp_path)])
     given = async_grpo.parse_options()
     given.staleness = 20  # resuming creates a new weight version, which makes earlier samples older
+    given.agent = "pi"  # it starts fast; each of its rollouts is one row of this model
+    given.rows, given.steps, given.save_steps = 1, 4, 1
     given.model = str(cpu.make_model(tmp_path / "model"))
     return given
 
@@ -85,30 +87,30 @@ def test_training_resumes_after_crash(given: argparse.Namespace, seen: list[Roll
     with cpu.run_gateway(Path(given.model), given.served) as stage:
         trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.policy)
         steps = [line for line in trainer.state.log_history if "loss" in line]
-        assert len(steps) == 5
+        assert len(steps) == 4
         # On the sampling weights, the trainer recomputes the recorded log-probabilities.
         assert abs(steps[0]["ratio"] - 1) < 1e-4 and abs(steps[0]["kl"]) < 1e-5
         assert all(step["grad_norm"] > 0 for step in steps)
-        before, after = weights(output / "model"), weights(output / "checkpoint-5")
+        before, after = weights(output / "model"), weights(output / "checkpoint-4")
         assert all(not torch.equal(before[name], after[name]) for name in before)
         # The engine serves the trained weights.
         served = stage.policy.model.state_dict()
         assert all(torch.equal(served[name], tensor) for name, tensor in after.items())
         rows = asyncio.run(recorded_rows(stage))
-        assert len(seen) >= 10 and all(any(equals_row(sample, row) for row in rows) for sample in seen)
+        assert len(seen) >= 4 and all(any(equals_row(sample, row) for row in rows) for sample in seen)
         assert {sample.model_version for sample in seen} >= {1}
         assert asyncio.run(open_sessions(stage)) == []
 
-        # Resume as if killed after the fourth step: that checkpoint lacks the fifth.
-        state = msgspec.json.decode((output / "checkpoint-4" / STATE).read_bytes(), type=FeedState)
-        assert state.delivery * 6 + sum(map(len, state.rows.values())) == 8  # 6 rows per delivery, 2 rows per step
+        # Resume as if killed after the third step: that checkpoint lacks the fourth.
+        state = msgspec.json.decode((output / "checkpoint-3" / STATE).read_bytes(), type=FeedState)
+        assert state.delivery * 2 + sum(map(len, state.rows.values())) == 3  # 2 rows per delivery, one row per step
         first = list(seen)
         seen.clear()
-        given.resume, given.steps = output / "checkpoint-4", 6
+        given.resume, given.steps = output / "checkpoint-3", 5
         trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.policy)
-        assert trainer.state.global_step == 6
-        assert [sample.input_ids.tolist() for sample in seen[:2]] == [s.input_ids.tolist() for s in first[8:10]]
-        assert all(not torch.equal(after[name], tensor) for name, tensor in weights(output / "checkpoint-6").items())
+        assert trainer.state.global_step == 5
+        assert seen[0].input_ids.tolist() == first[3].input_ids.tolist()
+        assert all(not torch.equal(after[name], tensor) for name, tensor in weights(output / "checkpoint-5").items())
 
 
 @pytest.fixture
