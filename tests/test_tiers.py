@@ -29,26 +29,47 @@ UNMARKED = {
     "a part behind a helper": (
         "from tests.needs import uses\n@uses('tokenizers')\ndef load(): pass\n@pytest.mark.process\ndef test_planted(): load()"
     ),
-    "an unknown mark": "@pytest.mark.heavy\ndef test_planted(): pass",
+}
+FAILING = """
+def test_hidden():
+    __import__('importlib').import_module('subprocess').Popen(['true']).wait()
+
+def test_swallowed():
+    try: __import__('importlib').import_module('subprocess').Popen(['true']).wait()
+    except RuntimeError: pass
+
+@pytest.mark.process
+def test_program_of_part(): subprocess.run(['docker', 'ps'])
+
+@pytest.mark.timeout(1)
+@pytest.mark.process
+def test_hanging(): time.sleep(600)
+"""
+FAILURES = {
+    "test_hidden": "mark it with @pytest.mark.process",
+    "test_swallowed": "mark it with @pytest.mark.process",
+    "test_program_of_part": '@pytest.mark.needs("docker")',
+    "test_hanging": "Timeout",
 }
 MODE = 0o755  # of the folder for temporary files, which is not the tier's own
 SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(600)"
-LEFTOVERS = {
-    r"process \d+ \(listens on \d+\)": f"""def test_planted():
-    subprocess.run(['sh', '-c', 'exec "$0" -c "$1" &', sys.executable, {SERVER!r}])""",
-    "folder .*planted-": "def test_planted(): os.chmod(tempfile.mkdtemp(prefix='planted-'), 0o500)",
-}
+LEFTOVERS = f"""
+def test_process(): subprocess.run(['sh', '-c', 'exec "$0" -c "$1" &', sys.executable, {SERVER!r}])
+def test_folder(): os.chmod(tempfile.mkdtemp(prefix='planted-'), 0o500)
+"""
 
 
-def run_pytest(folder: Path, source: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest with the checks of `tests/tiers.py` on one planted test file."""
-    (folder / "test_planted.py").write_text(HEAD + source + "\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.tiers", "-c", str(ROOT / "pyproject.toml")]
+def run_pytest(folder: Path, source: str | list[str], *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with the checks of `tests/tiers.py` on planted test files: `test_planted.py`, or a numbered one for each source."""
+    for number, text in enumerate([source] if isinstance(source, str) else source):
+        name = "test_planted.py" if isinstance(source, str) else f"test_planted_{number}.py"
+        (folder / name).write_text(HEAD + text + "\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-p", "tests.tiers", "-c", str(ROOT / "pyproject.toml")]
     inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "TURNGATE_TIER_REPORT")}
     return subprocess.run(
-        [*command, *options, "--rootdir", str(folder), str(folder / "test_planted.py")],
+        [*command, *options, "--rootdir", str(folder), str(folder)],
         cwd=ROOT,
-        env={**inherited, **env},
+        env={**inherited, "COLUMNS": "1000", **env},
         capture_output=True,
         text=True,
         timeout=scaled(60),
@@ -73,25 +94,37 @@ def start_tier(folder: Path, source: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run of all tests with wrong marks."""
+    return run_pytest(tmp_path_factory.mktemp("refused"), [*UNMARKED.values()])
+
+
 @pytest.mark.parametrize("case", UNMARKED)
-def test_wrong_mark_fails_collection(tmp_path: Path, case: str) -> None:
-    done = run_pytest(tmp_path, UNMARKED[case])
+def test_wrong_mark_fails_collection(refused: subprocess.CompletedProcess[str], case: str) -> None:
+    output = refused.stdout + refused.stderr
+    assert refused.returncode not in (0, 1, 5) and "passed" not in output, output
+    [line] = [line for line in output.splitlines() if f"test_planted_{[*UNMARKED].index(case)}.py::" in line]
+    assert "mark" in line or "unknown parts: dokcer" in line
+
+
+def test_unknown_mark_fails_collection(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "@pytest.mark.heavy\ndef test_planted(): pass")
     assert done.returncode not in (0, 1, 5) and "passed" not in done.stdout, done.stdout
-    assert "test_planted" in done.stdout + done.stderr and "mark" in done.stdout + done.stderr
+    assert "test_planted" in done.stdout and "'heavy' not found in `markers`" in done.stdout, done.stdout
 
 
-def test_process_started_by_library_fails_test(tmp_path: Path) -> None:
-    hidden = "def test_planted():\n    __import__('importlib').import_module('subprocess').Popen(['true']).wait()"
-    done = run_pytest(tmp_path, hidden)
-    assert done.returncode == 1 and "mark it with @pytest.mark.process" in done.stdout, done.stdout
-    swallowed = hidden.replace("    ", "    try: ").replace("wait()", "wait()\n    except RuntimeError: pass")
-    assert run_pytest(tmp_path, swallowed).returncode == 1
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run of all tests that fail while they run."""
+    return run_pytest(tmp_path_factory.mktemp("failed"), FAILING)
 
 
-def test_program_of_part_needs_mark(tmp_path: Path) -> None:
-    source = "@pytest.mark.process\ndef test_planted(): subprocess.run(['docker', 'ps'])"
-    done = run_pytest(tmp_path, source)
-    assert done.returncode == 1 and '@pytest.mark.needs("docker")' in done.stdout, done.stdout
+@pytest.mark.parametrize("name", FAILURES)
+def test_process_without_mark_or_hanging_test_fails(failed: subprocess.CompletedProcess[str], name: str) -> None:
+    assert failed.returncode == 1, failed.stdout
+    lines = [line for line in failed.stdout.splitlines() if re.match(rf"(FAILED|ERROR) .*::{name} - ", line)]
+    assert lines and all(FAILURES[name] in line for line in lines), failed.stdout
 
 
 def test_missing_part_skips_locally_and_fails_in_ci(tmp_path: Path) -> None:
@@ -120,14 +153,13 @@ def test_run_without_results_fails_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("pattern", LEFTOVERS)
-def test_leftovers_fail_tier_and_are_removed(tmp_path: Path, pattern: str) -> None:
-    done = start_tier(tmp_path, LEFTOVERS[pattern])
+def test_leftovers_fail_tier_and_are_removed(tmp_path: Path) -> None:
+    done = start_tier(tmp_path, LEFTOVERS)
     output, _ = done.communicate(timeout=scaled(120))
-    assert done.returncode == 1 and "test: 1 passed, 0 failed, 0 skipped" in output, output
-    assert re.search(f"left behind: {pattern}", output), output
-    for pid in map(int, re.findall(r"left behind: process (\d+)", output)):
-        assert not Path(f"/proc/{pid}").exists()
+    assert done.returncode == 1 and "test: 2 passed, 0 failed, 0 skipped" in output, output
+    assert re.search("left behind: folder .*planted-", output), output
+    [pid] = re.findall(r"left behind: process (\d+) \(listens on \d+\)", output)
+    assert not Path(f"/proc/{pid}").exists()
     temporary = tmp_path / "tmp"
     assert not list(temporary.iterdir()) and temporary.stat().st_mode & 0o777 == MODE, (
         "the tier changed a folder that it did not create"
@@ -147,12 +179,6 @@ def test_ctrl_c_stops_all_processes(tmp_path: Path) -> None:
     assert started.returncode == 130 and "interrupted" in output, output
     assert not any(Path(f"/proc/{pid}").exists() for pid in jobs)
     assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_hanging_test_times_out(tmp_path: Path) -> None:
-    source = "@pytest.mark.timeout(1)\n@pytest.mark.process\ndef test_planted(): time.sleep(600)"
-    done = run_pytest(tmp_path, source)
-    assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout
 
 
 def test_process_tests_of_a_file_share_a_worker(tmp_path: Path) -> None:

@@ -459,6 +459,7 @@ async def test_forwarded_reply_breaks_if_owner_dies_and_session_continues(data: 
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(("durability", "kills"), [("process", 12), ("disk", 5)])
-async def test_no_received_answer_is_lost(durability: str, kills: int) -> None:
-    print(await storm(kills, durability=durability, seed=kills, workers=2))
+@pytest.mark.soak
+@pytest.mark.parametrize(("durability", "kills"), [("process", 60), ("disk", 30)])
+async def test_no_received_answer_is_lost(durability: str, kills: int, storm_scale: float) -> None:
+    print(await storm(round(kills * storm_scale), durability=durability, seed=kills, workers=2))
