@@ -299,7 +299,7 @@ def split_shipping(one: list[shipping.Run], many: list[shipping.Run]) -> Found:
 
 
 def _measure_lease(server: Any, url: str) -> Found:
-    shipper = shipping.Shipper(url, "lease")
+    shipper = shipping.BenchShipper(url, "lease", Path(os.environ[shipping.DATA]))
     try:
         shipper.renew()
         before, wal = shipper.server_cpu_s(), int(server.query("SELECT pg_current_wal_lsn() - '0/0'"))

@@ -65,7 +65,7 @@ class Shipper:
         pause = 0.0
         while not self._stopping.wait(pause):
             try:
-                self._announce()
+                self.announce()
                 pause = 0.0 if self.ship() else _IDLE_S
                 if self._failures:
                     log.info("sessions are shipped again")
@@ -76,7 +76,7 @@ class Shipper:
                 log.exception("cannot ship sessions")
                 pause = self._back_off(str(error))
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         """Announce open sessions to the shared store. The sessions do not wait for it."""
         opened = self._outbox.find_unannounced(_ANNOUNCED)
         if opened:
