@@ -1,5 +1,7 @@
 """Compare two versions of the gateway in one run: `python bench/compare.py OTHER_CHECKOUT [--scenario 16x20 …]`.
 
+With `--cell`, compare a cell and a gateway of this checkout. The cell uses a PostgreSQL that the program starts.
+
 The versions alternate in every round, so that noise affects both equally. The result is the median of the rounds' ratios. `--perf FILE`
 records the stacks of the first version with `perf`.
 """
@@ -10,6 +12,7 @@ import argparse
 import asyncio
 import statistics
 import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +22,14 @@ from overhead import PACE_MS, QWEN3, SCENARIOS, Bench, Scenario, _get
 from processes import HERE, Gateway
 
 
-async def compare(bench: Bench, trees: list[Path], scenarios: list[Scenario], repeats: int, perf: Path | None) -> None:
+async def compare(
+    bench: Bench, versions: list[tuple[Path, str]], scenarios: list[Scenario], repeats: int, perf: Path | None
+) -> None:
+    """Compare versions, each a checkout and the URL of a shared store, which is empty unless the gateway is a cell."""
     with ExitStack() as stack:
         gateways = []
-        for n, tree in enumerate(trees):
-            gateway = Gateway(bench.folder, bench.engine, bench.tokenizer, f"tree-{n}", tree=tree)
+        for n, (tree, shared) in enumerate(versions):
+            gateway = Gateway(bench.folder, bench.engine, bench.tokenizer, f"tree-{n}", tree=tree, shared=shared)
             stack.callback(gateway.stop)
             gateways.append(gateway)
         for gateway in gateways:
@@ -79,17 +85,33 @@ def main() -> None:
         choices=names,
         help="scenario to run; may be repeated (default: all but the paced one)",
     )
+    parser.add_argument("--cell", action="store_true", help="compare a cell with a gateway, both of this checkout")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--perf", type=Path, metavar="FILE")
     args = parser.parse_args()
-    trees = [HERE.parent, *([args.other.resolve()] if args.other else [])]
     scenarios = [names[name] for name in args.scenario or [n for n, s in names.items() if s.target_cpu_ms]]
-    print(f"CPU ms/turn, mean of {args.repeats} runs: {' and '.join(map(str, trees))}")
     with (
+        ExitStack() as stack,
         tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder,
         Bench(Path(folder), QWEN3) as bench,
     ):
-        uvloop.run(compare(bench, trees, scenarios, args.repeats, args.perf))
+        versions = [(HERE.parent, "")]
+        if args.cell:
+            versions.insert(0, (HERE.parent, stack.enter_context(start_shared_store())))
+        elif args.other:
+            versions.append((args.other.resolve(), ""))
+        labels = " and ".join(f"{tree}{' as a cell' if shared else ''}" for tree, shared in versions)
+        print(f"CPU ms/turn, mean of {args.repeats} runs: {labels}")
+        uvloop.run(compare(bench, versions, scenarios, args.repeats, args.perf))
+
+
+@contextmanager
+def start_shared_store():
+    sys.path.insert(0, str(HERE.parent))
+    from tests import postgres
+
+    with postgres.start_postgres() as server:
+        yield server.create_database()
 
 
 if __name__ == "__main__":

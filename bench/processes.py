@@ -85,7 +85,7 @@ def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Proce
 
 
 class Gateway(Process):
-    """`turngate serve` of the checkout `tree`, with its own data folder."""
+    """`turngate serve` of the checkout `tree`, with its own data folder, or `turngate cell` if there is a shared store."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Gateway(Process):
         env: dict[str, str] | None = None,
         workers: int = 1,
         script: Path | None = None,
+        shared: str = "",
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
@@ -107,7 +108,8 @@ class Gateway(Process):
             program = HERE / "profiled_gateway.py"
             env["BENCH_PROFILE"] = str(profile)
         command = [sys.executable, *(["-m", "turngate"] if program is None else [str(program)])]
-        command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
+        command += [*(["cell", "--shared", shared] if shared else ["serve"]), "--port", str(port)]
+        command += ["--data", str(folder / name), "--durability", "process"]
         command += ["--workers", str(workers)] if workers > 1 else []
         vllm = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
         command += [*(["--engine", "scripted", "--script", str(script)] if script else vllm), "--model", "bench"]

@@ -108,7 +108,8 @@ class Builder:
         written = outcome.encode()
         self._db.execute("INSERT INTO outcomes VALUES (?,?,?)", (key, at, written))
         self.event(name, "outcome", outcome.event_data(), at)
-        self._store.feeds.enter(self._db, key, name, written)
+        for completed in self._store.feeds.enter_outcome(self._db, key, name, written):
+            insert_event(self._db, completed)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reserved_connections: int = 3  # for administrators; PostgreSQL's default
     connections_per_cell: int = 2  # one that ships, one for the lease
     disk_bytes_per_s: float = 500e6
-    most_per_transaction: int = 16  # sessions that a cell ships in one transaction
+    most_per_transaction: int = 32  # sessions that a cell ships in one transaction
     is_event_counter: bool = True  # events are numbered by one row, which a transaction locks until it has committed
     is_feed_lock: bool = True  # every rollout enters one feed, whose row its transaction locks
 

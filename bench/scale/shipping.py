@@ -35,6 +35,7 @@ from turngate.gateway.cell.shipping import Shipper
 from turngate.store.events import new_event
 from turngate.store.outbox import OpenAttempt
 from turngate.store.outcomes import RecordedOutcome
+from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import Shipment
@@ -71,23 +72,34 @@ class Phases(msgspec.Struct):
     transactions: int = 0
 
 
-class WatchedCursor(psycopg.Cursor[Row]):
-    """Counts round trips, and notes when the first lock is taken."""
+class RoundTrips:
+    """Counts round trips of pipelined connections, and notes when the first lock is taken."""
 
-    trips = 0
-    on_lock: Callable[[], None] = staticmethod(lambda: None)
+    def __init__(self) -> None:
+        self.count = 0
+        self.on_lock: Callable[[], None] = lambda: None
+        self._is_locking = False
+        execute, flush, copy = PipelinedConnection.execute, PipelinedConnection.flush, PipelinedConnection.copy_encoded
 
-    def execute(self, query: Any, *arguments: Any, **options: Any) -> WatchedCursor:
-        text = query.decode() if isinstance(query, bytes) else str(query)
-        if "FOR UPDATE" in text or "UPDATE event_counter" in text:
-            WatchedCursor.on_lock()
-        WatchedCursor.trips += 1
-        super().execute(query, *arguments, **options)
-        return self
+        def watched_execute(db: PipelinedConnection, sql: str, values: Sequence[Any] = ()) -> Any:
+            if "FOR UPDATE" in sql or "UPDATE event_counter" in sql:
+                self._is_locking = True
+            return execute(db, sql, values)
 
-    def copy(self, *arguments: Any, **options: Any) -> Any:
-        WatchedCursor.trips += 1
-        return super().copy(*arguments, **options)
+        def watched_flush(db: PipelinedConnection) -> None:
+            if self._is_locking:
+                self.on_lock()
+                self._is_locking = False
+            self.count += bool(db._waiting)
+            flush(db)
+
+        def watched_copy(db: PipelinedConnection, *arguments: Any) -> None:
+            copy(db, *arguments)
+            self.count += 2
+
+        PipelinedConnection.execute = watched_execute  # type: ignore[method-assign, assignment]
+        PipelinedConnection.flush = watched_flush  # type: ignore[method-assign]
+        PipelinedConnection.copy_encoded = watched_copy  # type: ignore[method-assign]
 
 
 class RenamingTarget:
@@ -117,7 +129,7 @@ class RenamingTarget:
             assert shipment.outcome is not None
             outcome = (shipment.outcome[0], self._rename(shipment.outcome[1]))
             renamed.append(msgspec.structs.replace(shipment, id=name, session=session, outcome=outcome))
-        self.bytes += sum(shipment.size for shipment in shipments)
+        self.bytes += sum(len(shipment.trace.rows) for shipment in shipments)
         self.cpu_s += time.process_time() - began
         self._target.write(renamed)
 
@@ -144,7 +156,7 @@ class BenchShipper:
         self._next = itertools.cycle(range(1, SESSIONS + 1))  # keys
         db = self._shared.database._writer
         assert db is not None
-        db.cursor_factory = WatchedCursor
+        self._trips = RoundTrips()
         self.server_pid = db.info.backend_pid
         self._server = cpu_clock(self.server_pid)
         self.phases = Phases()
@@ -155,8 +167,8 @@ class BenchShipper:
         keys = [next(self._next) for _ in range(count)]
         self._target.round += keys[0] <= count
         self._add_open(keys)
-        WatchedCursor.trips = 0
-        WatchedCursor.on_lock = lambda: locks.append((self._server(), WatchedCursor.trips))
+        self._trips.count = 0
+        self._trips.on_lock = lambda: locks.append((self._server(), self._trips.count))
         renaming, server = self._target.cpu_s, self._server()
         client = time.process_time()
         self._shipper.announce()
@@ -169,7 +181,7 @@ class BenchShipper:
         phases.client_cpu_s += client - (self._target.cpu_s - renaming)
         at, trips = locks[0]
         phases.before_trips += trips
-        phases.locked_trips += WatchedCursor.trips - trips
+        phases.locked_trips += self._trips.count - trips
         phases.before_cpu_s += at - server
         phases.locked_cpu_s += self._server() - at
         phases.bytes = self._target.bytes

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from tests.store.kit import add_session, event, finish_rollout, new_turn, open_shared, put_outcome
-from turngate.errors import Conflict, StoreError
+from turngate.errors import Conflict
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
-from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipment
+from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipments
 from turngate.store.sqlite import Store
 from turngate.trace.tree import Sampled
 
@@ -46,8 +46,7 @@ def open_cell(folder: Path, shared: SharedStore, cell: str) -> Store:
 def ship(cell: Store, shared: SharedStore, *, crash: bool = False) -> int:
     """Ship all that is due in one transaction, and return the number of sessions."""
     rows = cell.outbox.find_due(time.time(), 100)
-    shipments = [read for row in rows if (read := read_shipment(cell, row)) is not None]
-    ShipmentWriter(shared).write(shipments)
+    ShipmentWriter(shared).write([shipment for _, shipment in read_shipments(cell, rows, 2**30).shipments])
     if not crash:
         cell.outbox.remove(rows)
     return len(rows)
@@ -124,8 +123,7 @@ def test_a_replaced_outcome_is_shipped_again(cell: Store, shared: SharedStore) -
 def test_a_change_while_a_session_is_shipped_is_shipped_too(cell: Store, shared: SharedStore) -> None:
     key = finish_rollout(cell, "s", "g")
     rows = cell.outbox.find_due(time.time(), 10)
-    read = read_shipment(cell, rows[0])
-    assert read is not None
+    ((_, read),) = read_shipments(cell, rows, 2**30).shipments
     put_outcome(cell, key, "s", "g", task="meanwhile")
     ShipmentWriter(shared).write([read])
     cell.outbox.remove(rows)
@@ -165,9 +163,13 @@ def test_a_damaged_session_stays_and_says_why(cell: Store, shared: SharedStore) 
     key = finish_rollout(cell, "s", "g")
     with cell.database.writing() as db:
         db.execute("UPDATE nodes SET ids=? WHERE session=?", (b"\1\0\0\0", key))
-    (row,) = cell.outbox.find_due(time.time(), 10)
-    with pytest.raises(StoreError, match="session s: node 1 is damaged"):
-        read_shipment(cell, row)
+    finish_rollout(cell, "t", "g")
+    rows = cell.outbox.find_due(time.time(), 10)
+    batch = read_shipments(cell, rows, 2**30)
+    row = rows[0]
+    assert batch.damaged == [(row, "session s: node 1 is damaged on disk; it cannot be shipped")]
+    assert [shipment.id for _, shipment in batch.shipments] == ["t"]
+    cell.outbox.remove(rows[1:])
     cell.outbox.mark_failed(row, "damaged")
     assert cell.outbox.find_due(time.time(), 10) == []
     assert cell.outbox.state().failed == 1

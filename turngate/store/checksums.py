@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
 
 UNDELIVERED = 0x5EED  # XORed into the checksum of an undelivered turn, so that the checksum covers this flag too
+_POLYNOMIAL = 0xEDB88320  # of CRC-32
+_DIGITS = 8  # of a size in base 16
+_Words = npt.NDArray[np.int64]
+
+
+def join_fields(
+    session: int,
+    node: int,
+    parent: int | None,
+    kind: str,
+    ids: bytes,
+    logprobs: bytes | None,
+    info: bytes,
+    messages: bytes,
+) -> bytes:
+    """Join what a node's checksum covers. It begins with `session`, the session's key."""
+    place = f"{session}/{node}/{parent}/{kind}".encode()
+    return b"".join((place, ids or b"\0", logprobs or b"\0", info or b"\0", messages or b"\0"))
 
 
 def node_checksum(
@@ -17,6 +40,56 @@ def node_checksum(
     info: bytes,
     messages: bytes,
 ) -> int:
-    """Return the checksum of a delivered node. `session` is the session's key."""
-    place = f"{session}/{node}/{parent}/{kind}".encode()
-    return zlib.crc32(b"".join((place, ids or b"\0", logprobs or b"\0", info or b"\0", messages or b"\0")))
+    """Return the checksum of a delivered node."""
+    return zlib.crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
+
+
+# ── another key ─────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# A CRC is linear: crc(a + c) ^ crc(b + c) depends only on crc(a) ^ crc(b) and the size of c. So if a session gets another key, the new
+# checksums follow from the old ones without reading the nodes again.
+
+
+def key_difference(old: int, new: int) -> int:
+    """Return what `rekey_checksums` needs to know about two keys."""
+    return zlib.crc32(str(old).encode()) ^ zlib.crc32(str(new).encode())
+
+
+def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:
+    """Return the checksums of nodes under other keys. `sizes` are those after the key, `differences` those of the keys."""
+    changes, left = np.array(differences, np.int64), np.array(sizes, np.int64)
+    for digit in range(_DIGITS):
+        changes = _append_zeros(_zeros(digit), changes, left & 15)
+        left >>= 4
+        if not left.any():
+            break
+    changed: list[int] = (np.array(checksums, np.int64) ^ changes).tolist()
+    return changed
+
+
+def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
+    """Continue checksums with zero bytes: `digits[i]` times those of the tables."""
+    row = digits << 10
+    result = tables.take(row + (checksums & 255))
+    for byte in (1, 2, 3):
+        result ^= tables.take(row + ((byte << 8) | ((checksums >> (8 * byte)) & 255)))
+    return result
+
+
+@cache
+def _zeros(digit: int) -> _Words:
+    """Return tables that continue a checksum with n · 16^digit zero bytes, by n and by the position and value of its bytes."""
+    basis = np.arange(256) << np.arange(0, 32, 8)[:, None]
+    none, one = np.zeros((4, 256), np.int64), np.ones((4, 256), np.int64)
+    if digit:
+        before = _zeros(digit - 1)
+        once = _append_zeros(before, before[15], one)
+    else:
+        once = basis
+        for _ in range(8):
+            once = (once >> 1) ^ ((once & 1) * _POLYNOMIAL)
+    tables = np.empty((16, 4, 256), np.int64)
+    tables[0] = basis
+    for n in range(1, 16):
+        tables[n] = _append_zeros(once, tables[n - 1], none)
+    return tables

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from turngate.store.attempts import find_rollout
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, LOCK_FEEDS_TABLE, Connect, StoreConnection
-from turngate.store.events import insert_event, new_event
+from turngate.store.events import NewEvent, insert_event, new_event
+from turngate.store.feed_groups import FeedEntry, FeedGroups, NewEntry
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, RecordedOutcome, decode_outcome
 from turngate.types import Json
 
@@ -60,6 +62,7 @@ CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
 _FEED = "key, name, config, opened, reader, newest, handed, committed"
+_OPEN = "key, name, n, prefix, newest"
 
 
 class FeedRow(msgspec.Struct, frozen=True):
@@ -73,6 +76,16 @@ class FeedRow(msgspec.Struct, frozen=True):
     newest: int
     handed: int
     committed: int
+
+
+class _OpenFeed(msgspec.Struct, frozen=True):
+    """What decides which outcomes a feed accepts, and when their groups are complete."""
+
+    key: int
+    name: str
+    n: int
+    prefix: str
+    newest: int
 
 
 class DeliveryMember(msgspec.Struct, frozen=True):
@@ -131,13 +144,12 @@ class FeedLog:
         with self._writing() as db:
             _lock_feed(db, feed)
             row = db.execute(
-                "SELECT recorded, filling.session, name, n, prefix FROM filling JOIN feeds ON key=feed WHERE feed=?",
+                "SELECT recorded, filling.session, name, n, prefix, newest FROM filling JOIN feeds ON key=feed WHERE feed=?",
                 (feed,),
             ).fetchone()
             if row is None:
                 return False
-            recorded, session, name, n, prefix = row
-            target = (feed, name, n, prefix)
+            recorded, session, *target = row
             # An outcome that was recorded or replaced since then is added later, even if the clock was set back. The outcomes of
             # superseded attempts and cancelled sessions do not count.
             old = db.execute(
@@ -149,9 +161,8 @@ class FeedLog:
                 " ORDER BY recorded, outcomes.session LIMIT ?",
                 (feed, recorded, session, most),
             ).fetchall()
-            for _, key, session_id, outcome, is_skipped in old:
-                if not is_skipped:
-                    _add_rollout(db, target, key, session_id, outcome)
+            counting = [(key, session_id, outcome) for _, key, session_id, outcome, is_skipped in old if not is_skipped]
+            _insert_events(db, _add_entries(db, [_OpenFeed(feed, *target)], [make_entry(db, *one) for one in counting]))
             if old:
                 recorded, session = old[-1][:2]
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
@@ -161,10 +172,12 @@ class FeedLog:
                 (feed, most),
             ).fetchall()
             for place, key, known_as, outcome in new:
+                current = _OpenFeed(*db.execute(f"SELECT {_OPEN} FROM feeds WHERE key=?", (feed,)).fetchone())
                 if key is not None:
-                    _add_rollout(db, target, key, known_as, outcome)
+                    entry = make_entry(db, key, known_as, outcome)
+                    _insert_events(db, _add_entries(db, [current], [entry]))
                 elif _has_waiting(db, feed, known_as):
-                    _assign_number(db, feed, name, known_as)
+                    _assign_number(db, feed, current.name, known_as)
                 db.execute("DELETE FROM later WHERE place=?", (place,))
             if not new:
                 db.execute("DELETE FROM filling WHERE feed=?", (feed,))
@@ -203,17 +216,25 @@ class FeedLog:
 
     # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def enter(self, db: StoreConnection, session: int, session_id: str, outcome: bytes) -> None:
-        """Add an outcome to every feed that accepts its group, in the transaction that records or replaces it."""
-        db.execute(LOCK_FEEDS).fetchall()
-        feeds = (
-            "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
-        )
-        for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
-            if is_filling is None:
-                _add_rollout(db, (key, name, n, prefix), session, session_id, outcome)
-            else:
-                _postpone(db, key, session, session_id, outcome)
+    def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
+        """Add outcomes to every feed that accepts their groups, in the transaction that records or replaces them.
+
+        Return the events of the groups that are complete now. The caller writes them.
+        """
+        db.execute(LOCK_FEEDS)
+        query = f"SELECT {_OPEN}, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
+        feeds: list[_OpenFeed] = []
+        for *feed, filling in db.execute(query).fetchall():
+            if filling is None:
+                feeds.append(_OpenFeed(*feed))
+                continue
+            for entry in entries:
+                _postpone(db, filling, entry.session, entry.id, entry.outcome)
+        return _add_entries(db, feeds, entries)
+
+    def enter_outcome(self, db: StoreConnection, session: int, session_id: str, outcome: bytes) -> list[NewEvent]:
+        """Like `enter`, for one outcome."""
+        return self.enter(db, [make_entry(db, session, session_id, outcome)])
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
         """Make a group complete with the rollouts it has. Return the name of each feed and the number of the delivery there.
@@ -280,33 +301,87 @@ def _lock_feed(db: StoreConnection, feed: int) -> None:
     db.execute(f"SELECT key FROM feeds WHERE key=? {FOR_UPDATE}", (feed,)).fetchall()
 
 
-def _add_rollout(
-    db: StoreConnection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
-) -> None:
-    """Add a rollout to a feed. If this completes its group, assign the group a number."""
-    key, name, n, prefix = feed
+def make_entry(
+    db: StoreConnection, session: int, session_id: str, outcome: bytes, rollout: str | None = None
+) -> NewEntry:
+    """Build the entry of an outcome. `rollout` is the name of the rollout, if the caller knows it."""
     recorded = decode_outcome(outcome)
-    faulty = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
+    is_fault = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
     # If a damaged outcome were skipped, its group would wait forever. It is added without a reward, so it is never trained.
     if isinstance(recorded, DamagedOutcome):
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
-    # A rollout that is already in the feed is replaced while its group is incomplete. Once it has a number, it never changes.
-    rollout = find_rollout(db, session_id)
-    same = "feed=? AND number IS NULL AND (session=? OR (rollout=? AND rollout!=''))"
-    db.execute(f"DELETE FROM rolled WHERE {same}", (key, session, rollout))
-    if faulty or not recorded.group.startswith(prefix):
-        return
-    added = db.execute(
-        "INSERT INTO rolled (feed, session, id, team, outcome, rollout) VALUES (?,?,?,?,?,?) ON CONFLICT DO NOTHING",
-        (key, session, session_id, recorded.group, outcome, rollout),
-    ).rowcount
-    if not added:
-        return
-    query = "SELECT count(*) FROM rolled WHERE feed=? AND team=? AND number IS NULL"
-    (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
-    if waiting >= n or not recorded.group:  # a rollout without a group forms its own group
-        _assign_number(db, key, name, recorded.group)
+    name = find_rollout(db, session_id) if rollout is None else rollout
+    return NewEntry(session, session_id, name, recorded.group, outcome, is_fault)
+
+
+def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]) -> list[NewEvent]:
+    """Add outcomes to locked feeds. Return the events of the groups that are complete now."""
+    events: list[NewEvent] = []
+    if not feeds or not entries:
+        return events
+    found = _find_entries(db, feeds, entries)
+    for feed in feeds:
+        groups = FeedGroups(feed.n, feed.prefix, feed.newest, found[feed.key])
+        for entry in entries:
+            groups.add(entry)
+        _write_groups(db, feed.key, groups)
+        if groups.newest > feed.newest:
+            db.execute("UPDATE feeds SET newest=? WHERE key=?", (groups.newest, feed.key))
+        events += [
+            _delivery_event(feed.name, number, group, len(members)) for number, group, members in groups.completed
+        ]
+    return events
+
+
+def _find_entries(
+    db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]
+) -> dict[int, list[FeedEntry]]:
+    """Return the entries that the new ones may affect, by feed: of their incomplete groups, their sessions and their rollouts."""
+    sessions = [entry.session for entry in entries]
+    groups = sorted({entry.group for entry in entries})
+    rollouts = sorted({entry.rollout for entry in entries if entry.rollout})
+    which, values = "session IN (%s) OR (number IS NULL AND team IN (%s))", [*sessions, *groups]
+    marks = [_marks(sessions), _marks(groups)]
+    if rollouts:
+        which += " OR (rollout!='' AND rollout IN (%s))"
+        values += rollouts
+        marks.append(_marks(rollouts))
+    query = (
+        f"SELECT feed, session, rollout, team, number, place FROM rolled WHERE feed IN ({_marks(feeds)})"
+        f" AND ({which % tuple(marks)})"
+    )
+    found: dict[int, list[FeedEntry]] = {feed.key: [] for feed in feeds}
+    # Sorted here, because an index on `place` would tempt SQLite to read the whole table in that order.
+    for feed, *entry in sorted(db.execute(query, (*found, *values)).fetchall(), key=lambda row: row[-1]):
+        found[feed].append(FeedEntry(*entry))
+    return found
+
+
+def _write_groups(db: StoreConnection, feed: int, groups: FeedGroups) -> None:
+    if groups.removed:
+        db.execute(f"DELETE FROM rolled WHERE place IN ({_marks(groups.removed)})", groups.removed)
+    for number, _, members in groups.completed:
+        if places := [entry.place for entry in members if entry.place]:
+            db.execute(f"UPDATE rolled SET number=? WHERE place IN ({_marks(places)})", (number, *places))
+    rows = [
+        (feed, entry.session, entry.new.id, entry.group, entry.number, entry.new.outcome, entry.rollout)
+        for entry in groups.added
+        if entry.new is not None
+    ]
+    if rows:
+        columns = "feed, session, id, team, number, outcome, rollout"
+        marks = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
+        db.execute(f"INSERT INTO rolled ({columns}) VALUES {marks}", [value for row in rows for value in row])
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
+    for event in events:
+        insert_event(db, event)
 
 
 def _has_waiting(db: StoreConnection, feed: int, group: str) -> bool:
@@ -323,8 +398,12 @@ def _assign_number(db: StoreConnection, feed: int, name: str, group: str) -> int
     (number,) = db.execute("UPDATE feeds SET newest=newest+1 WHERE key=? RETURNING newest", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
     count = db.execute(query, (number, feed, group)).rowcount
-    insert_event(db, new_event("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
+    insert_event(db, _delivery_event(name, number, group, count))
     return int(number)
+
+
+def _delivery_event(feed: str, number: int, group: str, rollouts: int) -> NewEvent:
+    return new_event("", "delivery", {"feed": feed, "number": number, "group": group, "rollouts": rollouts})
 
 
 def _decode_or_stand_in(stored: bytes, group: str) -> RecordedOutcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -94,7 +94,7 @@ class Outcomes:
     """The outcomes table.
 
     In each transaction that writes an outcome, it calls `settle` with the session's id, which returns whether the outcome counts, and
-    `enter` with the session's key and id if it does.
+    `enter` with the session's key and id if it does, which returns further events to write.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Outcomes:
         writing: Connect,
         reading: Connect,
         settle: Callable[[StoreConnection, str, bytes], bool],
-        enter: Callable[[StoreConnection, int, str, bytes], None],
+        enter: Callable[[StoreConnection, int, str, bytes], Sequence[NewEvent]],
         *,
         there: bool = True,
     ) -> None:
@@ -136,5 +136,6 @@ class Outcomes:
                 counts = self._settle(db, event.session, outcome)
                 insert_event(db, event)
                 if counts:
-                    self._enter(db, session, event.session, outcome)
+                    for completed in self._enter(db, session, event.session, outcome):
+                        insert_event(db, completed)
             return before

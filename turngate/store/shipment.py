@@ -1,17 +1,21 @@
 """One ended session as data, on its way from a cell's store to the shared store.
 
-Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read, and computed again
-for the new key.
+Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read, and changed to those
+of the new key.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from turngate.errors import StoreError
-from turngate.store.checksums import UNDELIVERED, node_checksum
+from turngate.store.binary_format import encode_node, rekey_nodes
+from turngate.store.checksums import UNDELIVERED, join_fields, key_difference, rekey_checksums
 from turngate.store.outbox import UnshippedSession
 from turngate.store.sqlite import Store
 
@@ -26,6 +30,8 @@ SESSION_TABLES = {
     "reply_echoes": ("digest", "echo"),
 }
 NODE_COLUMNS = ("id", "parent", "kind", "ids", "logprobs", "info", "messages", "delivered", "checksum")
+_NODES = f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? ORDER BY id"
+_EVENTS = "SELECT seq, time, kind, data FROM events WHERE session=? ORDER BY seq"
 
 
 class ConflictingShipment(StoreError):
@@ -39,70 +45,119 @@ class ConflictingShipment(StoreError):
         self.session = session
 
 
-class ShippedEvent(msgspec.Struct, frozen=True):
-    """An event with its number in the cell's store."""
+class EncodedTrace(msgspec.Struct):
+    """The nodes of a session as PostgreSQL's COPY takes them. The session's key and the checksums are replaced there."""
 
-    seq: int
-    time: float
-    kind: str
-    data: bytes
+    rows: bytearray = msgspec.field(default_factory=bytearray)
+    ends: list[int] = []  # where each row ends
+    sizes: list[int] = []  # of what each checksum covers, after the session's key
+    checksums: list[int] = []
 
 
 class Shipment(msgspec.Struct, frozen=True):
     """A session with everything recorded for it."""
 
     id: str
+    key: int  # in the cell's store
     cell: str
     session: Row  # the columns of `SESSION_COLUMNS`
-    nodes: list[Row]
+    trace: EncodedTrace
     others: dict[str, list[Row]]  # rows of `SESSION_TABLES`, by table
-    events: list[ShippedEvent]
+    events: list[Row]  # number in the cell's store, time, kind and data
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
 
     @property
-    def size(self) -> int:
-        """Bytes of the trace, roughly."""
-        return sum(len(node[3]) + len(node[4] or b"") + len(node[5]) + len(node[6]) for node in self.nodes)
+    def newest_event(self) -> int:
+        """The number of its last event in the cell's store; 0: it has none."""
+        return self.events[-1][0] if self.events else 0
 
-    def rekey_nodes(self, key: int) -> list[Row]:
-        """Return the rows of the nodes for a session with another key."""
-        return [_rekey(key, node) for node in self.nodes]
-
-    def events_after(self, seq: int) -> list[ShippedEvent]:
-        return [event for event in self.events if event.seq > seq]
+    def events_after(self, seq: int) -> list[Row]:
+        return [event for event in self.events if event[0] > seq] if seq else self.events
 
 
 SESSION_COLUMNS = ("id", "secret", "config", "opened", "closed", "status", "vocabulary", "stop")
 
 
-def read_shipment(store: Store, row: UnshippedSession) -> Shipment | None:
-    """Read a session, or return None if it was deleted. Raise `StoreError` if its trace is damaged."""
-    with store.database.reading() as db:
-        session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (row.session,)).fetchone()
-        if session is None:
-            return None
-        name = session[0]
-        columns = ", ".join(NODE_COLUMNS)
-        nodes = db.execute(f"SELECT {columns} FROM nodes WHERE session=? ORDER BY id", (row.session,)).fetchall()
-        others = {
-            table: db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE session=?", (row.session,)).fetchall()
-            for table, names in SESSION_TABLES.items()
-        }
-        events = db.execute("SELECT seq, time, kind, data FROM events WHERE session=? ORDER BY seq", (name,)).fetchall()
-        query = "SELECT recorded, CAST(outcome AS BLOB) FROM outcomes WHERE session=?"
-        outcome = db.execute(query, (row.session,)).fetchone()
-    for node in nodes:
-        _check_node(name, row.session, node)
-    return Shipment(name, row.cell, session, nodes, others, [ShippedEvent(*event) for event in events], outcome)
+class ShipmentBatch(msgspec.Struct):
+    """Sessions that were read from the outbox."""
+
+    shipments: list[tuple[UnshippedSession, Shipment]] = []
+    deleted: list[UnshippedSession] = []
+    damaged: list[tuple[UnshippedSession, str]] = []  # with the reason
 
 
-def _check_node(name: str, key: int, node: Row) -> None:
-    node_id, parent, kind, ids, logprobs, info, messages, delivered, checksum = node
-    written = node_checksum(key, node_id, parent, kind, ids, logprobs, info, messages)
-    if delivered not in (0, 1) or checksum != (written if delivered else written ^ UNDELIVERED):
-        raise StoreError(f"session {name}: node {node_id} is damaged on disk; it cannot be shipped")
+def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: int) -> ShipmentBatch:
+    """Read sessions, and verify their traces. After `max_bytes`, no further session is read."""
+    batch, size = ShipmentBatch(), 0
+    keys = [row.session for row in rows]
+    marks = ",".join("?" * len(keys))
+    with store.snapshot(), store.database.reading() as db:
+        sessions = dict(_split(db.execute(f"SELECT key, {_SESSION} FROM sessions WHERE key IN ({marks})", keys)))
+        query = f"SELECT session, recorded, CAST(outcome AS BLOB) FROM outcomes WHERE session IN ({marks})"
+        outcomes = dict(_split(db.execute(query, keys)))
+        others: dict[int, dict[str, list[Row]]] = {key: {table: [] for table in SESSION_TABLES} for key in keys}
+        for table, names in SESSION_TABLES.items():
+            query = f"SELECT session, {', '.join(names)} FROM {table} WHERE session IN ({marks}) ORDER BY session"
+            for key, found in _split(db.execute(query, keys)):
+                others[key][table].append(found)
+        for row in rows:
+            if size > max_bytes:
+                break
+            if (session := sessions.get(row.session)) is None:
+                batch.deleted.append(row)
+                continue
+            try:
+                trace = _encode_trace(row.session, db.execute(_NODES, (row.session,)))
+            except StoreError as error:
+                batch.damaged.append((row, f"session {session[0]}: {error.message}; it cannot be shipped"))
+                continue
+            events = db.execute(_EVENTS, (session[0],)).fetchall()
+            shipment = Shipment(
+                session[0],
+                row.session,
+                row.cell,
+                session,
+                trace,
+                others[row.session],
+                events,
+                outcomes.get(row.session),
+            )
+            batch.shipments.append((row, shipment))
+            size += len(trace.rows)
+    return batch
 
 
-def _rekey(key: int, node: Row) -> Row:
-    written = node_checksum(key, *node[:7])
-    return (key, *node[:8], written if node[7] else written ^ UNDELIVERED)
+def _split(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
+    """Split rows into their keys and the rest."""
+    return ((row[0], row[1:]) for row in rows)
+
+
+def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
+    """Verify the checksums of nodes, and encode them for COPY."""
+    trace, before, crc = EncodedTrace(), len(str(key)), zlib.crc32
+    rows, ends, sizes, checksums = trace.rows, trace.ends, trace.sizes, trace.checksums
+    for node, parent, kind, ids, logprobs, info, messages, delivered, checksum in nodes:
+        data = join_fields(key, node, parent, kind, ids, logprobs, info, messages)
+        if checksum != (crc(data) if delivered == 1 else crc(data) ^ UNDELIVERED) or delivered not in (0, 1):
+            raise StoreError(f"node {node} is damaged on disk")
+        rows += encode_node(key, node, parent, kind, ids, logprobs, info, messages, delivered, checksum)
+        ends.append(len(rows))
+        sizes.append(len(data) - before)
+        checksums.append(checksum)
+    return trace
+
+
+def rekey_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> list[bytearray]:
+    """Return the encoded nodes of sessions under their new keys."""
+    traces = [shipment.trace for shipment in shipments]
+    differences = [key_difference(shipment.key, keys[shipment.id]) for shipment in shipments]
+    checksums = iter(
+        rekey_checksums(
+            [checksum for trace in traces for checksum in trace.checksums],
+            [size for trace in traces for size in trace.sizes],
+            [d for d, trace in zip(differences, traces, strict=True) for _ in trace.sizes],
+        )
+    )
+    for shipment, trace in zip(shipments, traces, strict=True):
+        rekey_nodes(trace.rows, trace.ends, keys[shipment.id], list(islice(checksums, len(trace.ends))))
+    return [trace.rows for trace in traces]

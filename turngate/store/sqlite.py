@@ -105,7 +105,7 @@ class Store:
         self.events = EventTable(self.database, self.outbox.add_event)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(
-            self._writing, self._reading, self._settle_outcome, self.feeds.enter, there=version > BEFORE_EVENTS
+            self._writing, self._reading, self._settle_outcome, self.feeds.enter_outcome, there=version > BEFORE_EVENTS
         )
         self.attempts = AttemptTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from turngate.errors import StoreError, TurngateError
+from turngate.errors import TurngateError
 from turngate.store.outbox import OpenAttempt, OutboxTable, UnshippedSession
-from turngate.store.shipment import ConflictingShipment, Shipment, read_shipment
+from turngate.store.shipment import ConflictingShipment, Shipment, read_shipments
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
 _IDLE_S = 0.2  # between checks of an empty outbox
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
-_SESSIONS = 16  # per transaction
+_SESSIONS = 32  # per transaction
 _ANNOUNCED = 256  # open sessions announced at a time
 _BYTES = 16_000_000  # a transaction of this size gets no further session
 
@@ -96,33 +96,18 @@ class Shipper:
         rows = self._outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0
-        shipments = self._read(rows)
-        if shipments:
-            if self._target is None:
-                self._target = self._connect()
-            self._write(self._target, shipments)
-        return len(rows)
-
-    def _read(self, rows: list[UnshippedSession]) -> list[tuple[UnshippedSession, Shipment]]:
         if self._reader is None:
             self._reader = self._open_reader()
-        read: list[tuple[UnshippedSession, Shipment]] = []
-        size = 0
-        for row in rows:
-            if size > _BYTES:
-                break
-            try:
-                with self._reader.snapshot():
-                    shipment = read_shipment(self._reader, row)
-            except StoreError as error:
-                self._set_aside(row, error.message)
-                continue
-            if shipment is None:
-                self._outbox.remove([row])  # the session was deleted
-                continue
-            size += shipment.size
-            read.append((row, shipment))
-        return read
+        batch = read_shipments(self._reader, rows, _BYTES)
+        for row, reason in batch.damaged:
+            self._set_aside(row, reason)
+        if batch.deleted:
+            self._outbox.remove(batch.deleted)
+        if batch.shipments:
+            if self._target is None:
+                self._target = self._connect()
+            self._write(self._target, batch.shipments)
+        return len(rows)
 
     def _write(self, target: ShipmentTarget, read: list[tuple[UnshippedSession, Shipment]]) -> None:
         try:

@@ -14,7 +14,7 @@ import msgspec
 
 from turngate.errors import Conflict
 from turngate.store.attempts import AttemptRow, AttemptTable, supersede_attempts
-from turngate.store.connection import Connect, StoreConnection
+from turngate.store.connection import Connect, Cursor, StoreConnection
 from turngate.store.outcomes import RecordedOutcome
 
 CELL_TABLES = """
@@ -135,11 +135,6 @@ class LeasedAttempts(AttemptTable):
         return super().supersede(rollout, attempt, session)
 
 
-def find_lost(db: StoreConnection, cells: Iterable[str]) -> set[str]:
-    """Return which of the cells are lost. The others cannot be taken over before the caller's transaction ends."""
-    lost = set()
-    for cell in sorted(set(cells)):
-        row = db.execute(f"SELECT state FROM cells WHERE id=? {LOCK_ROWS}", (cell,)).fetchone()
-        if row is None or row[0] == "lost":
-            lost.add(cell)
-    return lost
+def lock_cells(db: StoreConnection, cells: Iterable[str]) -> Cursor:
+    """Select the id and state of cells. They cannot be taken over before the caller's transaction ends."""
+    return db.execute(f"SELECT id, state FROM cells WHERE id=ANY(?) ORDER BY id {LOCK_ROWS}", (sorted(cells),))

@@ -16,6 +16,7 @@ from turngate.store.connection import Durability
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.shared import tables
 from turngate.store.shared.failures import describe_error
+from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.translation import translate_statement
 
 if TYPE_CHECKING:
@@ -58,11 +59,6 @@ class SharedConnection:
             copy.set_types(types)
             for row in rows:
                 copy.write_row(row)
-
-    def copy_encoded(self, table: str, columns: Sequence[str], rows: bytes) -> None:
-        """Insert rows in PostgreSQL's binary format (`copy_format.py`)."""
-        with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
-            copy.write(rows)
 
 
 class _ReadConnection:
@@ -133,13 +129,30 @@ class SharedDatabase:
 
     @contextmanager
     def writing(self) -> Iterator[SharedConnection]:
+        with self._handling_errors():
+            db = self._begin()
+            yield SharedConnection(db)
+            db.execute("COMMIT")
+
+    @contextmanager
+    def pipelining(self, settings: str = "") -> Iterator[PipelinedConnection]:
+        """Like `writing`, with statements that are sent together. `settings` are further statements to begin with.
+
+        An interrupted connection is noticed only by the first result. The block then fails, and the next one reconnects.
+        """
+        with self._handling_errors():
+            db = PipelinedConnection(self._require_writer(), _BEGIN + settings)
+            yield db
+            db.finish()
+
+    @contextmanager
+    def _handling_errors(self) -> Iterator[None]:
+        """Let one thread write, roll back if the block raises, and describe errors."""
         if self._read_only:
             raise StoreError("the shared store was opened read-only")
         with self._mutex:
             try:
-                db = self._begin()
-                yield SharedConnection(db)
-                db.execute("COMMIT")
+                yield
             except self._psycopg.Error as error:
                 self._roll_back()
                 raise StoreError(f"cannot write to the shared store: {self._describe(error)}") from error

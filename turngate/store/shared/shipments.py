@@ -9,12 +9,21 @@ from typing import Any
 import msgspec
 
 from turngate.store.attempts import outcome_state, supersede_attempts
-from turngate.store.connection import LOCK_FEEDS, StoreConnection
+from turngate.store.binary_format import (
+    COPY_HEADER,
+    COPY_TRAILER,
+    encode_text,
+    make_bytes_array,
+    make_float_array,
+    make_text_array,
+)
+from turngate.store.connection import Cursor, StoreConnection
+from turngate.store.events import NewEvent
+from turngate.store.feeds import make_entry
 from turngate.store.outbox import OpenAttempt
 from turngate.store.outcomes import decode_outcome
-from turngate.store.shared.cells import find_lost
-from turngate.store.shared.copy_format import encode_events, encode_nodes
-from turngate.store.shared.database import SharedConnection
+from turngate.store.shared.cells import lock_cells
+from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import (
     NODE_COLUMNS,
@@ -23,7 +32,7 @@ from turngate.store.shipment import (
     ConflictingShipment,
     Row,
     Shipment,
-    ShippedEvent,
+    rekey_traces,
 )
 
 _TYPES = {  # columns that are not of type text
@@ -43,6 +52,22 @@ _OWN_TYPES = {  # columns whose type depends on the table
 
 
 _NEW_KEYS = "SELECT nextval(pg_get_serial_sequence('sessions', 'key')) FROM generate_series(1, ?)"
+_FIND_KNOWN = (
+    "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0), outcome FROM sessions"
+    " LEFT JOIN shipments ON shipments.session=key LEFT JOIN outcomes ON outcomes.session=key WHERE id=ANY(?)"
+)
+_REPLACE_OUTCOME = (
+    "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?) ON CONFLICT (session)"
+    " DO UPDATE SET recorded=excluded.recorded, outcome=excluded.outcome"
+)
+_GIVEN_UP = "SELECT session FROM attempts WHERE session=ANY(?) AND state='superseded'"
+_RIVALS = "SELECT rollout, attempt, state FROM attempts WHERE rollout=ANY(?) AND state<>'superseded'"
+_INSERT_EVENTS = (
+    "WITH counter AS (UPDATE event_counter SET newest=newest+? RETURNING newest)"
+    " INSERT INTO events (seq, time, session, kind, data) SELECT newest-?+number, at, session, kind, data"
+    " FROM counter, unnest(?::float8[], ?::text[], ?::text[], ?::bytea[]) WITH ORDINALITY"
+    " AS new(at, session, kind, data, number)"
+)
 
 
 class _NamedSettings(msgspec.Struct, frozen=True):
@@ -61,6 +86,39 @@ class _Known(msgspec.Struct, frozen=True):
     key: int
     cell: str
     newest: int  # number of its newest event
+    outcome: bytes | None
+
+
+class _Writing(msgspec.Struct, frozen=True):
+    """What one transaction writes."""
+
+    shipments: Sequence[Shipment]
+    known: dict[str, _Known]
+    keys: dict[str, int]  # of all sessions
+    lost: set[str]  # cells
+
+    @property
+    def new(self) -> list[Shipment]:
+        return [shipment for shipment in self.shipments if shipment.id not in self.known]
+
+    @property
+    def old(self) -> list[Shipment]:
+        """Those that were shipped before."""
+        return [shipment for shipment in self.shipments if shipment.id in self.known]
+
+    def cell_of(self, shipment: Shipment) -> str:
+        """Return the cell that served a session: the first one that shipped it, even if another id ships it now."""
+        known = self.known.get(shipment.id)
+        return known.cell if known is not None and known.cell else shipment.cell
+
+    def find_changed_outcomes(self) -> list[tuple[Shipment, bytes]]:
+        """Return the sessions with outcomes that the shared store does not have, and these outcomes."""
+        return [
+            (shipment, shipment.outcome[1])
+            for shipment in self.shipments
+            if shipment.outcome is not None
+            and (shipment.id not in self.known or self.known[shipment.id].outcome != shipment.outcome[1])
+        ]
 
 
 class ShipmentWriter:
@@ -68,185 +126,173 @@ class ShipmentWriter:
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
+        self._compression: str | None = None  # statement that chooses it; None: not known yet
 
     def write(self, shipments: Sequence[Shipment]) -> None:
         """Write sessions in one transaction. If it raises an error, none of them was written."""
         if not shipments:
             return
-        with self._store.database.writing() as db:
-            assert isinstance(db, SharedConnection)
-            known = self._find_known(db, shipments)
-            cells = {shipment.id: _cell_of(shipment, known.get(shipment.id)) for shipment in shipments}
-            lost = find_lost(db, cells.values())
-            keys = self._write_sessions(db, shipments, known)
-            changed = self._find_changed_outcomes(db, shipments, keys, known)
-            self._write_outcomes(db, changed, keys, known)
-            self._write_attempts(db, shipments, cells, lost)
-            counting = settle_attempts(db, [(s.id, s.session[5], outcome) for s, outcome in changed])
-            if counting:
-                db.execute(LOCK_FEEDS).fetchall()  # before any event: see `insert_event`
-            self._write_events(db, shipments, known)
-            for shipment, outcome in changed:
-                if shipment.id in counting:
-                    self._store.feeds.enter(db, keys[shipment.id], shipment.id, outcome)
-            self._note_shipments(db, shipments, keys, known)
+        if self._compression is None:
+            self._compression = self._choose_compression()
+        with self._store.database.pipelining(self._compression) as db:
+            writing = self._start(db, shipments)
+            self._copy_traces(db, writing)
+            self._write_sessions(db, writing)
+            attempts = _AttemptNames(db, writing)
+            superseded = attempts.supersede(db)
+            changed = writing.find_changed_outcomes()
+            settle_attempts(db, [(s.id, s.session[5], outcome) for s, outcome in changed])
+            entries = [
+                make_entry(db, writing.keys[s.id], s.id, outcome, attempts.rollout_of(s))
+                for s, outcome in changed
+                if s.id not in superseded and s.session[5] != "cancelled"
+            ]
+            completed = self._store.feeds.enter(db, entries) if entries else []
+            self._write_events(db, writing, completed)  # last: see `insert_event`
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> None:
         """Register open sessions as attempts of their cell, so that they are protected by its lease."""
-        with self._store.database.writing() as db:
+        with self._store.database.pipelining() as db:
             _register(
                 db,
                 [(*_decode_name(a.config, a.session), a.session, a.cell, a.opened) for a in attempts],
             )
 
-    def _find_known(self, db: StoreConnection, shipments: Sequence[Shipment]) -> dict[str, _Known]:
-        """Return the sessions that the shared store already has, by id."""
-        query = (
-            "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0) FROM sessions"
-            " LEFT JOIN shipments ON shipments.session=key WHERE id=ANY(?)"
-        )
+    def _choose_compression(self) -> str:
+        """Compress traces with lz4 if this PostgreSQL has it. Its default takes twice the CPU time for the same size."""
+        query = "SELECT 1 FROM pg_settings WHERE name='default_toast_compression' AND 'lz4'=ANY(enumvals)"
+        with self._store.database.reading() as db:
+            is_known = db.execute(query).fetchone() is not None
+        return "; SET LOCAL default_toast_compression='lz4'" if is_known else ""
+
+    def _start(self, db: PipelinedConnection, shipments: Sequence[Shipment]) -> _Writing:
+        """Begin the transaction. Find the sessions that the shared store already has, and choose keys for the others."""
         secrets = {shipment.id: shipment.session[1] for shipment in shipments}
+        found = db.execute(_FIND_KNOWN, (list(secrets),))
+        cells = lock_cells(db, {shipment.cell for shipment in shipments})
+        numbers = db.execute(_NEW_KEYS, (len(shipments),))
+        db.flush()
         known = {}
-        for name, key, secret, cell, newest in db.execute(query, (list(secrets),)).fetchall():
-            if bytes(secret) != secrets[name]:
+        for name, key, secret, cell, newest, outcome in found.fetchall():
+            if secret != secrets[name]:
                 raise ConflictingShipment(name)
-            known[name] = _Known(key, cell, newest)
-        return known
+            known[name] = _Known(key, cell, newest, outcome)
+        states = dict(cells.fetchall())
+        if earlier := {one.cell for one in known.values() if one.cell} - {shipment.cell for shipment in shipments}:
+            states |= dict(lock_cells(db, earlier).fetchall())
+        served = {shipment.cell for shipment in shipments} | earlier
+        lost = {cell for cell in served if states.get(cell, "lost") == "lost"}
+        keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=True)}
+        return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)
 
     # ── what never changes ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _write_sessions(
-        self, db: SharedConnection, shipments: Sequence[Shipment], known: dict[str, _Known]
-    ) -> dict[str, int]:
-        """Write the sessions that are new, with their traces. Return the keys of all."""
-        keys = {name: found.key for name, found in known.items()}
-        new = [shipment for shipment in shipments if shipment.id not in known]
-        numbers = db.execute(_NEW_KEYS, (len(new),)).fetchall()
-        keys |= {shipment.id: key for shipment, (key,) in zip(new, numbers, strict=True)}
-        self._copy(db, "sessions", ("key", *SESSION_COLUMNS), [(keys[s.id], *s.session) for s in new])
-        nodes = [row for shipment in new for row in shipment.rekey_nodes(keys[shipment.id])]
-        if nodes:
-            db.copy_encoded("nodes", ("session", *NODE_COLUMNS), encode_nodes(nodes))
+    def _copy_traces(self, db: PipelinedConnection, writing: _Writing) -> None:
+        """Copy the traces of new sessions."""
+        if new := writing.new:
+            rows = rekey_traces(new, writing.keys)
+            db.copy_encoded("nodes", ("session", *NODE_COLUMNS), (COPY_HEADER, *rows, COPY_TRAILER))
+
+    def _write_sessions(self, db: PipelinedConnection, writing: _Writing) -> None:
+        """Write new sessions, and what has changed in the others."""
+        new, keys, now = writing.new, writing.keys, time.time()
+        _insert(db, "sessions", ("key", *SESSION_COLUMNS), [(keys[s.id], *s.session) for s in new])
         for table, names in SESSION_TABLES.items():
-            rows = [(keys[s.id], *row) for s in new for row in s.others[table]]
-            self._copy(db, table, ("session", *names), rows)
-        for shipment in shipments:
-            if shipment.id in known:
-                self._rewrite_tool_calls(db, keys[shipment.id], shipment)
-        return keys
-
-    def _rewrite_tool_calls(self, db: SharedConnection, key: int, shipment: Shipment) -> None:
-        """Replace the tool calls of a session that was shipped before, since some may have been answered in the meantime."""
-        db.execute("DELETE FROM tool_calls WHERE session=?", (key,))
-        rows = [(key, *row) for row in shipment.others["tool_calls"]]
-        self._copy(db, "tool_calls", ("session", *SESSION_TABLES["tool_calls"]), rows)
-
-    def _copy(self, db: SharedConnection, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
-        if not rows:
-            return
-        types = [_OWN_TYPES.get(table, {}).get(name) or _TYPES.get(name, "text") for name in columns]
-        db.copy_rows(table, columns, types, rows)
-
-    # ── what decides whether the outcome counts ─────────────────────────────────────────────────────────────────
-
-    def _write_attempts(
-        self, db: StoreConnection, shipments: Sequence[Shipment], cells: dict[str, str], lost: set[str]
-    ) -> None:
-        """Register the sessions as attempts. They are superseded if their cell was lost or another attempt has replaced them."""
-        names = {shipment.id: _name_attempt(shipment) for shipment in shipments}
-        registered = _register(db, [(*names[s.id], s.id, cells[s.id], s.session[3]) for s in shipments])
-        decided = []
-        for shipment in shipments:
-            session, state = registered[names[shipment.id]]
-            if session != shipment.id:  # the attempt belongs to another session
-                own = (shipment.id, names[shipment.id][1], shipment.id, cells[shipment.id], shipment.session[3])
-                _register(db, [own])
-                decided.append((shipment, True))
-            elif state not in ("settled", "superseded"):
-                decided.append((shipment, cells[shipment.id] in lost))
-        named = sorted({rollout for name, (rollout, _) in names.items() if rollout != name})
-        query = "SELECT rollout, attempt, state FROM attempts WHERE rollout=ANY(?) AND state<>'superseded'"
-        others = db.execute(query, (named,)).fetchall() if named else []
-        for shipment, is_superseded in decided:
-            rollout, attempt = names[shipment.id]
-            rivals = [(other, state) for name, other, state in others if name == rollout and other != attempt]
-            if is_superseded or any(other > attempt or state == "settled" for other, state in rivals):
-                supersede_attempts(db, "session=?", (shipment.id,))
-            elif rivals:
-                supersede_attempts(db, "rollout=? AND attempt<? AND state<>'settled'", (rollout, attempt))
-
-    def _find_changed_outcomes(
-        self, db: StoreConnection, shipments: Sequence[Shipment], keys: dict[str, int], known: dict[str, _Known]
-    ) -> list[tuple[Shipment, bytes]]:
-        """Return the sessions with outcomes that the shared store does not have, and these outcomes."""
-        old = [keys[shipment.id] for shipment in shipments if shipment.id in known]
-        query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session=ANY(?)"
-        rows = db.execute(query, (old,)).fetchall() if old else []
-        present = {key: bytes(outcome) for key, outcome in rows}
-        return [
-            (shipment, shipment.outcome[1])
-            for shipment in shipments
-            if shipment.outcome is not None and present.get(keys[shipment.id]) != shipment.outcome[1]
-        ]
-
-    def _write_outcomes(
-        self,
-        db: SharedConnection,
-        changed: Sequence[tuple[Shipment, bytes]],
-        keys: dict[str, int],
-        known: dict[str, _Known],
-    ) -> None:
-        new = [s for s, _ in changed if s.id not in known]
-        self._copy(
-            db,
-            "outcomes",
-            ("session", "recorded", "outcome"),
-            [(keys[s.id], *s.outcome) for s in new if s.outcome is not None],
-        )
-        for shipment, _ in changed:
-            if shipment.id in known and shipment.outcome is not None:
-                db.execute(
-                    "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?) ON CONFLICT (session)"
-                    " DO UPDATE SET recorded=excluded.recorded, outcome=excluded.outcome",
-                    (keys[shipment.id], *shipment.outcome),
-                )
+            _insert(db, table, ("session", *names), [(keys[s.id], *row) for s in new for row in s.others[table]])
+        outcomes = [(keys[s.id], *s.outcome) for s in new if s.outcome is not None]
+        _insert(db, "outcomes", ("session", "recorded", "outcome"), outcomes)
+        noted = [(keys[s.id], s.cell, s.newest_event, now) for s in new]
+        _insert(db, "shipments", ("session", "cell", "newest", "shipped"), noted)
+        for shipment in writing.old:
+            key = keys[shipment.id]
+            query = "UPDATE shipments SET newest=?, shipped=? WHERE session=?"
+            db.execute(query, (shipment.newest_event, now, key))
+            # Some tool calls may have been answered in the meantime.
+            db.execute("DELETE FROM tool_calls WHERE session=?", (key,))
+            columns = ("session", *SESSION_TABLES["tool_calls"])
+            _insert(db, "tool_calls", columns, [(key, *row) for row in shipment.others["tool_calls"]])
+            if shipment.outcome is not None and shipment.outcome[1] != writing.known[shipment.id].outcome:
+                db.execute(_REPLACE_OUTCOME, (key, *shipment.outcome))
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _write_events(self, db: SharedConnection, shipments: Sequence[Shipment], known: dict[str, _Known]) -> None:
+    def _write_events(self, db: PipelinedConnection, writing: _Writing, completed: Sequence[NewEvent]) -> None:
         """Write the events that the shared store does not have. They keep their order and get numbers of the shared store."""
-        new: list[tuple[str, ShippedEvent]] = []
-        for shipment in shipments:
-            before = known.get(shipment.id)
+        sessions, count = [], 0
+        times: list[float] = []
+        kinds: list[bytes] = []
+        data: list[bytes] = []
+        names: dict[str, bytes] = {}
+        for shipment in writing.shipments:
+            before = writing.known.get(shipment.id)
             events = shipment.events_after(0 if before is None else before.newest)
-            new += [(shipment.id, event) for event in events]
-        if not new:
-            return
-        query = "UPDATE event_counter SET newest=newest+? RETURNING newest"
-        row = db.execute(query, (len(new),)).fetchone()
-        assert row is not None
-        first = row[0] - len(new) + 1
-        rows = [(seq, e.time, name, e.kind, e.data) for seq, (name, e) in enumerate(new, first)]
-        db.copy_encoded("events", ("seq", "time", "session", "kind", "data"), encode_events(rows))
-
-    def _note_shipments(
-        self, db: SharedConnection, shipments: Sequence[Shipment], keys: dict[str, int], known: dict[str, _Known]
-    ) -> None:
-        now = time.time()
-        new = []
-        for shipment in shipments:
-            newest = shipment.events[-1].seq if shipment.events else 0
-            if shipment.id in known:
-                query = "UPDATE shipments SET newest=?, shipped=? WHERE session=?"
-                db.execute(query, (newest, now, keys[shipment.id]))
-            else:
-                new.append((keys[shipment.id], shipment.cell, newest, now))
-        self._copy(db, "shipments", ("session", "cell", "newest", "shipped"), new)
+            sessions.append(encode_text(shipment.id) * len(events))
+            for _, at, kind, value in events:
+                times.append(at)
+                kinds.append(names.get(kind) or names.setdefault(kind, encode_text(kind)))
+                data.append(value)
+        for event in completed:
+            sessions.append(encode_text(event.session))
+            times.append(event.time)
+            kinds.append(encode_text(event.kind))
+            data.append(event.data)
+        if count := len(data):
+            arrays = (make_float_array(times), make_text_array(sessions, count), make_text_array(kinds, count))
+            db.execute(_INSERT_EVENTS, (count, count, *arrays, make_bytes_array(data)))
 
 
-def _cell_of(shipment: Shipment, known: _Known | None) -> str:
-    """Return the cell that served a session: the first one that shipped it, even if another id ships it now."""
-    return known.cell if known is not None and known.cell else shipment.cell
+class _AttemptNames:
+    """The attempts of shipped sessions. They are superseded if their cell was lost or another attempt has replaced them."""
+
+    def __init__(self, db: PipelinedConnection, writing: _Writing) -> None:
+        """Register the attempts."""
+        self._writing = writing
+        self._names = {shipment.id: _name_attempt(shipment) for shipment in writing.shipments}
+        sessions = list(self._names)
+        self._registered = _register(
+            db, [(*self._names[s.id], s.id, writing.cell_of(s), s.session[3]) for s in writing.shipments]
+        )
+        self._given_up = db.execute(_GIVEN_UP, (sessions,))
+        named = sorted({rollout for name, (rollout, _) in self._names.items() if rollout != name})
+        self._others = db.execute(_RIVALS, (named,)) if named else None
+
+    def rollout_of(self, shipment: Shipment) -> str:
+        """Return the name of a session's rollout, or an empty string if it has none."""
+        rollout = self._names[shipment.id][0]
+        return "" if rollout == shipment.id else rollout
+
+    def supersede(self, db: PipelinedConnection) -> set[str]:
+        """Supersede attempts. Return the sessions whose outcomes do not count."""
+        registered = {(rollout, attempt): found for rollout, attempt, *found in self._registered.fetchall()}
+        superseded = {session for (session,) in self._given_up.fetchall()}
+        others = self._others.fetchall() if self._others is not None else []
+        for shipment in self._writing.shipments:
+            rollout, attempt = self._names[shipment.id]
+            session, state = registered[rollout, attempt]
+            cell = self._writing.cell_of(shipment)
+            is_lost = cell in self._writing.lost or shipment.id in superseded
+            if session != shipment.id:  # the attempt belongs to another session
+                _register(db, [(shipment.id, attempt, shipment.id, cell, shipment.session[3])])
+                is_lost = True
+            elif state in ("settled", "superseded"):
+                if state == "superseded":
+                    superseded.add(shipment.id)
+                continue
+            rivals = [(other, state) for name, other, state in others if name == rollout and other != attempt]
+            if is_lost or any(other > attempt or state == "settled" for other, state in rivals):
+                supersede_attempts(db, "session=?", (shipment.id,))
+                superseded.add(shipment.id)
+            elif rivals:
+                supersede_attempts(db, "rollout=? AND attempt<? AND state<>'settled'", (rollout, attempt))
+        return superseded
+
+
+def _types(table: str, columns: Sequence[str]) -> list[str]:
+    return [_OWN_TYPES.get(table, {}).get(name) or _TYPES.get(name, "text") for name in columns]
+
+
+def _insert(db: PipelinedConnection, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    db.insert_rows(table, columns, _types(table, columns), rows)
 
 
 def _name_attempt(shipment: Shipment) -> tuple[str, int]:
@@ -262,35 +308,30 @@ def _decode_name(config: bytes, session: str) -> tuple[str, int]:
     return settings.rollout or session, settings.attempt
 
 
-def _register(
-    db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, float]]
-) -> dict[tuple[str, int], tuple[str, str]]:
-    """Register new attempts, given as rollout, attempt, session, cell and start. Return the session and state of each."""
+def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, float]]) -> Cursor:
+    """Register new attempts, given as rollout, attempt, session, cell and start. Select the session and state of each."""
     unique = {row[:2]: row for row in sorted(attempts, reverse=True)}
     columns = [list(column) for column in zip(*sorted(unique.values()), strict=True)]
-    rows = db.execute(
+    return db.execute(
         "INSERT INTO attempts (rollout, attempt, session, cell, started, state)"
         " SELECT *, 'running' FROM unnest(?::text[], ?::int8[], ?::text[], ?::text[], ?::float8[])"
         " ON CONFLICT (rollout, attempt) DO UPDATE SET"
         " session=CASE WHEN attempts.session='' THEN excluded.session ELSE attempts.session END"
         " RETURNING rollout, attempt, session, state",
         columns,
-    ).fetchall()
-    return {(rollout, attempt): (session, state) for rollout, attempt, session, state in rows}
+    )
 
 
-def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, bytes]]) -> set[str]:
-    """Like `settle_attempt`, for many sessions, given as id, status and outcome. Return those whose outcomes count."""
+def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, bytes]]) -> None:
+    """Like `settle_attempt`, for many sessions, given as id, status and outcome."""
     if not outcomes:
-        return set()
+        return
     states = [outcome_state(decode_outcome(outcome), status) for _, status, outcome in outcomes]
-    rows = db.execute(
+    db.execute(
         "UPDATE attempts SET state=new.state, ended=? FROM unnest(?::text[], ?::text[]) AS new(session, state)"
-        " WHERE attempts.session=new.session AND attempts.state<>'superseded' RETURNING attempts.session",
+        " WHERE attempts.session=new.session AND attempts.state<>'superseded'",
         (time.time(), [session for session, _, _ in outcomes], states),
-    ).fetchall()
-    cancelled = {session for session, status, _ in outcomes if status == "cancelled"}
-    return {session for (session,) in rows} - cancelled
+    )
 
 
 def copy_settings(store: SharedStore, settings: dict[str, Any]) -> None:

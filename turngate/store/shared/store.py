@@ -15,6 +15,8 @@ from turngate.store.sqlite import Store
 class SharedStore(Store):
     """A store in PostgreSQL. Several processes on several machines may read and write it at once."""
 
+    database: SharedDatabase
+
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
         self.url = url
         self._use(SharedDatabase(url, read_only=read_only))

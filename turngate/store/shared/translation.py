@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import lru_cache
 
@@ -27,6 +28,16 @@ def translate_statement(sql: str) -> str:
 def _translate_value(match: re.Match[str]) -> str:
     found = match.group()
     return "%s" if found == "?" else found.replace("%", "%%")
+
+
+@lru_cache(maxsize=2048)
+def number_values(sql: str) -> bytes:
+    """Translate one statement for libpq, which numbers its values."""
+    sql = _LOCK.sub(r"\1", sql).replace(" AS BLOB)", " AS BYTEA)")
+    numbers = itertools.count(1)
+    return _LITERAL_OR_VALUE.sub(
+        lambda match: f"${next(numbers)}" if match.group() == "?" else match.group(), sql
+    ).encode()
 
 
 def translate_tables(script: str) -> str:
