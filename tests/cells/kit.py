@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ import httpx
 
 from tests.speed import scaled
 from tests.store.kit import open_shared
-from tests.workers.test_processes import ENV, ROOT, ServeProcess, wait_until_gone
+from tests.workers.test_processes import ServeProcess, start_process
 from turngate.store.shared.store import SharedStore
 
 LEASE_S = 2.0
@@ -54,33 +52,10 @@ class CellProcess(ServeProcess):
 
 @contextmanager
 def start_cell(data: Path, shared: str, *arguments: str, lease_s: float = LEASE_S) -> Iterator[CellProcess]:
-    data.parent.mkdir(parents=True, exist_ok=True)
-    log = data.with_name(data.name + ".log")
-    command = [sys.executable, "-m", "turngate", "cell", "--port", "0", "--data", str(data), "--shared", shared]
+    command = ["-m", "turngate", "cell", "--port", "0", "--data", str(data), "--shared", shared]
     command += ["--lease-s", str(lease_s), "--cell-name", data.name, *arguments]
-    with log.open("a") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
-    running = CellProcess(process, log, data)
-    before = len(log.read_text())
-    pids: list[int] = []
-    try:
-        end = time.monotonic() + scaled(30)
-        while not (found := re.search(r"listens on (http://\S+)", log.read_text()[before:])):
-            assert process.poll() is None and time.monotonic() < end, log.read_text()
-            time.sleep(0.02)
-        running.url = found[1]
-        pids = running.workers
+    with start_process(CellProcess, command, data) as running:
         yield running
-    finally:
-        if process.poll() is None:
-            pids = running.workers
-            process.terminate()
-            try:
-                process.wait(scaled(20))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        assert wait_until_gone(pids, 15), "a worker was left behind"
 
 
 @contextmanager

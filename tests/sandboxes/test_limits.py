@@ -23,17 +23,18 @@ def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
     return kit.MAKE[request.param](root)
 
 
-def groups() -> list[Path]:
-    return [path for path in Path("/sys/fs/cgroup").rglob("turngate/*-*") if path.is_dir()]
+def groups(sandbox: str) -> list[Path]:
+    """Return the control groups of one sandbox. Others on this machine may come and go."""
+    return [path for path in cgroups.MOUNT.rglob(f"{cgroups.GROUP}/{sandbox}") if path.is_dir()]
 
 
 async def test_limits_are_enforced(backend: Backend) -> None:
     if cgroups.enforceable_limits() != ALL:
         pytest.skip("this machine does not allow control groups")
     assert not set(backend.not_enforced(SandboxSpec(resources=LIMITS))) & ALL  # type: ignore[attr-defined]
-    before = groups()
     sandbox = await backend.create(SandboxSpec(resources=LIMITS))
     try:
+        assert groups(sandbox.id)
         greedy = await sandbox.exec(["python3", "-c", "x = bytearray(500_000_000)"], timeout_s=scaled(60))
         assert greedy.exit_code == 137
         forks = await sandbox.exec(
@@ -48,7 +49,7 @@ async def test_limits_are_enforced(backend: Backend) -> None:
         assert used < 1.5
     finally:
         await sandbox.stop()
-    assert groups() == before
+    assert not groups(sandbox.id)
 
 
 def test_cgroup_v2_files(tmp_path: Path) -> None:

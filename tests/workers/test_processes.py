@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -74,6 +74,9 @@ class ServeProcess:
             return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
 
 
+Serving = TypeVar("Serving", bound=ServeProcess)
+
+
 @contextmanager
 def start_serve(
     data: Path, *arguments: str | Path, workers: int = 2, head_s: float | None = None
@@ -83,19 +86,28 @@ def start_serve(
     if head_s is not None:
         start = "import runpy; runpy.run_module('turngate', run_name='__main__', alter_sys=True)"
         program = ["-c", f"from turngate.server.workers import front; front.HEAD_S = {head_s}; {start}"]
+    command = [*program, "serve", "--port", "0", "--workers", str(workers), "--data", str(data), *map(str, arguments)]
+    data.with_name(data.name + ".log").unlink(missing_ok=True)
+    with start_process(ServeProcess, command, data) as running:
+        yield running
+
+
+@contextmanager
+def start_process(kind: type[Serving], command: Sequence[str], data: Path) -> Iterator[Serving]:
+    """Start a gateway with the arguments of Python, and stop it with its workers. Its log is next to the data folder."""
     data.parent.mkdir(parents=True, exist_ok=True)
     log = data.with_name(data.name + ".log")
-    command = [sys.executable, *program, "serve", "--port", "0", "--workers", str(workers), "--data", str(data)]
-    with log.open("w") as stderr:
-        process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
-    running = ServeProcess(process, log, data)
+    with log.open("a") as stderr:
+        before = stderr.tell()
+        process = subprocess.Popen([sys.executable, *command], stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
+    running = kind(process, log, data)
     pids: list[int] = []
     try:
         end = time.monotonic() + scaled(30)
-        while not (found := re.search(r"listens on (http://\S+)", log.read_text())):
+        while not (found := re.search(rb"listens on (http://\S+)", log.read_bytes()[before:])):
             assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.02)
-        running.url = found[1]
+        running.url = found[1].decode()
         pids = running.workers
         yield running
     finally:
