@@ -316,3 +316,21 @@ def _rows(store: Store, table: str, key: int) -> list[Any]:
     with store.database.reading() as db:
         rows = db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE session=? ORDER BY 1", (key,)).fetchall()
     return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]
+
+
+def test_sessions_of_a_project_are_shipped_to_its_own_tables(tmp_path: Path, shared: SharedStore) -> None:
+    project = open_shared(shared.url.locate_project("alpha"))
+    cell = open_cell(tmp_path / "cell", shared, "a")
+    try:
+        open_feed(project, 1)
+        cell.outbox.start("a", ())
+        add_session(cell, "open")
+        ShipmentWriter(project).announce(cell.outbox.find_unannounced(10))
+        finish_rollout(cell, "s", "g")
+        assert ship(cell, project) == 1
+        assert [row.id for row in project.sessions()] == ["s"] and delivered(project) == ["s"]
+        assert (count(project, "attempts"), count(shared, "attempts")) == (2, 0)
+        assert (count(shared, "sessions"), count(shared, "nodes"), count(shared, "events")) == (0, 0, 0)
+    finally:
+        cell.close()
+        project.close()

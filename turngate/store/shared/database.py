@@ -141,7 +141,7 @@ class SharedDatabase:
         An interrupted connection is noticed only by the first result. The block then fails, and the next one reconnects.
         """
         with self._handling_errors():
-            db = PipelinedConnection(self._require_writer(), _BEGIN + settings)
+            db = PipelinedConnection(self._require_writer(), self._begin_write + settings)
             yield db
             db.finish()
 
