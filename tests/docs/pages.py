@@ -153,6 +153,16 @@ SETTINGS = {
             "MODEL-NAME": "Qwen/Qwen3-8B",
         }
     ),
+    "docs/projects.md": Setting(
+        gateway=_MODEL,
+        replaced={
+            "$(cat turngate-data/admin-key)": "$TURNGATE_ADMIN_KEY",
+            "projects create acme": "projects create acme --gateway http://127.0.0.1:8700",
+            "projects change acme": "projects change acme --gateway http://127.0.0.1:8700",
+            "--out acme.key": "--out acme.key --gateway http://127.0.0.1:8700",
+            "--agent pi": _SHELL_AGENT,
+        },
+    ),
     "docs/start/own-trainer.md": Setting(
         names=_GATEWAY_NAMES + "number_in_my_checkpoint, save_checkpoint = None, print\n", is_python_last=True
     ),
@@ -240,6 +250,7 @@ UNRUN = [
     Unrun("docs/openenv-environment.md", "cd envs/turngate", NEEDS_OPENENV, "tests/openenv/test_openenv_env.py"),
     Unrun("docs/openenv-environment.md", "openenv ", NEEDS_OPENENV),
     Unrun("docs/openenv-environment.md", "python -m pip wheel", "builds a wheel", "tests/test_dist.py"),
+    Unrun("docs/projects.md", "turngate batch --ray", NEEDS_RAY, "tests/projects/test_cells.py"),
     Unrun("docs/remote-sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),
     Unrun("docs/shared-store.md", "createdb", NEEDS_POSTGRES, "tests/store/shared/test_gateway.py"),
     Unrun(
