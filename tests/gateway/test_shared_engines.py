@@ -23,6 +23,8 @@ from tests.server.test_weights import FakeVLLM, engines, events, load, load_erro
 from tests.speed import scaled
 from tests.store.kit import open_shared
 from tests.store.shared.test_totals import TO_VERSION_1
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
 from turngate.gateway.followers import find_busy
 from turngate.gateway.shared_engines import apply_shared
 from turngate.render import BUILTIN_TOKENIZER
@@ -56,6 +58,16 @@ def test_shared_list_applies_to_configured_engines(configured: Any, shared: Any,
 )
 def test_removal_waits_for_cells_with_calls(busy: str, now: float, waits: bool) -> None:
     assert bool(find_busy([FenceFollowerRow("c", "", 10, seen=100, epoch=5, now=now, busy=busy)], "a")) is waits
+
+
+def test_only_cells_and_gateways_on_the_shared_store_need_no_engine_url() -> None:
+    settings: dict[str, Any] = {"engine": "vllm", "model": "m", "tokenizer": "t"}
+    ServeConfig(**settings, shared="postgresql://u@h/d").check()
+    ServeConfig(engine="vllm", data="postgresql://u@h/d").check()
+    with pytest.raises(ConfigError, match="engine_url is not set"):
+        ServeConfig(**settings).check()
+    with pytest.raises(ConfigError, match="engine_url must be an http or https URL"):
+        ServeConfig(engine="vllm", data="postgresql://u@h/d", engine_url=["x"]).check()
 
 
 @pytest.fixture(autouse=True)
