@@ -167,7 +167,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return is_database_url(self.data)
 
     @property
-    def _has_pool(self) -> bool:
+    def has_pool(self) -> bool:
+        """Whether the engine is a pool of servers."""
         return self.engine in ("vllm", "sglang")
 
     @property
@@ -243,7 +244,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_shared(self) -> None:
         parse_database_url(self.data)
         self._check_numbers()
-        for url in self.engine_url if self._has_pool else ():
+        for url in self.engine_url if self.has_pool else ():
             check_engine_url(url, "engine_url")
         if self.workers > 1:
             raise ConfigError(
@@ -252,7 +253,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     def _check_engine_urls(self) -> None:
-        has_list = bool(self.shared) and self._has_pool  # the engines are listed in the shared store
+        has_list = bool(self.shared) and self.has_pool  # the engines are listed in the shared store
         if self.engine not in ("scripted", "gate", "local") and not self.engine_url and not has_list:
             raise ConfigError(
                 f"engine_url is not set; the engine {self.engine!r} needs at least one --engine-url",

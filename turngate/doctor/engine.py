@@ -32,7 +32,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
         return [not_checked("the engine is the trainer, which connects to the gateway", "see docs/gate.md")]
     if config.engine == "local":
         return [await asyncio.to_thread(_check_local, config.model_folder or config.tokenizer)]
-    if config.engine in ("vllm", "sglang") and not config.engine_url:
+    if config.has_pool and not config.engine_url:
         return [not_checked("the engines are listed in the shared store", "run: turngate engines list --gateway URL")]
     results = []
     for url, health in await context.health():

@@ -114,7 +114,7 @@ class Gateway(ProjectGateway):
             return engine, relay
         urls = list(self.engine_list.read().used)
         if self.config.is_shared:
-            return (build_pool(self.config, urls), None) if self.config.engine in ("vllm", "sglang") else (None, None)
+            return (build_pool(self.config, urls), None) if self.config.has_pool else (None, None)
         return build_engine(self.config, self.renderer, urls)
 
     def _compose_projects(self) -> Projects:

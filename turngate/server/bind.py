@@ -83,7 +83,8 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
     workers = f"{config.workers} workers · " if config.workers > 1 else ""
     engine = f"engine {config.engine} · model {config.model or 'any'}"
     if config.is_shared:
-        engine = "no engine: sessions are opened at the gateways of cells"
+        managed = f"manages the {config.engine} engines of all cells" if config.has_pool else "manages no engines"
+        engine = f"{managed} · sessions are opened at the gateways of cells"
     key = locate_admin_key(config.folder)
     return f"turngate listens on http://{host}:{port} · {workers}{engine} · data {config.data_name} · the admin key is {key}"
 
