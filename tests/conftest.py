@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests import kit
+from tests.needs import needs
 from tests.postgres import PostgresServer, start_postgres
 from tests.vllm import Servers
 from turngate.render import Renderer, Tokenizer
 from turngate.telemetry import logs
 
 pytest_plugins = ["tests.tiers"]
+_vllm = pytest.StashKey[Servers]()
 gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth of the time of the fast tests
 
 
@@ -32,10 +34,19 @@ def _unset_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def vllm(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real vLLM servers, one at a time."""
     with closing(Servers(tmp_path_factory.mktemp("vllm"))) as servers:
+        pytestconfig.stash[_vllm] = servers
         yield servers
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop vLLM after the last test that needs it: an idle server keeps over a gigabyte of memory."""
+    servers = item.config.stash.get(_vllm, None)
+    if servers and (nextitem is None or "vllm" not in needs(nextitem)):
+        servers.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kit import gateway
+from tests.real.test_vllm import MAX_TOKENS
 from tests.sdk_agents import DIALECTS, agent
 from tests.vllm import Model
 
@@ -14,8 +15,9 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_token_ids_are_captured_in_every_dialect(model: Model, dialect: str) -> None:
+    most = MAX_TOKENS[model.name]
     async with gateway(observe="openai", engine_url=[model.url], model=model.name) as g:
-        session = await g.open(mode="observe", model=model.name, sampling={"temperature": 1.0}, max_tokens=24)
+        session = await g.open(mode="observe", model=model.name, sampling={"temperature": 1.0}, max_tokens=most)
         async with agent(dialect, g.root, session.key, model=model.name, tools=()) as a:  # vLLM needs a tool parser
             first = await a.ask("Say something.")
             await a.ask("Go on.")
@@ -23,7 +25,7 @@ async def test_token_ids_are_captured_in_every_dialect(model: Model, dialect: st
         assert len(turns) == 2 and turns[0]["message"].get("content", "") == first.text
         for turn in turns:
             assert (turn["capture"], turn["fault"]) == ("tokens", "")
-            assert 0 < len(turn["ids"]) <= 24 and len(turn["logprobs"]) == len(turn["ids"])
+            assert 0 < len(turn["ids"]) <= most and len(turn["logprobs"]) == len(turn["ids"])
             assert np.isfinite(turn["logprobs"]).all()
         rows = await g.samples(session.id)
         assert sum(span["trained"] for row in rows for span in row["spans"]) == 2
