@@ -14,7 +14,7 @@ import pytest
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import RequestRejected
 from turngate.rollout import lost_attempts
-from turngate.rollout.cluster import ray_executor
+from turngate.rollout.cluster import ray_cluster, ray_executor
 from turngate.rollout.cluster.messages import OrderEnded, OrderProgress, RunnerSettings
 from turngate.rollout.cluster.placement import CellLoad, Demand, RayNodeView
 from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
@@ -158,6 +158,25 @@ async def test_lost_cell_is_superseded_only_after_its_lease() -> None:
     assert store.superseded and store.lease_checks == 0
     assert result.is_lost and result.verdict.kind == "infrastructure fault" and result.outcome.reward is None
     assert cell.load.is_closed, "a lost cell gets no more orders"
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_refusal"),
+    [
+        (Fault("session", "gateway", "this cell cannot reach the shared store"), True),
+        (Fault("agent", "engine", "no engine answers"), False),
+        (Fault("sandbox", "sandbox", "no sandbox today"), False),
+    ],
+)
+async def test_refused_order_uses_up_no_retry_and_the_cell_rests(
+    monkeypatch: pytest.MonkeyPatch, fault: Fault, is_refusal: bool
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_REST_S", 0.05)
+    result, cell = await execute(FakeActor(OrderEnded("s1", fail_attempt(ORDER, fault))), FakeStore(outcome=None))
+    assert result.verdict.kind == "infrastructure fault" and result.is_lost == is_refusal
+    assert cell.load.is_resting == is_refusal and cell.load.faults == (not is_refusal)
+    await asyncio.sleep(0.1)
+    assert cell.load.has_room, "it is used again after a while"
 
 
 async def test_outcome_of_lost_cell_is_adopted() -> None:

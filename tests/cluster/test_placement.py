@@ -71,6 +71,8 @@ def test_explanation_names_what_is_missing() -> None:
         ({"a": CellLoad(slots=4, running=2), "b": CellLoad(slots=8, running=2)}, "b"),
         ({"a": CellLoad(slots=4, running=4), "b": CellLoad(slots=8, running=7)}, "b"),
         ({"a": CellLoad(slots=4, is_closed=True), "b": CellLoad(slots=8, running=7)}, "b"),
+        ({"a": CellLoad(slots=4, is_resting=True), "b": CellLoad(slots=8, running=7)}, "b"),
+        ({"a": CellLoad(slots=4, is_resting=True)}, None),
         ({"a": CellLoad(slots=4, faults=3), "b": CellLoad(slots=8, running=7)}, "b"),
         ({"a": CellLoad(slots=4, faults=2), "b": CellLoad(slots=8, running=7)}, "a"),
         ({"a": CellLoad(slots=4, faults=9), "b": CellLoad(slots=8, running=8)}, "a"),  # better than to wait

@@ -120,10 +120,11 @@ class CellLoad(msgspec.Struct, kw_only=True):
     running: int = 0
     faults: int = 0  # infrastructure faults in a row
     is_closed: bool = False  # its node is lost or draining: it gets no more orders
+    is_resting: bool = False  # it refused an order: it gets no more for a while
 
     @property
     def has_room(self) -> bool:
-        return self.running < self.slots and not self.is_closed
+        return self.running < self.slots and not self.is_closed and not self.is_resting
 
     def count_result(self, *, is_fault: bool) -> None:
         self.faults = self.faults + 1 if is_fault else 0

@@ -36,6 +36,7 @@ _START_S = 180.0  # for a cell, including its Ray worker
 _RETRY_S = 30.0  # before a cell is started again on a node where one failed
 _FIRST_CELL_S = 240.0
 _CLOSE_S = 150.0
+_REST_S = 10.0
 
 
 class PlacedCell:
@@ -197,6 +198,13 @@ class RayCluster:
         for progress in msgspec.json.decode(reply, type=list[OrderProgress]):
             if (callback := self._watchers.get(progress.session)) is not None:
                 callback(progress)
+
+    def rest(self, cell: PlacedCell) -> None:
+        """Send no orders for a while to a cell that refused one, because it cannot reach the shared store."""
+        if not cell.load.is_resting:
+            self.note(f"the cell on {cell.node.name} accepts no rollouts; trying again in {_REST_S:.0f} s")
+        cell.load.is_resting = True
+        asyncio.get_running_loop().call_later(_REST_S, setattr, cell.load, "is_resting", False)
 
     def mark_dead(self, cell: PlacedCell, why: str) -> None:
         """Send no more orders to a cell whose actor has died."""

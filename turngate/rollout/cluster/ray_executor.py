@@ -4,6 +4,7 @@ Ray decides where an attempt runs. Only the shared store decides whether it has 
 
     the call returned      wait until the shared store has the outcome
     the call failed        send the order again: a cell that already has it runs it once
+    the cell refused it    try another cell; this one gets no orders for a while
     the cell is lost       supersede the attempt as soon as the shared store allows it; adopt its outcome if it has one, else it is lost
 """
 
@@ -149,6 +150,9 @@ class _RayAttempt:
                 result = await self._run_in(cell, archive)
             finally:
                 self._cluster.watch(self._order.session_id, None)
+            if _is_refusal(result):
+                self._cluster.rest(cell)
+                return msgspec.structs.replace(result, is_lost=True)
             cell.load.count_result(is_fault=result.verdict.kind == "infrastructure fault")
             return result
 
@@ -204,6 +208,12 @@ class _RayAttempt:
             await self._cluster.connection.call(cell.actor.run.remote(encode_order(self._order), []))
         except CallFailed as error:
             log.warning("cannot cancel rollout %s on %s: %s", self._order.rollout, cell.node.name, error.message)
+
+
+def _is_refusal(result: AttemptResult) -> bool:
+    """Return whether the gateway of the cell refused to open the session, as it does while it cannot reach the shared store."""
+    fault = result.outcome.fault
+    return fault is not None and fault.stage == "session" and fault.boundary == "gateway"
 
 
 def lose_attempt(order: RolloutOrder, message: str) -> AttemptResult:
