@@ -156,3 +156,11 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(ConfigError, match=r'pip install "turngate\[postgres\]"'):
         open_shared("postgresql://host/db")
+
+
+@pytest.mark.full
+@pytest.mark.needs("postgres")
+def test_database_with_another_encoding_is_refused(postgres_server: PostgresServer) -> None:
+    postgres_server.query("CREATE DATABASE ascii ENCODING 'SQL_ASCII' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+    with pytest.raises(ConfigError, match="createdb -E UTF8"):
+        open_shared(postgres_server.url("ascii"))

@@ -26,6 +26,7 @@ import msgspec
 import turngate
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion, wait_for_tasks
+from turngate.common.database_url import parse_database_url
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.cluster.cell_process import CellProcess
 from turngate.rollout.cluster.messages import (
@@ -147,12 +148,13 @@ class OrderRunner:
             await run_to_completion(wait_for_tasks(*running))
 
 
-def claim_folder(place: str) -> Path:
+def claim_folder(place: str, shared: str) -> Path:
     """Return the first folder below `place` that no other process on this machine uses, and lock it until this process ends.
 
-    A cell that starts again on the same machine gets the folder of the previous one, and ships the sessions that it could not ship.
+    A cell that starts again on the same machine gets the folder of the previous one, and ships the sessions that it could not ship. Each
+    shared store has its own folders, so that a session is never shipped to another store than the one that its batch recorded in.
     """
-    root = Path(place).expanduser()
+    root = Path(place).expanduser() / parse_database_url(shared).folder.name
     for number in range(1, _MAX_FOLDERS):
         folder = root / f"cell-{number}"
         try:
@@ -201,7 +203,7 @@ async def _run() -> int:
     commands = await _read_commands()
     try:
         settings = msgspec.json.decode(await commands.readline(), type=RunnerSettings)
-        folder = await asyncio.to_thread(claim_folder, settings.folder)
+        folder = await asyncio.to_thread(claim_folder, settings.folder, settings.shared)
         log.info("running orders in %s", folder)
         await OrderRunner(settings, folder, send).run(commands)
     except TurngateError as error:

@@ -261,6 +261,14 @@ class SharedDatabase:
             tcp_user_timeout=30_000,
             fallback_application_name="turngate",
         )
+        encoding = db.info.parameter_status("server_encoding")
+        if encoding not in (None, "UTF8"):
+            db.close()
+            raise ConfigError(
+                f"data: the encoding of {self.url.name} is {encoding}, which cannot hold all text; create a database with "
+                "`createdb -E UTF8 -T template0`",
+                param="data",
+            )
         return db
 
     def _describe(self, error: psycopg.Error) -> str:

@@ -1,0 +1,25 @@
+"""The folders of the cells on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turngate.errors import ConfigError
+from turngate.rollout.cluster.order_runner import claim_folder
+
+URL = "postgresql://turngate@db/one"
+
+
+def test_cells_have_folders_of_their_own_for_each_store(tmp_path: Path) -> None:
+    first, second = claim_folder(str(tmp_path), URL), claim_folder(str(tmp_path), URL)
+    other = claim_folder(str(tmp_path), "postgresql://turngate@db/two")
+    assert (first.name, second.name, other.name) == ("cell-1", "cell-2", "cell-1")
+    assert first.parent == second.parent != other.parent, "nothing is shipped to another store"
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="TURNGATE_CELL_DATA"):
+        claim_folder(str(tmp_path / "file"), URL)
