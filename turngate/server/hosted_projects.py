@@ -18,6 +18,7 @@ from turngate.telemetry.metrics import Metrics
 
 PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
+_HEADERS = _KEY_HEADERS | {b"cookie", PROJECT_HEADER}
 _SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)
 _API_KEY = re.compile(rb"tgp-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
 _LOGIN = re.compile(rb"(?:^|;\s*)" + COOKIE.encode() + rb"=(tgp-[0-9a-f]{8})\.")
@@ -92,21 +93,24 @@ class HostedProjects:
         Only the key decides, except for the operator, who may name a project. The project's own gateway checks the key again.
         """
         ring = self._host.projects.ring
-        named, is_operator = "", False
+        named, keys = "", []
         for header, value in scope["headers"]:
+            if header not in _HEADERS:
+                continue
             if header in _KEY_HEADERS:
-                if (secret := _SECRET.search(value)) is not None:
+                # Every model call runs this, so the patterns are matched only if they can match.
+                if b"." in value and (secret := _SECRET.search(value)) is not None:
                     return self._find(secret[1].decode())
-                if (api_key := _API_KEY.search(value)) is not None:
+                if b"tgp-" in value and (api_key := _API_KEY.search(value)) is not None:
                     found = ring.find(api_key[0].decode())
                     return None if found is None else self._find(found.project)
-                is_operator = is_operator or self._is_admin(value)
+                keys.append(value)
             elif header == b"cookie" and (login := _LOGIN.search(value)) is not None:
                 found = ring.find_prefix(login[1].decode())
                 return None if found is None else self._find(found.project)
             elif header == PROJECT_HEADER:
                 named = value.decode("latin-1")
-        if named and is_operator:
+        if named and any(map(self._is_admin, keys)):
             if ring.find_project(named) is None:
                 raise unknown_project(named)
             return self._find(named)
