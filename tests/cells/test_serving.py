@@ -13,11 +13,12 @@ import pytest
 
 from tests.store.kit import add_session, event, finish_rollout, put_outcome
 from turngate.errors import Busy, LeaseLapsed, StoreError
+from turngate.gateway.cell import shipping
 from turngate.gateway.cell.keeper import CellName, LeaseKeeper
 from turngate.gateway.cell.lease_file import LeaseFile, create_lease_file
 from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPermit
 from turngate.gateway.cell.shipping import Shipper
-from turngate.store.outbox import OpenAttempt
+from turngate.store.outbox import OpenAttempt, ShippingPosition
 from turngate.store.shipment import ConflictingShipment, Shipment
 from turngate.store.sqlite import Store
 
@@ -176,9 +177,16 @@ class Target:
         self.opened: list[str] = []
         self.failures = 0
         self.conflicts: set[str] = set()
+        self.history = ""
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> None:
         self.opened += [attempt.session for attempt in attempts]
+
+    def find_history(self, position: ShippingPosition) -> str:
+        return self.history
+
+    def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
+        return {session for session, _ in sessions if session not in self.sessions}
 
     def write(self, shipments: Sequence[Shipment]) -> None:
         if self.failures:
@@ -258,3 +266,21 @@ def _wait(condition: object) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_the_shipper_ships_again_what_a_restored_store_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "_CHECK_S", 0.0)
+    store, target = open_cell(tmp_path), Target()
+    finish_rollout(store, "s1", "g")
+    finish_rollout(store, "s2", "g")
+    add_session(store, "open")
+    shipper = Shipper(store.outbox, store.open_reader, lambda: target)
+    shipper.start()
+    try:
+        _wait(lambda: target.sessions == ["s1", "s2"])
+        target.sessions.remove("s2")
+        target.history = "restored"
+        _wait(lambda: target.sessions == ["s1", "s2"] and target.opened == ["open", "open"])
+    finally:
+        shipper.stop(0)
+        store.close()

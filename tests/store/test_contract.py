@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 
 import msgspec
 import pytest
@@ -342,3 +343,21 @@ def test_bytes_of_a_blob_come_back_unchanged(store: Store) -> None:
     store.replies.add(key, 1, ReplyRecord("r", content, b"", b"", ()))
     found = store.replies.find(key, "r")
     assert found is not None and hashlib.sha256(found.head).digest() == hashlib.sha256(content).digest()
+
+
+def test_a_feed_opened_later_delivers_groups_that_were_closed(store: Store) -> None:
+    """A group that was closed with too few rollouts is complete in feeds that are opened later, too."""
+    for number, name in enumerate(("a1", "a2", "b1")):
+        finish_rollout(store, name, name[0], at=time.time() - 100 + number)
+    assert store.feeds.close_group("a") == []
+    finish_rollout(store, "a3", "a", at=time.time() + 100)  # of a later batch that uses the same name
+    feed = store.feeds.open("f", b"{}", 3, "", from_start=True)
+    while store.feeds.fill(feed.key, 2):
+        pass
+    assert [member.id for member in store.feeds.members(feed.key, 1)] == ["a1", "a2"]
+    assert [(group.group, group.rollouts) for group in store.feeds.waiting(feed.key, 10)] == [("b", 1), ("a", 1)]
+    store.feeds.close_group("b")
+    later = store.feeds.open("g", b"{}", 3, "", from_start=True)
+    while store.feeds.fill(later.key, 100):
+        pass
+    assert [[m.id for m in store.feeds.members(later.key, n)] for n in (1, 2)] == [["a1", "a2"], ["b1"]]

@@ -234,6 +234,21 @@ def verify(options: flags.VerifyCommandOptions) -> None:
         raise typer.Exit(1)
 
 
+@app.command("mark-restored")
+def mark_restored(
+    data: Annotated[
+        str, typer.Option(help="Data folder, or postgresql:// address of a shared store.")
+    ] = "turngate-data",
+) -> None:
+    """Note that a store was restored from a backup, so that nothing is trained twice.
+
+    Cells note it themselves when the shared store lacks a session that they have shipped.
+    """
+    from turngate.cli.restored import mark_restored
+
+    _or_exit(lambda: mark_restored(data))
+
+
 @app.command()
 @flags.takes(flags.ExportOptions)
 def export(options: flags.ExportOptions) -> None:

@@ -32,7 +32,15 @@ import numpy as np
 
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.group_sizes import GroupSizeWatch
-from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
+from turngate.client.protocol import (
+    MAX_WAIT_S,
+    FeedConfig,
+    WireDelivery,
+    WireRollout,
+    WireRow,
+    check_feed_name,
+    remove_history,
+)
 from turngate.client.retry import Backoff, retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
@@ -180,11 +188,11 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             _check_mark(name, mark, current)
         opened = (await _retry(lambda: gateway.open_feed(name, config))).mark
         _check_mark(name, mark or opened, opened)
-        reader = await _retry_as_reader(lambda: gateway.take_over_feed(name))
+        reader = await _retry_as_reader(lambda: gateway.take_over_feed(name, after, mark))
         view = await _retry_as_reader(lambda: gateway.show_feed(name))
         _check_mark(name, opened, view.mark)
         after = view.committed if after is None else after
-        return cls(gateway, name, config, opened, reader, view.committed, after, limit)
+        return cls(gateway, name, config, view.mark, reader, view.committed, after, limit)
 
     async def __aenter__(self) -> Feed:
         return self
@@ -249,7 +257,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the feed does not have the expected mark. `current` is empty if the feed does not exist."""
-    if expected != current:
+    if remove_history(expected) != remove_history(current):  # the gateway checks the history
         why, alternative = "it was deleted", ""
         if current:
             why = "it was deleted and recreated, or the data folder changed"

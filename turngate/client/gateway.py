@@ -181,9 +181,13 @@ class GatewayClient(GatewayTransport):
     async def delete_feed(self, name: str) -> None:
         await self._request("DELETE", _feed_path(name), _Ignored)
 
-    async def take_over_feed(self, name: str) -> str:
-        """Become the reader of a feed, and return the token for fetching and committing. The previous reader's token stops working."""
-        return (await self._request("POST", f"{_feed_path(name)}/reader", FeedReader)).reader
+    async def take_over_feed(self, name: str, after: int | None = None, mark: str = "") -> str:
+        """Become the reader of a feed, and return the token for fetching and committing. The previous reader's token stops working.
+
+        `after` and `mark` are those of the trainer's checkpoint, if it has one.
+        """
+        start = "" if after is None else f"?after={after}&mark={quote(mark, safe='')}"
+        return (await self._request("POST", f"{_feed_path(name)}/reader{start}", FeedReader)).reader
 
     async def fetch_deliveries(
         self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1

@@ -367,6 +367,16 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     from_start: bool = False  # include rollouts recorded before the feed was created
 
 
+def parse_history(mark: str) -> str:
+    """Return the part of a feed's mark that names the store's history. It is empty if the store was never restored."""
+    return mark.split("-", 2)[2] if mark.count("-") == 2 else ""
+
+
+def remove_history(mark: str) -> str:
+    """Return the part of a feed's mark that identifies the feed in all histories of its store."""
+    return "-".join(mark.split("-", 2)[:2])
+
+
 class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a feed."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
 from turngate.errors import NotFound, StoreError
 from turngate.store.feeds import DeliveryMember, FeedRow
+from turngate.store.restores import RESHIPPED
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.roles import assign_roles
@@ -66,7 +67,13 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> byt
     members = store.feeds.members(row.key, number)
     if not members:
         raise missing_feed(row.name)  # it was deleted in the meantime
-    rollouts = [_build_rollout(store, member, config, version) for member in members]
+    reshipped = store.restores.filter_reshipped([member.session for member in members])
+    rollouts = [
+        _DeliveredRollout(member=member, reward=None, excluded=RESHIPPED)
+        if member.session in reshipped
+        else _build_rollout(store, member, config, version)
+        for member in members
+    ]
     advantages = compute_advantages([rollout.reward for rollout in rollouts], config.advantage)
     delivery = WireDelivery(
         number=number,

@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from turngate.client.protocol import MAX_WAIT_S, DeliveryPage, FeedConfig, FeedView, check_feed_name
+from turngate.client.protocol import MAX_WAIT_S, DeliveryPage, FeedConfig, FeedView, check_feed_name, parse_history
 from turngate.errors import Conflict
 from turngate.gateway.deliveries import build_delivery, missing_feed, read_config
 from turngate.gateway.events import Events
@@ -28,6 +28,9 @@ MAX_DELIVERIES = 64  # per page
 PAGE_BYTES = 32_000_000  # a page of this size gets no further delivery; a single delivery may be larger
 _FILL_STEP = 100  # outcomes added per step when a feed is filled
 _MAX_SHOWN = 1000  # incomplete groups in the view of a feed
+_RESTORED_HINT = (
+    "; if the store was restored from an older backup, run `turngate mark-restored` once, and open the feed again"
+)
 _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
@@ -36,6 +39,7 @@ class Feeds:
 
     def __init__(self, store: Store, events: Events, fence: Fence) -> None:
         self._log = store.feeds
+        self._restores = store.restores
         self._events = events
         self._fence = fence
         self._reader = StoreReader(store, "feeds")
@@ -70,7 +74,8 @@ class Feeds:
             await asyncio.sleep(0)  # let turns run in between
 
     def list_feeds(self) -> list[FeedView]:
-        return [_view(row) for row in self._log.listing()]
+        history = self._restores.history()
+        return [_view(row, history) for row in self._log.listing()]
 
     def count_incomplete(self) -> dict[str, tuple[int, int]]:
         """Return, by feed, the number of incomplete groups and of their rollouts. Feeds without any are omitted."""
@@ -79,7 +84,7 @@ class Feeds:
 
     def show(self, name: str) -> FeedView:
         row = self._find(name)
-        return _view(row, tuple(self._log.waiting(row.key, _MAX_SHOWN)))
+        return _view(row, self._restores.history(), tuple(self._log.waiting(row.key, _MAX_SHOWN)))
 
     def delete(self, name: str) -> None:
         """Delete a feed but not its traces."""
@@ -95,16 +100,49 @@ class Feeds:
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def take_over(self, name: str) -> tuple[FeedView, str]:
+    def take_over(self, name: str, after: int | None = None, mark: str = "") -> tuple[FeedView, str]:
         """Become the reader of a feed. Return the feed, and the token for reading and committing.
 
-        The previous reader's next call fails.
+        The previous reader's next call fails. `after` and `mark` are those of the trainer's checkpoint, if it has one. They are checked if
+        the store was restored from a backup.
         """
+        history = self._restores.history()
+        self._check_position(self._find(name), history, after, mark)
         row = self._log.take_over(name)
         if row is None:
             raise missing_feed(name)
         self.wake()
-        return _view(row), row.reader
+        return _view(row, history), row.reader
+
+    def _check_position(self, row: FeedRow, history: str, after: int | None, mark: str) -> None:
+        """Raise `Conflict` if the store went back in time, and a trainer's position may be lost or mean something else."""
+        if not history:
+            return
+        restored = f"feed {row.name!r}: the store was restored from a backup"
+        if after is None:
+            if self._restores.is_unconfirmed(row.key):
+                raise Conflict(
+                    f"{restored}, in which the last commit is {row.committed} of {row.newest}, and later commits may be lost; open it "
+                    f"with after= the number in your checkpoint, or with after={row.committed} if nothing later was trained",
+                    param="after",
+                )
+            return
+        told = parse_history(mark)
+        last = row.newest if not mark or told == history else self._restores.last_number(row.key, told)
+        if last is None or after > last:
+            known = (
+                "the backup does not contain the feed of this mark"
+                if last is None
+                else f"which ends with delivery {last}"
+            )
+            start = row.committed if last is None else last
+            raise Conflict(
+                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers were assigned anew. Rollouts that may "
+                f"have been trained before are delivered without rows. Continue with after={start} and the mark "
+                f"{_view(row, history).mark!r}",
+                param="after",
+            )
+        self._restores.confirm(row.key)
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
         """Record that the trainer's checkpoint includes every delivery up to a number. An older number changes nothing."""
@@ -113,10 +151,10 @@ class Feeds:
             raise self._not_the_reader(name)
         if number > row.handed:
             raise Conflict(
-                f"number {number} was never handed out; the highest number that feed {name!r} handed out is {row.handed}",
+                f"number {number} was never handed out; the highest number that feed {name!r} handed out is {row.handed}{_RESTORED_HINT}",
                 param="number",
             )
-        return _view(row)
+        return _view(row, self._restores.history())
 
     async def page(self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1) -> bytes:
         """Return the deliveries past a number as msgpack, waiting up to `wait` seconds for one.
@@ -131,7 +169,7 @@ class Feeds:
             if after is not None and after > row.newest:
                 raise Conflict(
                     f"after is {after}, but the newest delivery of feed {name!r} is {row.newest}; "
-                    "check that the gateway uses the same data folder as before",
+                    f"check that the gateway uses the same data folder as before{_RESTORED_HINT}",
                     param="after",
                 )
             return row if row.newest > (row.committed if after is None else after) else None
@@ -164,7 +202,12 @@ class Feeds:
 
     def _not_the_reader(self, name: str) -> Conflict:
         """Return the error for a caller that is not, or is no longer, the reader."""
-        self._find(name)
+        row = self._find(name)
+        if not row.reader and self._restores.history():
+            return Conflict(
+                f"feed {name!r}: the store was restored from a backup; open the feed again, with after= the number in your checkpoint",
+                param="reader",
+            )
         return Conflict(f"another reader has taken over feed {name!r}; only one reader can train on it", param="reader")
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,10 +218,10 @@ class Feeds:
         return [(config.groups, config.max_staleness) for config in configs]
 
 
-def _view(row: FeedRow, waiting: tuple[IncompleteGroup, ...] = ()) -> FeedView:
+def _view(row: FeedRow, history: str, waiting: tuple[IncompleteGroup, ...] = ()) -> FeedView:
     return FeedView(
         name=row.name,
-        mark=f"{row.key}-{int(row.opened * 1e6):x}",
+        mark=f"{row.key}-{int(row.opened * 1e6):x}" + (f"-{history}" if history else ""),
         config=read_config(row),
         opened=row.opened,
         newest=row.newest,

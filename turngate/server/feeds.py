@@ -62,7 +62,9 @@ class FeedRoutes:
         return json_response({"name": name, "deleted": True})
 
     async def take_over(self, request: Request) -> Response:
-        view, reader = self._feeds.take_over(request.path_params["name"])
+        view, reader = self._feeds.take_over(
+            request.path_params["name"], int_param(request, "after"), request.query_params.get("mark", "")
+        )
         return json_response({"reader": reader, "feed": view})
 
     async def deliveries(self, request: Request) -> Response:

@@ -58,9 +58,20 @@ CREATE TABLE IF NOT EXISTS later (    -- new outcomes for a feed that is being f
     id TEXT NOT NULL,             -- id of the session, or name of the closed group
     outcome BLOB                  -- JSON of RecordedOutcome
 );
+CREATE TABLE IF NOT EXISTS closed_groups (  -- for feeds that are opened later
+    team TEXT NOT NULL,           -- name of the group
+    closed REAL NOT NULL,
+    PRIMARY KEY (team, closed)
+);
 CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
+_ALL_ADDED = 1e308  # later than any outcome
+_BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # later closings are in `later`
+_LAST_WAITING = (
+    "(SELECT max(recorded) FROM rolled JOIN outcomes ON outcomes.session=rolled.session"
+    " WHERE feed=? AND team=? AND number IS NULL)"
+)
 _FEED = "key, name, config, opened, reader, newest, handed, committed"
 _OPEN = "key, name, n, prefix, newest"
 
@@ -161,12 +172,14 @@ class FeedLog:
                 " ORDER BY recorded, outcomes.session LIMIT ?",
                 (feed, recorded, session, most),
             ).fetchall()
-            counting = [(key, session_id, outcome) for _, key, session_id, outcome, is_skipped in old if not is_skipped]
-            _insert_events(db, _add_entries(db, [_OpenFeed(feed, *target)], [make_entry(db, *one) for one in counting]))
+            self._fill_earlier(db, _OpenFeed(feed, *target), old)
             if old:
                 recorded, session = old[-1][:2]
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
                 return True
+            if recorded < _ALL_ADDED:  # the first call after the last earlier outcome
+                _number_closed_groups(db, feed, target[0])
+                db.execute("UPDATE filling SET recorded=? WHERE feed=?", (_ALL_ADDED, feed))
             new = db.execute(
                 "SELECT place, session, id, CAST(outcome AS BLOB) FROM later WHERE feed=? ORDER BY place LIMIT ?",
                 (feed, most),
@@ -182,6 +195,19 @@ class FeedLog:
             if not new:
                 db.execute("DELETE FROM filling WHERE feed=?", (feed,))
             return bool(new)
+
+    def _fill_earlier(self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]) -> None:
+        """Add earlier outcomes to a feed. A group that was closed in between gets its number then."""
+        entries = [(at, make_entry(db, key, known_as, outcome)) for at, key, known_as, outcome, is_skipped in old if not is_skipped]
+        groups = sorted({entry.group for _, entry in entries})
+        query = f"SELECT 1 FROM closed_groups WHERE team IN ({_marks(groups)}) LIMIT 1"
+        if not groups or db.execute(query, groups).fetchone() is None:
+            _insert_events(db, _add_entries(db, [feed], [entry for _, entry in entries]))
+            return
+        for at, entry in entries:
+            _number_closed_group(db, feed, entry.group, at)
+            current = _OpenFeed(*db.execute(f"SELECT {_OPEN} FROM feeds WHERE key=?", (feed.key,)).fetchone())
+            _insert_events(db, _add_entries(db, [current], [entry]))
 
     def find(self, name: str) -> FeedRow | None:
         with self._reading() as db:
@@ -244,6 +270,7 @@ class FeedLog:
         closed = []
         with self._writing() as db:
             db.execute(LOCK_FEEDS).fetchall()
+            db.execute("INSERT INTO closed_groups VALUES (?,?) ON CONFLICT DO NOTHING", (group, time.time()))
             for (key,) in db.execute("SELECT feed FROM filling").fetchall():
                 _postpone(db, key, None, group, None)
             feeds = (
@@ -382,6 +409,25 @@ def _marks(values: Sequence[object]) -> str:
 def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
     for event in events:
         insert_event(db, event)
+
+
+def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
+    """Assign a number to the waiting rollouts of a group, if the group was closed before an outcome that was recorded then."""
+    query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
+    if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:
+        _assign_number(db, feed.key, feed.name, group)
+
+
+def _number_closed_groups(db: StoreConnection, feed: int, name: str) -> None:
+    """Assign numbers to the groups that were closed after the last of their earlier outcomes, in the order of their closing."""
+    query = (
+        f"SELECT team, min(closed) FROM closed_groups WHERE {_BEFORE_OPENING} AND EXISTS"
+        " (SELECT 1 FROM rolled WHERE rolled.feed=? AND rolled.team=closed_groups.team AND number IS NULL)"
+        " AND closed>=(SELECT max(recorded) FROM rolled JOIN outcomes ON outcomes.session=rolled.session"
+        " WHERE rolled.feed=? AND rolled.team=closed_groups.team AND number IS NULL) GROUP BY team ORDER BY 2, 1"
+    )
+    for team, _ in db.execute(query, (feed, feed, feed)).fetchall():
+        _assign_number(db, feed, name, team)
 
 
 def _has_waiting(db: StoreConnection, feed: int, group: str) -> bool:

@@ -27,6 +27,8 @@ CREATE TABLE IF NOT EXISTS outbox (
 CREATE INDEX IF NOT EXISTS outbox_due ON outbox (due) WHERE due IS NOT NULL;
 """
 ABANDONED_S = 3600.0  # an ended session without an outcome is shipped after this time
+_LAST, _HISTORY = "shipped_last", "shipped_history"  # names of settings
+_SET = "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
 _LATE_EVENT_S = 2.0  # events after the outcome are shipped together after this time
 _CHANGE = "ON CONFLICT (session) DO UPDATE SET revision=outbox.revision+1, error=''"
 _EARLIER = "due=CASE WHEN outbox.due<excluded.due THEN outbox.due ELSE excluded.due END"
@@ -38,6 +40,21 @@ class UnshippedSession(msgspec.Struct, frozen=True):
     session: int
     cell: str
     revision: int
+
+
+class ShippedSession(msgspec.Struct, frozen=True):
+    """A session that this cell has shipped."""
+
+    key: int
+    id: str
+    newest: int  # number of its newest event here
+
+
+class ShippingPosition(msgspec.Struct, frozen=True):
+    """What a cell last knew of the shared store."""
+
+    history: str | None  # None: nothing yet
+    last: str | None  # the last session that it shipped, if it is still here
 
 
 class OpenAttempt(msgspec.Struct, frozen=True):
@@ -157,9 +174,53 @@ class OutboxTable:
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
         """Remove sessions that the shared store has committed. One that changed since it was read stays."""
+        last = None
         with self._writing() as db:
-            for row in shipped:
-                db.execute("DELETE FROM outbox WHERE session=? AND revision=?", (row.session, row.revision))
+            for last in shipped:
+                db.execute("DELETE FROM outbox WHERE session=? AND revision=?", (last.session, last.revision))
+            if last is not None:
+                db.execute(_SET, (_LAST, str(last.session)))
+
+    # ── after the shared store was restored from a backup ───────────────────────────────────────────────────────
+
+    def read_position(self) -> ShippingPosition:
+        """Return what this cell last knew of the shared store."""
+        with self._reading() as db:
+            found = dict(
+                db.execute("SELECT name, value FROM settings WHERE name IN (?,?)", (_LAST, _HISTORY)).fetchall()
+            )
+            query = "SELECT id FROM sessions WHERE key=?"
+            row = db.execute(query, (int(found[_LAST]),)).fetchone() if _LAST in found else None
+        return ShippingPosition(found.get(_HISTORY), None if row is None else row[0])
+
+    def set_history(self, history: str) -> None:
+        """Note the history of the shared store that this cell ships to."""
+        with self._writing() as db:
+            db.execute(_SET, (_HISTORY, history))
+
+    def list_shipped(self, after: int, limit: int) -> list[ShippedSession]:
+        """Return ended sessions that are not in the outbox, oldest first, with the number of their newest event."""
+        query = (
+            "SELECT key, id, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0) FROM sessions"
+            " WHERE key>? AND status<>'open' AND key NOT IN (SELECT session FROM outbox) ORDER BY key LIMIT ?"
+        )
+        with self._reading() as db:
+            return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
+
+    def add_again(self, sessions: Iterable[int]) -> None:
+        """Make sessions due that the shared store has lost. Outcomes that it may have delivered before are marked."""
+        now = time.time()
+        with self._writing() as db:
+            for session in sessions:
+                db.execute(
+                    f"INSERT INTO outbox (session, cell, due) VALUES (?,?,?) {_CHANGE}", (session, self.cell, now)
+                )
+                db.execute("INSERT INTO reshipped VALUES (?) ON CONFLICT DO NOTHING", (session,))
+
+    def announce_again(self) -> None:
+        """Announce all open sessions once more."""
+        with self._writing() as db:
+            db.execute("UPDATE outbox SET announced=0 WHERE due IS NULL")
 
     def mark_failed(self, row: UnshippedSession, error: str) -> None:
         """Keep a session that cannot be shipped, with the reason. It is tried again if it changes or the cell restarts."""

@@ -12,20 +12,23 @@ from turngate.store.projects import PROJECT_TABLES
 from turngate.store.quotas import QUOTA_TABLES
 from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
+from turngate.store.restores import RESTORE_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
 BEFORE_FEEDS = 3  # lacks the tables for feeds
 BEFORE_REFUSALS = 4  # lacks the tables for refused calls and stored replies
 BEFORE_ATTEMPTS = 5  # lacks the table for attempts, and the names of rollouts in feeds
 BEFORE_PROJECTS = 6  # lacks the tables for projects, keys and the audit log
+BEFORE_RESTORES = 7  # lacks the tables for restored stores and closed groups
 READABLE_VERSIONS = (
     BEFORE_EVENTS,
     BEFORE_FEEDS,
     BEFORE_REFUSALS,
     BEFORE_ATTEMPTS,
     BEFORE_PROJECTS,
+    BEFORE_RESTORES,
     SCHEMA_VERSION,
 )
 SCHEMA = """
@@ -65,4 +68,4 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 SCHEMA += (
     EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES + ATTEMPT_TABLES
 )
-SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + QUOTA_TABLES + AUDIT_TABLES
+SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + QUOTA_TABLES + AUDIT_TABLES + RESTORE_TABLES

@@ -65,6 +65,7 @@ class Shipment(msgspec.Struct, frozen=True):
     others: dict[str, list[Row]]  # rows of `SESSION_TABLES`, by table
     events: list[Row]  # number in the cell's store, time, kind and data
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
+    is_reshipped: bool = False  # the shared store had it before it was restored from a backup
 
     @property
     def newest_event(self) -> int:
@@ -95,6 +96,7 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
         sessions = dict(_split(db.execute(f"SELECT key, {_SESSION} FROM sessions WHERE key IN ({marks})", keys)))
         query = f"SELECT session, recorded, CAST(outcome AS BLOB) FROM outcomes WHERE session IN ({marks})"
         outcomes = dict(_split(db.execute(query, keys)))
+        reshipped = {key for (key,) in db.execute(f"SELECT session FROM reshipped WHERE session IN ({marks})", keys)}
         others: dict[int, dict[str, list[Row]]] = {key: {table: [] for table in SESSION_TABLES} for key in keys}
         for table, names in SESSION_TABLES.items():
             query = f"SELECT session, {', '.join(names)} FROM {table} WHERE session IN ({marks}) ORDER BY session"
@@ -121,6 +123,7 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
                 others[row.session],
                 events,
                 outcomes.get(row.session),
+                row.session in reshipped,
             )
             batch.shipments.append((row, shipment))
             size += len(trace.rows)

@@ -30,6 +30,7 @@ from turngate.store.queries import RolloutQueries
 from turngate.store.quotas import QuotaTable
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
+from turngate.store.restores import RestoreLog
 from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_PROJECTS, BEFORE_REFUSALS
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
@@ -112,6 +113,7 @@ class Store:
         self.replies = ReplyTable(self._writing, self._reading)
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
         self.queries = RolloutQueries(self._reading)
+        self.restores = RestoreLog(self._writing, self._reading)
         self.projects = ProjectTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
         self.quotas = QuotaTable(self._writing, self._reading)
         self.audit = AuditTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)

@@ -21,7 +21,7 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4, 5, 6, 7)  # versions 4 and 7 add tables that are not read here
+SCHEMAS = (2, 3, 4, 5, 6, 7, 8)  # versions 4, 7 and 8 add tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
 _BEFORE_ATTEMPTS = 5  # the last schema without attempts
 _BEFORE_REFUSALS = 4  # the last schema without refused calls and stored replies

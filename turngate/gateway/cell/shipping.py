@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from turngate.errors import TurngateError
-from turngate.store.outbox import OpenAttempt, OutboxTable, UnshippedSession
+from turngate.store.outbox import OpenAttempt, OutboxTable, ShippingPosition, UnshippedSession
 from turngate.store.shipment import ConflictingShipment, Shipment, read_shipments
 from turngate.store.sqlite import Store
 
@@ -17,6 +17,8 @@ log = logging.getLogger("turngate")
 _IDLE_S = 0.2  # between checks of an empty outbox
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 32  # per transaction
+_CHECK_S = 5.0  # between checks whether the shared store was restored from a backup
+_PAGE = 500  # sessions per query after it was
 _ANNOUNCED = 256  # open sessions announced at a time
 _BYTES = 16_000_000  # a transaction of this size gets no further session
 
@@ -30,6 +32,12 @@ class ShipmentTarget(Protocol):
     def announce(self, attempts: Sequence[OpenAttempt]) -> None:
         """Register open sessions as attempts that this cell runs."""
 
+    def find_history(self, position: ShippingPosition) -> str:
+        """Return the history of the shared store, which changes when the store was restored from a backup."""
+
+    def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
+        """Return the sessions that the shared store lacks, given with the numbers of their newest events."""
+
 
 class Shipper:
     """Ships until `stop`. `connect` opens the target; `store` is the cell's store, and `reader` opens it for reading."""
@@ -41,6 +49,7 @@ class Shipper:
         self._reader: Store | None = None
         self._target: ShipmentTarget | None = None
         self._failures = 0
+        self._check_at = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turngate-shipping", daemon=True)
         self.shipped = 0
@@ -65,6 +74,7 @@ class Shipper:
         pause = 0.0
         while not self._stopping.wait(pause):
             try:
+                self._check_history()
                 self.announce()
                 pause = 0.0 if self.ship() else _IDLE_S
                 if self._failures:
@@ -75,6 +85,31 @@ class Shipper:
             except Exception as error:
                 log.exception("cannot ship sessions")
                 pause = self._back_off(str(error))
+
+    def _check_history(self) -> None:
+        """Ship again what the shared store lost when it was restored from an older backup."""
+        if time.monotonic() < self._check_at:
+            return
+        if self._target is None:
+            self._target = self._connect()
+        position = self._outbox.read_position()
+        history = self._target.find_history(position)
+        if position.history is not None and history != position.history:
+            self._outbox.announce_again()
+            lost = sum(self._add_missing(self._target))
+            log.warning("the shared store was restored from a backup; %d sessions are shipped again", lost)
+        if history != position.history:
+            self._outbox.set_history(history)
+        self._check_at = time.monotonic() + _CHECK_S
+
+    def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
+        """Add the sessions to the outbox that the shared store lacks. Yield their number, page by page."""
+        after = 0
+        while page := self._outbox.list_shipped(after, _PAGE):
+            missing = target.find_missing([(session.id, session.newest) for session in page])
+            self._outbox.add_again(session.key for session in page if session.id in missing)
+            yield len(missing)
+            after = page[-1].key
 
     def announce(self) -> None:
         """Announce open sessions to the shared store. The sessions do not wait for it."""

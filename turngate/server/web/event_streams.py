@@ -60,7 +60,12 @@ class EventStreamRoutes:
         """Return the cursor after which to start: the client's last event or, if the client sends none, the newest event."""
         has_cursor = request.headers.get("last-event-id") or request.query_params.get("after")
         newest = self._events.newest()
-        return min(read_cursor(request), newest) if has_cursor else newest
+        if not has_cursor:
+            return newest
+        cursor = read_cursor(request)
+        return (
+            cursor if cursor <= newest else -_MAX_BEHIND
+        )  # the store was restored from a backup: the client must reload
 
     def _respond(self, stream: AsyncGenerator[bytes, None]) -> Response:
         if self._streams >= _MAX_STREAMS:

@@ -14,7 +14,7 @@ import msgspec
 
 from turngate.errors import Conflict
 from turngate.store.attempts import AttemptRow, AttemptTable, supersede_attempts
-from turngate.store.connection import Connect, Cursor, StoreConnection
+from turngate.store.connection import FOR_UPDATE, Connect, Cursor, StoreConnection
 from turngate.store.outcomes import RecordedOutcome
 
 CELL_TABLES = """
@@ -74,9 +74,10 @@ class CellTable:
         return adopted
 
     def _adopt(self, db: StoreConnection, old: str, cell: str) -> bool:
-        query = "UPDATE cells SET state='replaced' WHERE id=? AND state<>'lost'"
-        if not db.execute(query, (old,)).rowcount:
+        if db.execute(f"SELECT state FROM cells WHERE id=? {FOR_UPDATE}", (old,)).fetchall() == [("lost",)]:
             return False
+        # An id that is not here at all was registered after the backup from which the store was restored.
+        db.execute("UPDATE cells SET state='replaced' WHERE id=?", (old,))
         db.execute("UPDATE attempts SET cell=? WHERE cell=? AND state='running'", (cell, old))
         return True
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from turngate.errors import StoreError
 from turngate.store.attempts import outcome_state, supersede_attempts
 from turngate.store.binary_format import (
     COPY_HEADER,
@@ -20,7 +22,7 @@ from turngate.store.binary_format import (
 from turngate.store.connection import Cursor, StoreConnection
 from turngate.store.events import NewEvent
 from turngate.store.feeds import make_entry
-from turngate.store.outbox import OpenAttempt
+from turngate.store.outbox import OpenAttempt, ShippingPosition
 from turngate.store.outcomes import decode_outcome
 from turngate.store.shared.cells import lock_cells
 from turngate.store.shared.pipeline import PipelinedConnection
@@ -35,6 +37,7 @@ from turngate.store.shipment import (
     rekey_traces,
 )
 
+log = logging.getLogger("turngate")
 _TYPES = {  # columns that are not of type text
     **dict.fromkeys(("digest", "tools", "kwargs", "arguments", "reply", "request", "head", "tail"), "bytea"),
     **dict.fromkeys(("ids", "logprobs", "info", "messages", "data", "secret", "config", "outcome"), "bytea"),
@@ -138,6 +141,10 @@ class ShipmentWriter:
             writing = self._start(db, shipments)
             self._copy_traces(db, writing)
             self._write_sessions(db, writing)
+            for shipment in shipments:
+                if shipment.is_reshipped and shipment.id not in writing.known:
+                    query = "INSERT INTO reshipped VALUES (?) ON CONFLICT DO NOTHING"
+                    db.execute(query, (writing.keys[shipment.id],))
             attempts = _AttemptNames(db, writing)
             superseded = attempts.supersede(db)
             changed = writing.find_changed_outcomes()
@@ -157,6 +164,30 @@ class ShipmentWriter:
                 db,
                 [(*_decode_name(a.config, a.session), a.session, a.cell, a.opened) for a in attempts],
             )
+
+    # ── after the store was restored from a backup ──────────────────────────────────────────────────────────────
+
+    def find_history(self, position: ShippingPosition) -> str:
+        """Return the store's history. If the last session that a cell shipped is missing, note that the store was restored."""
+        history = self._store.restores.history()
+        if position.last is not None and position.history == history and self.find_missing([(position.last, 0)]):
+            log.warning("the shared store was restored from an older backup: session %s is missing", position.last)
+            return self._store.restores.note(history)
+        return history
+
+    def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
+        """Return the sessions that the store does not have, or only without their newest events, given by the numbers of these.
+
+        Sessions that were deleted here are not missing.
+        """
+        query = (
+            "SELECT wanted.id FROM unnest(?::text[], ?::int8[]) AS wanted(id, newest) LEFT JOIN sessions ON sessions.id=wanted.id"
+            " LEFT JOIN shipments ON shipments.session=sessions.key WHERE (sessions.key IS NULL OR shipments.newest<wanted.newest)"
+            " AND NOT EXISTS (SELECT 1 FROM events WHERE events.session=wanted.id AND kind='deleted')"
+        )
+        columns = [list(column) for column in zip(*sessions, strict=True)]
+        with self._store.database.reading() as db:
+            return {session for (session,) in db.execute(query, columns).fetchall()}
 
     def _choose_compression(self) -> str:
         """Compress traces with lz4 if this PostgreSQL has it. Its default takes twice the CPU time for the same size."""
@@ -181,7 +212,9 @@ class ShipmentWriter:
         if earlier := {one.cell for one in known.values() if one.cell} - {shipment.cell for shipment in shipments}:
             states |= dict(lock_cells(db, earlier).fetchall())
         served = {shipment.cell for shipment in shipments} | earlier
-        lost = {cell for cell in served if states.get(cell, "lost") == "lost"}
+        if unknown := served - states.keys():  # after the store was restored from a backup
+            raise StoreError(f"the shared store does not know cell {min(unknown)}; it ships again once it is registered")
+        lost = {cell for cell in served if states[cell] == "lost"}
         keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=True)}
         return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)
 

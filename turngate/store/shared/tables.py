@@ -17,7 +17,7 @@ from turngate.store.shared.translation import translate_tables
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 6
+SHARED_VERSION = 7
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -44,6 +44,7 @@ _MIGRATIONS = {
     3: "",  # lacks the tables for projects, keys and the audit log
     4: LIST_TABLES,  # version 4 listed rollouts from memory; the gateway fills the new tables while it runs
     5: "",  # lacks the table for quotas
+    6: "",  # lacks the tables for restored stores and closed groups
 }
 
 
