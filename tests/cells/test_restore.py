@@ -98,8 +98,10 @@ async def test_nothing_is_trained_twice_after_a_restore(
         # A reader with a position from the future gets an error that says what to do.
         with pytest.raises(Conflict, match=r"after is 2, but the newest delivery of feed 'f' is 1.*mark-restored"):
             await read(feeds, reader, 2)
-        with pytest.raises(Conflict, match=f"after is {cursor}, but the newest event has number .* restored"):
-            events.require_past(cursor)
+        # A follower of events with a cursor from the future starts over.
+        async for one in events.follow(after=cursor, wait=False):
+            assert one is not None and one.seq == 1
+            break
         # The cell notices, and ships again what is missing.
         shipper._check_at = 0.0
         shipper._check_history()

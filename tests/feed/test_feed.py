@@ -121,7 +121,7 @@ async def test_feed_starts_now_or_from_start() -> None:
 async def test_reader_is_warned_of_groups_of_other_size(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The groups were closed before the feeds were opened, so the large feed waits and the small one splits them."""
+    """The small feed splits groups of four. The large one waits, unless the group was closed before the feed was opened."""
     monkeypatch.setattr("turngate.client.group_sizes._FIRST_LOOK_S", 0.02)
     async with training() as t:
         for _ in range(4):
@@ -133,11 +133,15 @@ async def test_reader_is_warned_of_groups_of_other_size(
             "feed small: group batch.task has more than 2 rollouts and is split into several deliveries; "
             "set n to the --n of the batch"
         ]
-        caplog.clear()
+        for _ in range(4):
+            await t.rollout(1.0, "batch.open")
         large = await Feed.open(t.client, "large", FeedConfig(n=8, from_start=True))
+        closed = await large.next(5)
+        assert closed is not None and (closed.group, len(closed.rollouts)) == ("batch.task", 4)
+        caplog.clear()
         for _ in range(4):
             assert await large.next(0.03) is None
-        assert "feed large: no delivery for 0 s: group batch.task has 4 of 8 rollouts; a group is" in caplog.messages[0]
+        assert "feed large: no delivery for 0 s: group batch.open has 4 of 8 rollouts; a group is" in caplog.messages[0]
 
 
 async def test_numbered_delivery_never_changes() -> None:

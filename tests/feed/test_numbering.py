@@ -68,10 +68,23 @@ class Model:
 
 
 class LateModel(Model):
-    """A feed opened late: filled with existing outcomes, then with those recorded during the fill."""
+    """A feed opened late: filled with existing outcomes, then with those recorded during the fill.
 
-    def __init__(self, n: int, prefix: str, there: dict[int, tuple[str, str]]) -> None:
+    `when` has the step at which each outcome was recorded, and `closings` the groups that were closed before, with their steps.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        prefix: str,
+        there: dict[int, tuple[str, str]],
+        when: dict[int, int],
+        closings: list[tuple[int, str]],
+    ) -> None:
         super().__init__(n, prefix)
+        self.when = when
+        self.closings = list(closings)
+        self.is_closing_done = False
         self.there = there
         self.rows = list(there)
         self.later: list[tuple[int | None, str, str]] = []
@@ -94,12 +107,28 @@ class LateModel(Model):
         if self.rows:
             session = self.rows.pop(0)
             if not any(session == known for known, _, _ in self.later):
-                self._now(lambda: Model.record(self, session, *self.there[session]))
-        elif self.later:
+                kind, group = self.there[session]
+                closings = self._closings_after_waiting(group)
+                if group and any(step < self.when[session] for step in closings):
+                    self._now(lambda: Model.close(self, group))
+                self._now(lambda: Model.record(self, session, kind, group))
+            return
+        if not self.is_closing_done:
+            self.is_closing_done = True
+            groups = {group for group, _ in self.waiting.values()}
+            due = sorted((min(steps), group) for group in groups if (steps := self._closings_after_waiting(group)))
+            for _, group in due:
+                self._now(lambda group=group: Model.close(self, group))  # type: ignore[misc]
+        if self.later:
             known, kind, group = self.later.pop(0)
             self._now(lambda: Model.close(self, group) if known is None else Model.record(self, known, kind, group))
         else:
             self.filling = False
+
+    def _closings_after_waiting(self, group: str) -> list[int]:
+        """Return when a group was closed after the last of its waiting rollouts."""
+        last = max((self.when[s] for s, (g, _) in self.waiting.items() if g == group and s in self.when), default=None)
+        return [] if last is None else [step for step, name in self.closings if name == group and step >= last]
 
     def _now(self, work: Callable[[], None]) -> None:
         self.filling = False
@@ -113,6 +142,8 @@ def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
     models = {name: Model(*choices) for name, choices in FEEDS.items() if name != "late"}
     late: LateModel | None = None
     recorded: dict[int, tuple[str, str]] = {}  # current outcomes, in recording order
+    when: dict[int, int] = {}
+    closings: list[tuple[int, str]] = []
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         store = Store(Path(folder))
         try:
@@ -121,7 +152,7 @@ def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
                     store.feeds.open(name, b"{}", n, prefix, from_start=False)
             for number in range(SESSIONS):
                 store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0)
-            for step in steps:
+            for number, step in enumerate(steps):
                 before = numbered(store)
                 match step:
                     case ("record", session, kind, group) if store.find_key(session) is not None:
@@ -136,19 +167,22 @@ def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
                         if changed:
                             recorded.pop(session, None)
                             recorded[session] = (kind, group)
+                            when[session] = number
                             for model in models.values():
                                 model.record(session, kind, group)
                     case ("close", group):
                         store.feeds.close_group(group)
+                        closings.append((number, group))
                         for model in models.values():
                             model.close(group)
                     case ("delete", session):
                         store.delete_session(session)
                         recorded.pop(session, None)
+                        when.pop(session, None)
                         if late is not None:
                             late.rows = [row for row in late.rows if row != session]
                     case ("late",) if late is None:
-                        models["late"] = late = LateModel(*FEEDS["late"], dict(recorded))
+                        models["late"] = late = LateModel(*FEEDS["late"], dict(recorded), when, closings)
                         store.feeds.open("late", b"{}", *FEEDS["late"], from_start=True)
                     case ("fill",) if late is not None:
                         _fill(store, late)

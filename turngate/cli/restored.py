@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from turngate.common.database_url import is_database_url, refuse_password_flag
-from turngate.common.terminal import say
+from turngate.common.terminal import console, say
 from turngate.errors import ConfigError
 from turngate.store.location import open_store
 from turngate.store.projects import DEFAULT_PROJECT, locate_project
@@ -34,5 +34,6 @@ def mark_restored(data: str) -> None:
 def _mark(store: Store, project: str) -> None:
     store.restores.note(store.restores.history())
     say(
-        f"project {project}: noted; {len(store.feeds.listing())} feeds ask trainers for the numbers in their checkpoints"
+        console(),
+        f"project {project}: noted; {len(store.feeds.listing())} feeds ask trainers for the numbers in their checkpoints",
     )

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from turngate.errors import BadRequest, Conflict
+from turngate.errors import BadRequest
 from turngate.store.events import GatewayEvent, new_event
 from turngate.store.sqlite import Store
 from turngate.trace.session import SESSION_ID
@@ -111,15 +111,6 @@ class Events:
                     return
                 if not await self._wait(more, state, polls=polls):
                     yield None
-
-    def require_past(self, after: int) -> None:
-        """Raise `Conflict` if a reader's cursor is higher than any event number, so that it would wait for events it has missed."""
-        if after > (newest := self.newest()):
-            raise Conflict(
-                f"after is {after}, but the newest event has number {newest}: the store was restored from an older backup, or is another "
-                "one; read the events again from after=0",
-                param="after",
-            )
 
     @contextmanager
     def _follower(self, session: str) -> Iterator[asyncio.Event]:

@@ -190,10 +190,8 @@ class AdminRoutes:
         if session_id and not self._sessions.knows(session_id):
             raise NotFound(f"unknown session {redact_known(session_id)!r}; no session or event has this id")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
-        after = read_cursor(request)
-        self._events.require_past(after)
         return StreamingResponse(
-            self._stream_events(session_id, after, wait),
+            self._stream_events(session_id, read_cursor(request), wait),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache"},
         )
