@@ -196,9 +196,15 @@ class FeedLog:
                 db.execute("DELETE FROM filling WHERE feed=?", (feed,))
             return bool(new)
 
-    def _fill_earlier(self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]) -> None:
+    def _fill_earlier(
+        self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
+    ) -> None:
         """Add earlier outcomes to a feed. A group that was closed in between gets its number then."""
-        entries = [(at, make_entry(db, key, known_as, outcome)) for at, key, known_as, outcome, is_skipped in old if not is_skipped]
+        entries = [
+            (at, make_entry(db, key, known_as, outcome))
+            for at, key, known_as, outcome, is_skipped in old
+            if not is_skipped
+        ]
         groups = sorted({entry.group for _, entry in entries})
         query = f"SELECT 1 FROM closed_groups WHERE team IN ({_marks(groups)}) LIMIT 1"
         if not groups or db.execute(query, groups).fetchone() is None:

@@ -213,7 +213,9 @@ class ShipmentWriter:
             states |= dict(lock_cells(db, earlier).fetchall())
         served = {shipment.cell for shipment in shipments} | earlier
         if unknown := served - states.keys():  # after the store was restored from a backup
-            raise StoreError(f"the shared store does not know cell {min(unknown)}; it ships again once it is registered")
+            raise StoreError(
+                f"the shared store does not know cell {min(unknown)}; it ships again once it is registered"
+            )
         lost = {cell for cell in served if states[cell] == "lost"}
         keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=True)}
         return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)
