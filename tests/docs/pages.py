@@ -256,6 +256,8 @@ UNRUN = [
     Unrun(
         "docs/shared-store.md", "turngate serve --data postgresql", NEEDS_POSTGRES, "tests/store/shared/test_gateway.py"
     ),
+    Unrun("docs/shared-store.md", "pg_dump", NEEDS_POSTGRES, "tests/cells/test_restore.py"),
+    Unrun("docs/shared-store.md", "pg_basebackup", NEEDS_POSTGRES, "tests/cells/test_restore.py"),
     Unrun("docs/shared-store.md", "python bench/fill_shared_store.py", TOO_LONG),
     Unrun("docs/shared-store.md", "python bench/shared_store_pages.py", TOO_LONG),
     Unrun("docs/sandboxes.md", "turngate run --sandbox e2b", "needs an E2B key", "tests/sandboxes/test_e2b.py"),

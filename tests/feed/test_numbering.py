@@ -95,7 +95,8 @@ class LateModel(Model):
             super().record(session, kind, group)
             return
         self.later.append((session, kind, group))
-        self.rows = [*(row for row in self.rows if row != session), session]
+        if not self.is_closing_done:  # until then, a fill passes over the outcome where it would have been
+            self.rows = [*(row for row in self.rows if row != session), session]
 
     def close(self, group: str) -> None:
         if self.filling:
