@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,9 @@ def test_projects_are_kept_apart_in_all_workers(tmp_path: Path) -> None:
             body = {"project": project, "scopes": ["admin"]}
             keys[project] = running.ask("POST", "/admin/keys", json=body)["key"]
         # Each request may reach either worker, since every one has its own connection.
+        for key in [*keys.values()] * 8:  # until both workers have read the keys
+            while ask(running, key, "GET", "/admin/fence").status_code == 401:
+                time.sleep(0.02)
         for n in range(4):
             opened = ask(running, keys["alpha"], "POST", "/admin/sessions", json={"id": f"s{n}"})
             assert opened.status_code == 201, opened.text

@@ -17,6 +17,7 @@ import msgspec
 from turngate.store.projects import DEFAULT_PROJECT, ApiKey, ProjectRow, ProjectTable, Quotas
 
 REFRESH_S = 1.0  # how long a gateway may use keys that it has read
+_UNKNOWN_S = 0.1  # after this, an unknown key makes a gateway read the keys again
 KEY_PATTERN = re.compile(r"(tgp-[0-9a-f]{8})-[\w-]{43}", re.ASCII)
 
 
@@ -78,6 +79,9 @@ class KeyRing:
     def find_prefix(self, prefix: str) -> ApiKey | None:
         """Return the valid key with this prefix. The caller has to prove in another way that the request has the key."""
         found = self._refresh().keys.get(prefix)
+        if found is None and _UNKNOWN_S <= self._clock() - self._read_at < self._refresh_s < float("inf"):
+            self.update()  # another process may have just created it
+            found = self._known.keys.get(prefix)
         return found if found is not None and found.is_valid(time.time()) else None
 
     def find_project(self, name: str) -> ProjectRow | None:
