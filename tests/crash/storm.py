@@ -240,15 +240,19 @@ async def _wait_for_answers(agents_at_work: list[Agent], tasks: list[asyncio.Tas
 
 
 async def _read_trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """Read a trace; retry while its worker is starting."""
+    """Read a trace; retry while its worker is starting, or while the workers of a killed front are ending."""
     end = time.monotonic() + scaled(60)
     while True:
-        response = await client.get(url, headers={"authorization": f"Bearer {ADMIN}"})
-        if response.status_code != 503:
-            assert response.status_code == 200, response.text
-            found: dict[str, Any] = response.json()
-            return found
-        assert time.monotonic() < end, response.text
+        try:
+            response = await client.get(url, headers={"authorization": f"Bearer {ADMIN}"})
+        except httpx.TransportError:
+            assert time.monotonic() < end, "the gateway does not answer"
+        else:
+            if response.status_code != 503:
+                assert response.status_code == 200, response.text
+                found: dict[str, Any] = response.json()
+                return found
+            assert time.monotonic() < end, response.text
         await asyncio.sleep(0.1)
 
 
