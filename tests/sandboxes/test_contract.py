@@ -151,6 +151,31 @@ async def test_sweep_after_owner_and_supervisor_were_killed(root: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from turngate.sandboxes import folders, supervisor
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "create":
+    setattr(Path, sys.argv[3], die)
+folder = folders.create_folder(Path(sys.argv[1]), "local", "work")
+os.rmdir = die
+supervisor.remove_folder(str(folder))
+"""
+
+
+@pytest.mark.parametrize("moment", [("create", "write_text"), ("create", "rename"), ("remove", "rmdir")])
+async def test_sweep_removes_half_made_folders_of_killed_owner(root: Path, moment: tuple[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(root), *moment])
+    assert done.returncode == -signal.SIGKILL
+    (left,) = root.iterdir()
+    await kit.MAKE["local"](root).sweep()
+    assert not left.exists()
+
+
 async def test_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
     sandbox = await backend.create(SandboxSpec())
     try:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in the environment of every host process that belongs to a sandbox
 KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
-STALE_S = 3600.0  # creating a folder never takes this long, so an older unfinished folder is removed
+SLASH = "~"  # stands for a slash of an owner in the name of an unfinished folder
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
@@ -30,10 +30,11 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
-        new = root / f".{name}"
+        mine = str(owner.current_owner())
+        # Its first name contains its owner, so that the folder is swept whenever we are killed.
+        new = root / f".{name} {mine.replace('/', SLASH)}"
         new.mkdir(mode=0o700)
-        # Written first, so that the folder is swept if we are killed before it is complete.
-        (new / supervisor.OWNER_FILE).write_text(str(owner.current_owner()))
+        (new / supervisor.OWNER_FILE).write_text(mine)
         for part in parts:
             (new / part).mkdir(mode=0o700)
         return new.rename(root / name)  # from now on, `sweep_folders` considers it complete
@@ -62,18 +63,23 @@ def _sweep_folders(root: Path, kind: str) -> int:
             remove_folder(folder)
         except SandboxError as error:  # continue with the next one
             log.warning("%s", error.message)
-    for unfinished in root.glob(f".{kind}-*"):
-        with suppress(OSError):
-            if _is_ownerless(unfinished) or time.time() - unfinished.stat().st_mtime > STALE_S:
-                supervisor.remove_folder(str(unfinished))
+    for unfinished in root.glob(f".{kind}-* *"):
+        if _is_gone(unfinished.name.partition(" ")[2].replace(SLASH, "/")):
+            supervisor.remove_folder(str(unfinished))
     return len(leftovers)
 
 
 def _is_ownerless(folder: Path) -> bool:
     try:
-        parsed = owner.parse_owner((folder / supervisor.OWNER_FILE).read_text())
-    except OSError:  # it is being removed
+        return _is_gone((folder / supervisor.OWNER_FILE).read_text())
+    except OSError:  # it is being removed, and empty if the process that removed it was killed
+        with suppress(OSError):
+            folder.rmdir()
         return False
+
+
+def _is_gone(text: str) -> bool:
+    parsed = owner.parse_owner(text)
     return parsed is not None and parsed.gone
 
 
