@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,24 @@ def test_missing_agents_folder_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TURNGATE_AGENTS", "/no/such/folder")
     with pytest.raises(AgentError, match="TURNGATE_AGENTS: /no/such/folder does not exist"):
         spec.load_catalog()
+
+
+@pytest.mark.process
+def test_threads_load_their_first_agents_at_once() -> None:
+    """msgspec ends the process if two threads build a type at once."""
+    program = """
+import sys, threading
+from turngate.agents.spec import load_catalog
+sys.setswitchinterval(1e-6)
+barrier = threading.Barrier(8)
+def load():
+    barrier.wait()
+    load_catalog()
+threads = [threading.Thread(target=load) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", program], check=True)

@@ -160,6 +160,9 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return any(placeholder in placeholders.find_names(text) for _, text in self.texts())
 
 
+msgspec.json.Decoder(AgentSpec)  # builds the type now: msgspec crashes if two threads build it at once
+
+
 class CatalogEntry(msgspec.Struct, frozen=True):
     """An agent, the file it was loaded from, and the file that it replaces, if any (`shadows`)."""
 
