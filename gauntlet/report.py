@@ -74,7 +74,7 @@ def describe_result(result: Result) -> str:
 
 
 def describe_records(result: Result) -> str:
-    """Describe what a gateway was measured to record: exact tokens, or only what passes through it."""
+    """Describe what a gateway was measured to record: exact tokens, some of them, or only what passes through it."""
     ways = [(dialect, streamed) for dialect in result.dialects for streamed in (False, True)]
     tested = {way: result.exact(*way) for way in ways if result.exact(*way) is not None}
     exact = [way for way, is_exact in tested.items() if is_exact]
@@ -83,7 +83,7 @@ def describe_records(result: Result) -> str:
     if len(exact) == len(tested):
         return "exact tokens"
     if not exact:
-        return "relays only"
+        return "some tokens" if result.score.trained else "relays only"
     return "exact tokens in " + ", ".join(f"{dialect} {'streamed' if s else 'whole'}" for dialect, s in exact)
 
 

@@ -39,6 +39,11 @@ def test_record_level_of_each_gateway() -> None:
     ]
 
 
+def test_gateway_that_loses_some_tokens_still_records_exact_ones() -> None:
+    assert report.describe_records(result("agentcore", 95, 8, 8, 0.5)) == "exact tokens"
+    assert report.describe_records(result("rllm", 85, 8, 8, 0.5)) == "some tokens"
+
+
 def test_refusals_are_shown_only_of_a_gateway_that_reports_them() -> None:
     score = Score(rollouts=1, turns=1, captured=1, trained=5, exact=5, wanted=5, learned=5, greedy=2, refused=2)
     cells = []
