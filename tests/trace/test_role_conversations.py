@@ -297,6 +297,17 @@ SUMMARIES = {
     "a summary by a prompt of its own": f"""{_LONG_WORK}
         sum    | You summarize. / Fix all. a - b b - c | So far a.py and b.py were read. … | summary | side
         after* | You code. / Summary: {{sum}} | {{bash}} cat d.py | main | compaction""",
+    "a summary in the conversation, with tools, without system prompts": """
+        main*  | user: Fix all. | {bash} cat a.py | main
+        main*  | + tool: a - b | {bash} cat b.py | main
+        main*  | + tool: b - c / Summarize the conversation. | So far a.py and b.py were read. … | summary
+        after* | user: Summary: {main} | {bash} cat d.py | main | compaction
+        after* | + tool: d - e | All is fixed. | main""",
+    "a summary by a prompt of its own, without system prompts": """
+        main*  | user: Fix all. | {bash} cat a.py | main
+        main*  | + tool: a - b | {bash} cat b.py | main
+        sum    | user: Summarize: Fix all. a - b b - c | So far a.py and b.py were read. … | summary | side
+        after* | user: Summary: {sum} | {bash} cat d.py | main | compaction""",
     "a summary by a prompt of its own, of a transcript": f"""{_LONG_TALK}
         sum   | You summarize. / Transcript: {{main}} | So far two files were fixed. … | summary | new
         after | You code. / Summary: {{sum}} | The fourth is fixed. … | main | compaction

@@ -119,9 +119,9 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         return "handoff"
     if not has_tools and any(root.info.has_tools for root in trace.roots):
         return "side"
-    if not same:
-        return "subagent" if has_tools and not _is_independent(trace, request, quotes) else "new"
     quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
+    if not same:
+        return _unlike_cause(trace, request, has_tools, quoted)
     alike = [root for root in same if _first_question_of(root) == question]
     if alike and not repeated and not quoted and any(_is_other_task(root, request) for root in alike):
         return "new"  # a task after the same fixed messages or examples
@@ -142,12 +142,16 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
     return "compaction" if repeated or quoted or repeats_question(same, request) else "new"
 
 
-def _is_independent(trace: Trace, request: RequestMessages, quotes: tuple[int, ...]) -> bool:
-    """Return whether neither a conversation nor an earlier one with its tools has a system prompt, and they share nothing else."""
-    if quotes or _has_system_prompt(request):
-        return False
+def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quoted: Sequence[Sampled]) -> Cause:
+    """Return the cause of a conversation that begins differently from all others, such as any other task without a system prompt."""
+    if not has_tools:
+        return "new"
     alike = [root for root in trace.roots if root.info.preamble == request.preamble and root.info.roles[:1] == "u"]
-    return bool(alike) and not repeats_question(alike, request)
+    if not alike or _has_system_prompt(request):
+        return "subagent"
+    if quoted:
+        return "compaction" if find_summary(trace, quoted, has_tools=True) is not None else "subagent"
+    return "subagent" if repeats_question(alike, request) else "new"
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:

@@ -395,9 +395,11 @@ def _compare(other: Context, root: Context, cause: str) -> int:
     same_thread = other.info.signals.thread == root.info.signals.thread
     if cause == "system":
         fits = same_question
+    elif cause == "tools":
+        fits = other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
     else:
-        same_head = other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
-        fits = same_head and (cause == "tools" or other.info.preamble == root.info.preamble)
+        kind = _kind_of(root)
+        fits = _start_of(other) == _start_of(root) or (kind is not None and _kind_of(other) == kind)
     return (4 if fits else 0) + (2 if same_thread else 0) + (1 if fits and same_question else 0)
 
 
