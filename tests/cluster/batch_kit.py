@@ -28,18 +28,19 @@ from turngate.server.run import run_embedded
 LEASE_S = 6
 NAME = "storm"  # of the batch
 TASK = ROOT / "examples" / "tasks" / "fix-add"
-# The agent works, repairs the file in about half of the rollouts, so that groups have a signal, and submits.
+# Pi needs a third of the CPU time of mini-swe-agent to start, so it sleeps for longer: a rollout takes the same time.
+AGENT, PROGRAM = "pi", "pi-coding-agent"  # Pi renames its process to "pi" once it runs
+# The agent works, and repairs the file in about half of the rollouts, so that groups have a signal.
 COMMANDS = (
     "ls && cat main.py",
-    "sleep 1; test $(($$ % 2)) = 0 && sed -i 's/return a - b/return a + b/' main.py; true",
-    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    "sleep 3; test $(($$ % 2)) = 0 && sed -i 's/return a - b/return a + b/' main.py; true",
 )
 
 
 def write_script(path: Path) -> Path:
     """Write the replies of the scripted engine."""
     calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in COMMANDS]
-    path.write_text(json.dumps([f"<tool_call>\n{call}\n</tool_call>" for call in calls]))
+    path.write_text(json.dumps([*(f"<tool_call>\n{call}\n</tool_call>" for call in calls), "Done."]))
     return path
 
 
@@ -63,7 +64,7 @@ class Driver:
         command = [str(ray_python()), "-m", "turngate", "batch", "--ray", cluster.address, "--data", url]
         command += ["--config", str(config), "--tasks", str(tasks), "--sandbox", "local", "--name", NAME]
         command += ["--script", str(write_script(out.with_suffix(".script.json")))]
-        command += ["--agent", "mini-swe-agent", "--n", str(n), "--concurrency", str(concurrency), "--out", str(out)]
+        command += ["--agent", AGENT, "--n", str(n), "--concurrency", str(concurrency), "--out", str(out)]
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.batch_kit import (
+    AGENT,
     LEASE_S,
+    PROGRAM,
     Driver,
     GroupTrainer,
     check_leftovers,
@@ -24,7 +26,7 @@ from tests.cluster.ray_kit import start_ray
 from tests.postgres import PostgresServer
 from tests.speed import scaled
 
-pytestmark = [pytest.mark.needs("ray", "postgres", "agent:mini-swe-agent")]
+pytestmark = [pytest.mark.needs("ray", "postgres", f"agent:{AGENT}")]
 
 
 @pytest.mark.real
@@ -34,7 +36,9 @@ def test_rollouts_of_a_killed_node_run_again_elsewhere(
     with start_ray("a", "b", slots=2) as cluster:
         driver = Driver(cluster, postgres_url, tmp_path / "out", n=6, concurrency=6)
         driver.wait_for(lambda: driver.log().count("is ready") >= 3)
-        driver.wait_for(lambda: any("mini-swe-agent" in line for line in cluster.nodes["b"].processes().values()))
+        driver.wait_for(
+            lambda: any(line == AGENT or PROGRAM in line for line in cluster.nodes["b"].processes().values())
+        )
         lost = cluster.nodes["b"].processes()
         cluster.nodes["b"].kill()
         driver.wait()

@@ -26,7 +26,7 @@ def make_environment(folder: Path) -> Path:
 
 
 @pytest.mark.real
-@pytest.mark.needs("slurm", "ray", "postgres", "agent:mini-swe-agent")
+@pytest.mark.needs("slurm", "ray", "postgres", "agent:pi")
 def test_job_runs_batch_on_its_nodes(tmp_path: Path, postgres_server: PostgresServer, postgres_url: str) -> None:
     require("ray")
     with start_slurm("n1", "n2") as slurm:
@@ -39,7 +39,7 @@ def test_job_runs_batch_on_its_nodes(tmp_path: Path, postgres_server: PostgresSe
             "TOKEN_FOLDER": str(slurm.folder),
             "RAY_TMPDIR": str(slurm.folder),
         }
-        batch = ["batch", "--tasks", str(ROOT / "examples" / "tasks" / "fix-add"), "--agent", "mini-swe-agent"]
+        batch = ["batch", "--tasks", str(ROOT / "examples" / "tasks" / "fix-add"), "--agent", "pi"]
         batch += ["--sandbox", "local", "--n", "3", "--concurrency", "3", "--out", str(tmp_path / "out")]
         log = tmp_path / "job.log"
         options = ["--parsable", "--nodes=2", f"--output={log}"]
