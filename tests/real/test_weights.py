@@ -1,6 +1,6 @@
 """Tests for weight updates of a running vLLM: versioned adapters, a full model swap during a call, and rejected updates.
 
-The tests restore the server's initial weights."""
+The tests restore the server's initial weights. The call that is updated in the middle needs the slower model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from tests.real.test_vllm import Gateway, started
 from tests.speed import scaled
 from tests.vllm import Model, Servers
 
-pytestmark = [pytest.mark.needs("vllm", "smollm2"), pytest.mark.full]
+pytestmark = pytest.mark.full
 QUESTION: list[Any] = [{"role": "user", "content": "Tell me a story about a river."}]
 
 
 @pytest.fixture
-def model(vllm: Servers) -> Model:
-    return vllm.get("smollm2")
+def model(request: pytest.FixtureRequest, vllm: Servers) -> Model:
+    return vllm.get(request.param)
+
+
+def served_by(name: str) -> pytest.MarkDecorator:
+    """Parametrize a test with the model of this name."""
+    return pytest.mark.parametrize("model", [pytest.param(name, marks=pytest.mark.needs("vllm", name))], indirect=True)
 
 
 @pytest.fixture
@@ -80,6 +85,7 @@ def load_weights(gateway: Gateway, **wanted: Any) -> Any:
     return response.json()
 
 
+@served_by("tiny-qwen3")
 def test_adapters_are_served_and_recorded_by_version(model: Model, gateway: Gateway, tmp_path: Path) -> None:
     base, versions = sample_greedy(gateway, model)
     assert versions == (0, 0)
@@ -111,6 +117,7 @@ def _greedy(model: Model, name: str, gateway: Gateway, tokens: int) -> list[int]
     return ids
 
 
+@served_by("smollm2")
 def test_call_in_flight_survives_pause_and_new_weights(model: Model, gateway: Gateway, tmp_path: Path) -> None:
     before, _ = sample_greedy(gateway, model, 28)
     session, client = gateway.open(sampling={"min_tokens": 28})
