@@ -30,6 +30,7 @@ from turngate.types import (
 )
 
 log = logging.getLogger("turngate")
+_LOWEST = float(np.finfo(LOGPROB_DTYPE).min)
 # Sends a batch of events that arrived together, and returns when they are on their way to the agent. An exception ends the turn.
 Emit = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
 
@@ -135,6 +136,8 @@ class TurnDraft:
             return None
         if None in given:
             given = [np.nan if value is None else value for value in given]
+        if given and min(given) >= _LOWEST and max(given) <= LOGPROB_TOLERANCE:  # NaN never hides a value after it
+            return np.array(given, LOGPROB_DTYPE)
         with np.errstate(over="ignore"):  # values too large for 32 bits become infinite
             logprobs = np.array(given, LOGPROB_DTYPE)
         invalid = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
