@@ -1,9 +1,9 @@
-"""Measure every query of the page, and the admin API's and `turngate show`'s lists, on a shared store.
+"""Measure every query of the page, the lists of the admin API, and `turngate show`, on a shared store.
 
     python bench/shared_store_pages.py postgresql://user@host/database
 
-Each round asks every route once, so that no route profits from having been asked just before. The first round is the first request after
-a start, and is printed on its own. The exit status is 1 if the median of a route is over the limit.
+Each round requests every route once, so that no route benefits from a request just before. The first request after a start and the first
+round are printed separately. The exit status is 1 if the median of a route is over the limit.
 """
 
 from __future__ import annotations

@@ -95,10 +95,10 @@ async def test_nothing_is_trained_twice_after_a_restore(
         feeds.commit("f", reader, 2)
         cursor = events.newest()
         restore()
-        # A reader with a position from the future gets an error that says what to do.
+        # A reader whose position is newer than the store gets an error that says what to do.
         with pytest.raises(Conflict, match=r"after is 2, but the newest delivery of feed 'f' is 1.*mark-restored"):
             await read(feeds, reader, 2)
-        # A follower of events with a cursor from the future starts over.
+        # A follower of events whose cursor is newer than the store starts over.
         async for one in events.follow(after=cursor, wait=False):
             assert one is not None and one.seq == 1
             break
@@ -154,7 +154,7 @@ def test_a_cell_that_the_restored_store_does_not_know_registers_again(server: Po
     assert not shared.cells.renew("a")
     adopted = shared.cells.register("b", "a", "http://cell", 30.0, cell.outbox.cells())
     cell.outbox.start("b", adopted)
-    assert adopted == ["a"] and not cell.outbox.find_foreign("b")  # its open session goes on
+    assert adopted == ["a"] and not cell.outbox.find_foreign("b")  # its open session continues
     assert ship(cell, shared) == 1
     row = shared.attempts.find("s1", 1)
     assert row is not None and row.state == "settled"

@@ -182,7 +182,7 @@ def sandbox_folder() -> Path:
 
 
 def check_leftovers(cluster: LocalRay) -> None:
-    """Check that no cell, agent or sandbox is left on a node that lives."""
+    """Check that no cell, agent or sandbox is left on a live node."""
     deadline = time.monotonic() + scaled(20)
     while left := [*find_processes(sandbox_folder()), *list_cells(cluster)]:
         assert time.monotonic() < deadline, left

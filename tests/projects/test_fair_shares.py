@@ -1,4 +1,4 @@
-"""Fair shares of the engines: by weight, work-conserving, and fair to the groups of a project."""
+"""Fair shares of the engines: by weight, without idle engines, and fair to the groups of a project."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def simulate(
 @pytest.mark.parametrize(
     ("waiting", "weights", "expected"),
     [
-        # A greedy project does not keep a small one waiting: each gets half while both have calls.
+        # A large project does not delay a small one: each gets half while both have calls.
         ({("greedy", ""): 900, ("small", ""): 40}, {}, {("greedy", ""): 60, ("small", ""): 40}),
         ({("a", ""): 500, ("b", ""): 500}, {}, {("a", ""): 50, ("b", ""): 50}),
         ({("a", ""): 500, ("b", ""): 500}, {"a": 3.0}, {("a", ""): 75, ("b", ""): 25}),
@@ -56,7 +56,7 @@ def simulate(
 )
 def test_shares(waiting: Mapping[Owner, int], weights: Mapping[str, float], expected: Mapping[Owner, int]) -> None:
     ended, idle = simulate(waiting, 8, weights, 100)
-    assert idle == 0  # work-conserving
+    assert idle == 0  # no slot is idle while calls wait
     for owner, calls in expected.items():
         assert abs(ended[owner] - calls) <= 8, (owner, ended)
 

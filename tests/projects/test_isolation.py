@@ -1,4 +1,4 @@
-"""One project's keys never reach another project's things, over any route and in either store.
+"""A project's keys never reach another project, on any route and in either store.
 
 `ATTACKS` must have an entry for every route of the application: a new route without one fails `test_every_route_is_attacked`.
 """
@@ -25,7 +25,7 @@ from turngate.store.projects import SCOPE_NAMES
 _POSTGRES = pytest.param("postgres", marks=[pytest.mark.needs("postgres"), pytest.mark.full])
 CHAT = {"model": "m", "messages": [user("Hi")]}
 OUTCOME = {"kind": "graded", "reward": 1.0, "group": "{group}"}
-# What belongs to project alpha. The second value of each is a name that exists nowhere, of the same length.
+# Names in project alpha. The second value of each is a name of the same length that does not exist.
 TARGETS = {
     "id": ("alpha-session-open", "ghost-session-open"),
     "sealed": ("alpha-session", "ghost-session"),
@@ -40,7 +40,7 @@ TARGETS = {
 
 
 class Attack(NamedTuple):
-    """How to attack a route: the query and the body name alpha's things. `sealed`: the path names the finished session."""
+    """How to attack a route: its query and body, with names in alpha. `sealed`: the path names the finished session."""
 
     query: str = ""
     body: Json = None
@@ -157,7 +157,7 @@ async def test_every_route_is_attacked() -> None:
                 continue  # no key needed, or that of a session, which names its project itself
             assert (method, path) in known, f"add {method} {path} to ATTACKS, and to turngate/server/scopes.py"
         unlisted = {route for route in SCOPES if "/admin/gate" not in route[1]} - set(ATTACKS)
-        assert not unlisted, f"scopes.py has routes that nobody attacks: {unlisted}"
+        assert not unlisted, f"scopes.py has routes that ATTACKS does not cover: {unlisted}"
 
 
 # ── the attack ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from turngate.telemetry.metrics import Metrics
 
 
 class Holder:
-    """One process that uses a quota, with its time and its counter in the test's hands."""
+    """One process that uses a quota. The test sets its clock and its counter."""
 
     def __init__(self, table: QuotaTable, limits: Quotas) -> None:
         self.now = 10 * DAY_S + 1.0

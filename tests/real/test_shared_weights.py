@@ -146,7 +146,7 @@ async def _check_load(g: Running, model: Model) -> None:
 
 
 async def _check_draining(g: Running, live: LiveCells, model: Model) -> None:
-    """A call waits while the only engine drains, and goes on when that ends."""
+    """A call waits while the only engine drains, and continues afterwards."""
     await change(g, "drain", url=model.url)
     one = live.cells[1]
     session = await live.open(one)

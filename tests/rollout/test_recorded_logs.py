@@ -36,7 +36,7 @@ mkdir -p "$TURNGATE_LOGS/verifier"; echo 0 > "$TURNGATE_LOGS/verifier/reward.txt
 
 
 async def test_values_of_the_machine_are_hidden_whatever_their_names(tmp_path: Path) -> None:
-    """A task may use values of the machine that runs it: `${…}` in its file. Whoever reads its logs does not get them."""
+    """A task may use values of the machine that runs it: `${…}` in its file. They do not appear in its logs."""
     task = make_task(tmp_path, PROGRAM, HOST_TEST)
     assert isinstance(task.grader, Script)
     grader = msgspec.structs.replace(task.grader, env={"GRADING": "marked-host-0004", "MODE": "default-0005"})

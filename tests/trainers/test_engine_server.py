@@ -1,4 +1,4 @@
-"""The in-process engine over HTTP, called by the client that cells use for SGLang: the same tokens as in the process, and no strangers."""
+"""The in-process engine over HTTP, called by the SGLang client of cells: the same tokens as in the process, and only with the key."""
 
 from __future__ import annotations
 

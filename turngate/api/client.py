@@ -418,17 +418,20 @@ def batch(
 
 
 def _choose_cluster(given: ClientSettings) -> ClusterPlace | None:
-    """Return the cluster to run on; None if rollouts run in this process."""
+    """Return the cluster to run on, or None if rollouts run in this process."""
     data = "" if given.data is None else str(given.data)
     if not given.cluster:
         if is_database_url(data):
             raise BadRequest(
-                "data must be a folder if cluster is not set; pass cluster=, such as cluster='auto', to record in PostgreSQL",
+                "without cluster, data must be a folder; pass cluster=, such as cluster='auto', to record in PostgreSQL",
                 param="data",
             )
         return None
     if given.gateway:
-        raise BadRequest("gateway cannot be set if cluster is, because each node has its own gateway", param="gateway")
+        raise BadRequest(
+            "gateway cannot be set with cluster, because each node has its own gateway; remove one of them",
+            param="gateway",
+        )
     place = ClusterPlace(address=given.cluster, shared=data)
     place.check()
     return place
@@ -455,7 +458,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Wait for the next result; None if there are no more. Raise a worker's error immediately, because it may affect all rollouts."""
+    """Wait for the next result, or return None if there are no more. Raise a worker's error at once, because it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

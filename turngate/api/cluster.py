@@ -1,4 +1,4 @@
-"""Runs the rollouts of a client on a Ray cluster, as one batch."""
+"""Run the rollouts of a client on a Ray cluster, as one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, and is slow for long traces."""
+"""Build a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, and is slow for long traces."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
     labels = parse_labels(options.ray_label or ())
     if not options.ray:
         if labels:
-            raise ConfigError("ray_label is set without a cluster; pass --ray too", param="ray_label")
+            raise ConfigError("ray_label needs a cluster; pass --ray too", param="ray_label")
         return None
     for name in ("gateway", "public_url", "tunnel"):
         if getattr(options, name):
@@ -38,7 +38,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
 
 @asynccontextmanager
 async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Start a gateway on the shared store. Yield a client, and that we started it."""
+    """Start a gateway on the shared store. Yield a client, and True because this process started the gateway."""
     async with open_shared_gateway(config) as client:
         yield client, True
 

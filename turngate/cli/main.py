@@ -242,7 +242,7 @@ def mark_restored(
 ) -> None:
     """Note that a store was restored from a backup, so that nothing is trained twice.
 
-    Cells note it themselves when the shared store lacks a session that they have shipped.
+    Cells do this themselves if the shared store lacks a session that they have shipped.
     """
     from turngate.cli.restored import mark_restored
 
@@ -405,8 +405,8 @@ def remove_engine(
 
 
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
-_WeightFlag = Annotated[Optional[float], typer.Option(help="Share of the engines, relative to other projects.")]
-_LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: sessions open at once; 0 for no limit.", min=0)]
+_WeightFlag = Annotated[Optional[float], typer.Option(help="Share of crowded engines, relative to other projects.")]
+_LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
 _TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
 _PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="Prefix of the key, such as tgp-1a2b3c4d.")]
 _OutFlag = Annotated[
@@ -431,7 +431,7 @@ def create_project(
     gateway: _GatewayFlag = _GATEWAY_URL,
     as_json: _JsonFlag = False,
 ) -> None:
-    """Create a project: a store of its own, which only its keys open."""
+    """Create a project with its own store, which only its keys and the admin key can open."""
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
     settings = {"weight": weight or 1.0, "quotas": parse_quotas(live_sessions, tokens_per_day) or {}}
@@ -448,7 +448,7 @@ def change_project(
     gateway: _GatewayFlag = _GATEWAY_URL,
     as_json: _JsonFlag = False,
 ) -> None:
-    """Change the weight of a project, or replace all its quotas."""
+    """Change the weight of a project, or replace its quotas. If you pass one quota, the others are removed."""
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
     settings = {"weight": weight, "quotas": parse_quotas(live_sessions, tokens_per_day)}
@@ -458,7 +458,7 @@ def change_project(
 
 @keys_app.command("list")
 def list_keys(project: _ProjectFlag = "", gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
-    """List the keys of a project, or of all. The keys themselves are not stored."""
+    """List the keys of one project, or of all. The keys themselves are not stored."""
     from turngate.cli.projects import ask, print_keys
 
     print_keys(_or_exit(lambda: ask(gateway, lambda client: client.keys(project))), as_json)
@@ -466,15 +466,15 @@ def list_keys(project: _ProjectFlag = "", gateway: _GatewayFlag = _GATEWAY_URL, 
 
 @keys_app.command("create")
 def create_key(
-    scope: Annotated[list[str], typer.Option(help="What it may do: sessions, traces, feed or admin. Repeatable.")],
+    scope: Annotated[list[str], typer.Option(help="What the key may do: sessions, traces, feed or admin. Repeatable.")],
     project: _ProjectFlag = "",
-    note: Annotated[str, typer.Option(help="A note for the list of keys, such as who uses it.")] = "",
-    days: Annotated[Optional[float], typer.Option(help="Days until it expires. Default: never.")] = None,
+    note: Annotated[str, typer.Option(help="Note for the list of keys, such as who uses this one.")] = "",
+    days: Annotated[Optional[float], typer.Option(help="Days until the key expires. Default: never.")] = None,
     out: _OutFlag = None,
     gateway: _GatewayFlag = _GATEWAY_URL,
     as_json: _JsonFlag = False,
 ) -> None:
-    """Create a key, and print it. It cannot be shown again."""
+    """Create a key and print it. It cannot be shown again."""
     from turngate.cli.projects import create_key, show_new_key
 
     seconds = None if days is None else days * 86400
@@ -492,7 +492,7 @@ def rotate_key(
     gateway: _GatewayFlag = _GATEWAY_URL,
     as_json: _JsonFlag = False,
 ) -> None:
-    """Create a key with the same scopes in place of another one, and print it."""
+    """Replace a key with a new one that has the same scopes, and print the new one."""
     from turngate.cli.projects import create_key, show_new_key
 
     new = _or_exit(lambda: create_key(gateway, lambda client: client.rotate_key(prefix, grace_hours * 3600), out))
@@ -501,7 +501,7 @@ def rotate_key(
 
 @keys_app.command("revoke")
 def revoke_key(prefix: _PrefixArgument, gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
-    """Revoke a key. It stops working within a second, and at cells within five."""
+    """Revoke a key. It stops working within a second, or within five seconds in cells."""
     from turngate.cli.projects import ask, print_keys
 
     print_keys([_or_exit(lambda: ask(gateway, lambda client: client.revoke_key(prefix)))], as_json)
@@ -510,8 +510,8 @@ def revoke_key(prefix: _PrefixArgument, gateway: _GatewayFlag = _GATEWAY_URL, as
 @app.command()
 def audit(
     project: _ProjectFlag = "",
-    after: Annotated[int, typer.Option(help="Show the entries after this number.", min=0)] = 0,
-    limit: Annotated[int, typer.Option(help="Entries to show.", min=1, max=1000)] = 100,
+    after: Annotated[int, typer.Option(help="Show only entries after this number.", min=0)] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of entries.", min=1, max=1000)] = 100,
     gateway: _GatewayFlag = _GATEWAY_URL,
     as_json: _JsonFlag = False,
 ) -> None:

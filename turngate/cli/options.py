@@ -287,9 +287,9 @@ class TrainOptions:
     engine_host: Annotated[
         str,
         _flag(
-            "With --ray: address of this machine at which the nodes reach its engine.",
+            "With --ray: address at which the nodes reach the engine on this machine.",
             CLUSTER,
-            default="that of its default route",
+            default="the address of the default route",
         ),
     ] = ""
     data: Annotated[

@@ -1,4 +1,4 @@
-"""`turngate mark-restored`: note that a store was restored from a backup, so that trainers state their positions anew."""
+"""`turngate mark-restored`: note that a store was restored from a backup, so that trainers must state their positions again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turngate.store.sqlite import Store
 
 
 def mark_restored(data: str) -> None:
-    """Give a store, and those of its projects, a new history. A gateway on a folder must be stopped."""
+    """Give a store, and the stores of its projects, a new history. A gateway on a folder must be stopped first."""
     refuse_password_flag(data)
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise ConfigError(f"data: no turngate.db in {data}; pass the --data folder of a gateway", param="data")
@@ -35,5 +35,5 @@ def _mark(store: Store, project: str) -> None:
     store.restores.note(store.restores.history())
     say(
         console(),
-        f"project {project}: noted; {len(store.feeds.listing())} feeds ask trainers for the numbers in their checkpoints",
+        f"project {project}: restore noted; feeds to open again with the number in the trainer's checkpoint: {len(store.feeds.listing())}",
     )

@@ -67,13 +67,13 @@ def train_model(options: TrainOptions) -> int:
 
 
 def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster | None:
-    """Return the cluster of the flags; None without --ray."""
+    """Return the cluster that the flags choose, or None without --ray."""
     refuse_password_flag(options.data)
     labels = parse_labels(options.ray_label or ())
     if options.ray:
         if not is_database_url(options.data):
             raise ConfigError(
-                "data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate, with --ray",
+                "with --ray, data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate",
                 param="data",
             )
         return TrainingCluster(
@@ -84,9 +84,9 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
         )
     for name, value in (("ray_label", labels), ("engine_host", options.engine_host)):
         if value:
-            raise ConfigError(f"{name} is set without a cluster; pass --ray too", param=name)
+            raise ConfigError(f"{name} needs a cluster; pass --ray too", param=name)
     if is_database_url(options.data):
-        raise ConfigError("data must be a folder without --ray; pass --ray too to record in PostgreSQL", param="data")
+        raise ConfigError("without --ray, data must be a folder; pass --ray too to record in PostgreSQL", param="data")
     return None
 
 

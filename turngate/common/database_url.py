@@ -26,7 +26,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> str:
-        """The schema of the project's tables. Empty for the store of the whole, which uses the user's own."""
+        """The schema of the project's tables. Empty for the main store, which uses the user's own schema."""
         return f"project_{self.project}" if self.project else ""
 
     def locate_project(self, project: str) -> str:

@@ -1,4 +1,4 @@
-"""Check API keys against those in the store, which are read again every second.
+"""Check API keys against those in the store, which are read every second.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies it in lists and in the audit log. The store has only a
 hash of the whole key.
@@ -45,7 +45,7 @@ def hash_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """The projects and keys that a gateway knows. `read` is called again after `refresh_s`; inf: only `update` changes them."""
+    """The projects and keys that a gateway knows. `read` is called again after `refresh_s`; if that is inf, only `update` changes them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class KeyRing:
         return found if found is not None and secrets.compare_digest(found.hash, hash_key(key)) else None
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
-        """Return the valid key with this prefix. The caller has to prove in another way that the request has the key."""
+        """Return the valid key with this prefix. The caller must prove in another way that the request has the key."""
         found = self._refresh().keys.get(prefix)
         if found is None and _UNKNOWN_S <= self._clock() - self._read_at < self._refresh_s < float("inf"):
             self.update()  # another process may have just created it

@@ -194,7 +194,9 @@ class EngineChanges:
         address = _address(local.make_engine(url))
         listed = [*(states := self._listed.read()).used, *states.failed]
         if address not in listed:
-            raise NotFound(f"engine {address} is not in the pool; it has {', '.join(listed) or 'none'}", param="url")
+            raise NotFound(
+                f"engine {address} is not in the pool; the pool has {', '.join(listed) or 'none'}", param="url"
+            )
         return address
 
 

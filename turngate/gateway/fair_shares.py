@@ -1,8 +1,8 @@
 """Fair shares of the engines: which waiting call goes next while all engines are crowded.
 
-The next call is that of the project with the fewest running calls for its weight, and within the project that of the group with the fewest
-running calls. Calls of one group keep their order. So each project that has enough calls gets its share of the engines, however many calls
-another one has waiting, and what a project does not use goes to the others.
+The next call comes from the project with the fewest running calls for its weight, and in this project from the group with the fewest
+running calls. Calls of one group keep their order. So each project with enough calls gets its share of the engines, however many calls of
+other projects wait. The share that a project does not use goes to the others.
 
 Nothing waits here unless all engines report a long queue. While calls wait, each call that ends lets one in, so the engines stay as full as
 they were. A gateway without other projects lets every call through.
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_POLL_S = 0.1  # between looks at the load of the engines while calls wait
+_POLL_S = 0.1  # between checks of the engines' load while calls wait
 
 
 class FairQueue(Generic[T]):
-    """Waiting calls by project and group, and how many calls of each run. Pure."""
+    """Waiting calls by project and group, and how many calls of each run. No I/O."""
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         self._weight = weight

@@ -115,15 +115,15 @@ class Feeds:
         return _view(row, history), row.reader
 
     def _check_position(self, row: FeedRow, history: str, after: int | None, mark: str) -> None:
-        """Raise `Conflict` if the store went back in time, and a trainer's position may be lost or mean something else."""
+        """Raise `Conflict` if the store was restored, and a trainer's position may be lost or mean something else."""
         if not history:
             return
         restored = f"feed {row.name!r}: the store was restored from a backup"
         if after is None:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
-                    f"{restored}, in which the last commit is {row.committed} of {row.newest}, and later commits may be lost; open it "
-                    f"with after= the number in your checkpoint, or with after={row.committed} if nothing later was trained",
+                    f"{restored}, in which the last commit is {row.committed} of {row.newest}, and later commits may be lost; open the "
+                    f"feed with after= the number in your checkpoint, or with after={row.committed} if nothing later was trained",
                     param="after",
                 )
             return
@@ -137,7 +137,7 @@ class Feeds:
             )
             start = row.committed if last is None else last
             raise Conflict(
-                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers were assigned anew. Rollouts that may "
+                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers were assigned again. Rollouts that may "
                 f"have been trained before are delivered without rows. Continue with after={start} and the mark "
                 f"{_view(row, history).mark!r}",
                 param="after",

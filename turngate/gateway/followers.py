@@ -35,7 +35,7 @@ async def wait_for_followers(table: FenceTable, epoch: int) -> None:
         rows = await asyncio.to_thread(table.list_followers)
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
-        log.warning("cells %s did not answer; they hold their calls until they do", ", ".join(late))
+        log.warning("cells %s did not answer; they hold their calls until they reach the shared store", ", ".join(late))
     await asyncio.to_thread(table.prune, _PRUNE_S)
 
 

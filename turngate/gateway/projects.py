@@ -91,7 +91,7 @@ class Projects:
         if not scopes:
             raise BadRequest(f"scopes is empty; choose from {', '.join(SCOPE_NAMES)}", param="scopes")
         if len(note) > _MAX_NOTE:
-            raise BadRequest(f"note has {len(note)} characters; the limit is {_MAX_NOTE}", param="note")
+            raise BadRequest(f"note must have at most {_MAX_NOTE} characters, not {len(note)}", param="note")
         secret, prefix, digest = new_key()
         now = time.time()
         expires = None if expires_s is None else now + expires_s
@@ -105,7 +105,7 @@ class Projects:
         """Create a key with the same scopes in place of another one, which stays valid for `grace_s` seconds."""
         old = self._find_key(caller, prefix)
         if not old.is_valid(now := time.time()):
-            raise Conflict(f"key {prefix} is no longer valid; create a new one")
+            raise Conflict(f"key {prefix} is no longer valid; create a new key")
         secret, new_prefix, digest = new_key()
         expires = (
             None if old.expires is None else now + (old.expires - old.created)
@@ -128,7 +128,7 @@ class Projects:
         for key in self._table.list_keys(caller.project):
             if key.prefix == prefix:
                 return key
-        raise NotFound(f"unknown key {prefix[:40]!r}; list the keys to see their prefixes", param="key")
+        raise NotFound(f"unknown key {prefix[:40]!r}; `turngate keys list` shows the prefixes", param="key")
 
     # ── audit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -144,7 +144,7 @@ class Projects:
 
     def _require_writable(self) -> None:
         if self._read_only:
-            raise Conflict("this gateway is a cell; manage projects and keys at the gateway of its shared store")
+            raise Conflict("this gateway is a cell; manage projects and keys at the gateway on the shared store")
 
 
 def _check_weight(weight: float) -> None:

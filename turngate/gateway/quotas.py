@@ -1,7 +1,7 @@
 """Quotas: what a project may still use in this process, and the thread that takes more of it from the store.
 
 The thread takes a part before the last one is used up. A model call compares two numbers in memory, and waits only if the part is used up
-while the thread is still asking for more. Calls in flight always finish, so a project can exceed its tokens by theirs.
+while the thread is still asking for more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turngate.telemetry.metrics import Metrics
 log = logging.getLogger("turngate")
 DAY_S = 86400
 PARTS = 20  # a part is this fraction of the quota
-REFRESH_S = 1.0  # between looks at the parts
+REFRESH_S = 1.0  # between checks of the parts
 HOLD_S = 60.0  # how long a part of the live sessions lasts after its holder has died
 _WAIT_S = 3.0  # how long a call waits for a part before it is refused
 
@@ -49,7 +49,7 @@ class ProjectQuota:
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
-                "(tokens_per_day); it is renewed at midnight UTC, or the operator can raise it: "
+                "(tokens_per_day); wait until midnight UTC, or ask the operator to raise it: "
                 f"turngate projects change {self.project} --tokens-per-day N"
             )
 
@@ -58,7 +58,7 @@ class ProjectQuota:
         if not self._has_room() and not await self._wait(self._has_room):
             raise QuotaExceeded(
                 f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
-                "(live_sessions); seal or cancel some, or the operator can raise it: "
+                "(live_sessions); seal or cancel some, or ask the operator to raise it: "
                 f"turngate projects change {self.project} --live-sessions N"
             )
 
@@ -83,7 +83,7 @@ class ProjectQuota:
         return False
 
     def wake(self) -> None:
-        """Let waiting calls look again. Called from the thread."""
+        """Let waiting calls check again. Called from the thread."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
@@ -160,7 +160,7 @@ class QuotaKeeper:
                 self.refresh(quota, part)
 
     def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
-        """Take what the project needs next. If the store does not answer, it keeps to what it has."""
+        """Take what the project needs next. If the store does not answer, the project can use only what it has."""
         quota.limits = limits = self._read_limits(quota.project)
         try:
             self._refresh_tokens(quota, part, limits.tokens_per_day)

@@ -156,4 +156,6 @@ class FollowedEngineChanges(EngineChanges):
 
 
 def _refusal() -> Conflict:
-    return Conflict("this cell uses the engines of the shared store; use the gateway on the shared store instead")
+    return Conflict(
+        "this cell uses the engines that the shared store lists; change them at the gateway on the shared store"
+    )

@@ -97,7 +97,7 @@ class FollowedUpdates(WeightUpdates):
 
 
 def _refusal() -> Conflict:
-    return Conflict("this cell follows the fence of the shared store; use the gateway on the shared store instead")
+    return Conflict("this cell follows the fence of the shared store; change it at the gateway on the shared store")
 
 
 class FenceFollower:

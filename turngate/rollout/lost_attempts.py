@@ -56,7 +56,7 @@ class LostAttempts:
         identity = started.rollout, started.attempt, started.session
         if why == "lost":
             settled = await supersede_after_lease(self._gateway, *identity, self._results.note)
-        else:  # someone waits for the batch to stop; if the cell holds its lease, the next run settles the attempt
+        else:  # the batch is stopping; if the cell holds its lease, the next run settles the attempt
             settled = await self._gateway.supersede(*identity)
         recorded = settled.outcome
         if recorded is None or settled.attempt.state == "superseded":

@@ -23,7 +23,7 @@ class Redactor:
     """Removes the secrets of one agent: those in its environment, its session key, and the machine's values that its task uses."""
 
     def __init__(self, env: Mapping[str, str], host_values: Sequence[str] = ()) -> None:
-        """`host_values` are secrets whatever the names of their variables."""
+        """`host_values` are treated as secrets, whatever the names of their variables."""
         self._secrets = [value for name, value in env.items() if _SECRET_NAMES.search(name)]
         self._secrets += sorted(host_values, key=len, reverse=True)  # one may contain another
 

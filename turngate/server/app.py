@@ -109,7 +109,7 @@ class Gateway(ProjectGateway):
         return FollowedEngineList(configured) if self.config.shared else EngineList(self.store, configured)
 
     def _choose_engine(self, engine: Engine | None, relay: Relay | None) -> tuple[Engine | None, Relay | None]:
-        """Return the given engine or relay, or else the configured one. On the shared store, only a pool is of use: it receives weights."""
+        """Return the given engine or relay, or else the configured one. On the shared store, only a pool is useful: it receives weights."""
         if engine is not None or relay is not None:
             return engine, relay
         urls = list(self.engine_list.read().used)

@@ -37,7 +37,7 @@ class ChangeProjectBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /admin/keys`. The default project is that of the gateway's answer: the caller's own."""
+    """The body of `POST /admin/keys`. The default project is the one that the request belongs to."""
 
     project: str = ""
     scopes: list[ScopeName]

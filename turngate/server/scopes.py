@@ -108,5 +108,5 @@ MODEL_CALLS = _RUN  # with a session in the path, such as /s/{id}/v1/chat/comple
 
 
 def scopes_of(method: str, path: str) -> Scopes:
-    """Return the scopes, one of which opens a route."""
+    """Return the scopes of a route. A key with any one of them opens it."""
     return SCOPES[method, path]

@@ -1,4 +1,4 @@
-"""A batch of the Python API on a Ray cluster: the same batch as that of `turngate batch --ray`, with results as the service builds them.
+"""A batch of the Python API on a Ray cluster: runs like `turngate batch --ray`, and returns results as the service does.
 
 async with open_cluster_batch(config, place, request, tasks, n, folder) as batch:
     async for finished in batch.rollouts():
@@ -52,8 +52,8 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         if not is_database_url(self.shared):
             raise BadRequest(
-                "data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate, if "
-                f"cluster is set, not {self.shared!r}",
+                "with cluster, data must be the URL of a PostgreSQL database that all nodes reach, such as "
+                f"postgresql://user@host/turngate, not {self.shared!r}",
                 param="data",
             )
 
@@ -160,7 +160,7 @@ def _choose_endpoint(config: ServiceConfig, request: TaskRolloutRequest) -> Endp
     choice = Catalog(config.endpoints).choose(request.model_key, request.mode, request.thinking)
     if choice.endpoint.scheme == "gateway":
         raise BadRequest(
-            "gateway cannot be set if cluster is, because each node has its own gateway; pass model=KIND://MODEL@URL",
+            "gateway cannot be set with cluster, because each node has its own gateway; pass model=KIND://MODEL@URL instead",
             param="gateway",
         )
     if choice.mode not in _MODES:

@@ -1,4 +1,4 @@
-"""The audit log: who did which administrative thing, and when. Entries are only ever added."""
+"""The audit log: who made which administrative change, and when. Entries are never changed or removed."""
 
 from __future__ import annotations
 

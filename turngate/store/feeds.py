@@ -385,7 +385,7 @@ def _find_entries(
         f" AND ({which % tuple(marks)})"
     )
     found: dict[int, list[FeedEntry]] = {feed.key: [] for feed in feeds}
-    # Sorted here, because an index on `place` would tempt SQLite to read the whole table in that order.
+    # Sorted here: with an index on `place`, SQLite might read the whole table in that order.
     for feed, *entry in sorted(db.execute(query, (*found, *values)).fetchall(), key=lambda row: row[-1]):
         found[feed].append(FeedEntry(*entry))
     return found

@@ -208,7 +208,7 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Make sessions due that the shared store has lost. Outcomes that it may have delivered before are marked."""
+        """Make sessions due that the shared store has lost. Mark them, because their outcomes may have been delivered before."""
         now = time.time()
         with self._writing() as db:
             for session in sessions:

@@ -1,4 +1,4 @@
-"""Projects and their API keys. They are in the store of the whole gateway; each project's own store has its sessions."""
+"""Projects and their API keys. They are in the gateway's main store; each project's own store has its sessions."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def unknown_project(name: str) -> NotFound:
 
 
 def locate_project(data: str, project: str) -> str:
-    """Return where a project's own store is, in the form of `--data`: a folder or an address below that of the whole."""
+    """Return where a project's own store is, in the form of `--data`: a folder or an address below that of the main store."""
     if project == DEFAULT_PROJECT:
         return data
     if is_database_url(data):
@@ -204,7 +204,7 @@ def locate_project(data: str, project: str) -> str:
 
 
 def refuse_project_store(data: str) -> None:
-    """Refuse to serve the store of a single project: its keys, cells and fence are in the store of the whole."""
+    """Refuse to serve the store of a single project: its keys, cells and fence are in the main store."""
     if is_database_url(data) and (url := parse_database_url(data)).project:
         whole = url.name.removesuffix(f"/projects/{url.project}")
         raise ConfigError(

@@ -38,7 +38,7 @@ class QuotaTable:
         period: int = 0,
         until: float = NEVER,
     ) -> int:
-        """Make the part of a holder as large as wanted, or as the other holders leave room for. Return its size.
+        """Make the part of a holder as large as wanted, or as large as the other holders' parts allow. Return its size.
 
         A part never shrinks below what was taken for the same day, since that may be spent. Live sessions can be given back.
         """
@@ -62,7 +62,7 @@ class QuotaTable:
             return amount
 
     def give_back(self, project: str, quota: QuotaName, holder: str, unused: int, period: int = 0) -> None:
-        """Return the unused rest of a part, because its holder stops."""
+        """Give back the unused rest of a part, because its holder stops."""
         with self._writing() as db:
             query = "UPDATE quota_parts SET amount=amount-? WHERE project=? AND quota=? AND period=? AND holder=? AND amount>=?"
             db.execute(query, (unused, project, quota, period, holder, unused))

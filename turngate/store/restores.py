@@ -1,7 +1,7 @@
 """A store that was restored from an older backup: what its feeds and cells must not repeat.
 
-Each time the store goes back, it gets a new *history*, a random name. Numbers of deliveries that a trainer got in an earlier history mean
-the same only up to the newest number in the backup. Sessions that a cell ships again may have been trained before, so feeds deliver
+Each restore gives the store a new *history*, a random name. Numbers of deliveries that a trainer got in an earlier history mean the same
+only up to the newest number in the backup. Sessions that a cell ships again may have been trained before, so feeds deliver
 them without rows, with the reason.
 """
 
@@ -44,7 +44,7 @@ class RestoreLog:
         return "" if row is None else str(row[0])
 
     def note(self, known: str) -> str:
-        """Note that the store went back in time, and return the new history.
+        """Note that the store was restored, and return the new history.
 
         If the store's history is not `known`, another process has already noted it, and nothing changes. Feeds lose their readers, and a
         trainer must state the number in its checkpoint when it opens a feed again.

@@ -39,7 +39,7 @@ def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
 
 
 def find_host_values(task: Task) -> list[str]:
-    """Return the values in the task's environments that are this machine's, and so may be secret. Defaults are in the task's file."""
+    """Return the values in the task's environments that come from this machine and may be secret. Defaults come from the task's file."""
     found: list[str] = []
 
     def collect(place: str, env: Mapping[str, str]) -> Mapping[str, str]:

@@ -122,7 +122,7 @@ FAMILIES = (
         name="turngate_held_seconds",
         kind="histogram",
         bounds=ENGINE_BOUNDS,
-        about="Time that a call waited at the fence, if it had to wait.",
+        about="Time that a call waited at the fence or for its share of the engines, if it had to wait.",
     ),
     MetricFamily(name="turngate_engine_calls", kind="gauge", about="Calls in progress at the engine."),
     MetricFamily(

@@ -1,6 +1,6 @@
 """The API keys of a cell: read from the shared store every few seconds, and used from memory.
 
-A cell that cannot reach the shared store keeps to the keys it knows until its lease lapses. Then it accepts none.
+A cell that cannot reach the shared store uses the keys that it has until its lease lapses. Then it accepts none.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _read_script(path: str) -> str:
 async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClient]:
     """Run the driver's gateway on the shared store for the duration of the block: for groups, feeds and the page.
 
-    If the data is the store of a project, the gateway serves the whole store, and the client acts on the project.
+    If the data is the store of a project, the gateway serves the main store, and the client acts on the project.
     """
     url = parse_database_url(config.data)
     if url.project:

@@ -69,7 +69,7 @@ class ProjectExecutors:
         self._lock = asyncio.Lock()
 
     async def open(self, project: str) -> LocalExecutor:
-        """Return the executor of a project; empty: that of the project `default`."""
+        """Return the executor of a project. An empty name means the project `default`."""
         async with self._lock:
             if project not in self._open:
                 client = GatewayClient(self._cell.url, self._cell.admin_key, project)

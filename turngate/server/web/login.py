@@ -79,7 +79,7 @@ class PageLogin:
             wait = tries[0] + _TRIES_WINDOW_S - now
             raise TooManyRequests(f"too many attempts with a wrong key; try again in {wait:.0f} seconds", wait_s=wait)
         tries.append(now)
-        raise Unauthorized("key is not the admin key or a valid API key", param="key")
+        raise Unauthorized("key is neither the admin key nor a valid API key", param="key")
 
     def log_out(self, request: Request) -> None:
         """Invalidate the client's cookie in all workers."""

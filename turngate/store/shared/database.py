@@ -265,7 +265,7 @@ class SharedDatabase:
         if encoding not in (None, "UTF8"):
             db.close()
             raise ConfigError(
-                f"data: the encoding of {self.url.name} is {encoding}, which cannot hold all text; create a database with "
+                f"data: the encoding of {self.url.name} is {encoding}, which cannot store all characters; create a database with "
                 "`createdb -E UTF8 -T template0`",
                 param="data",
             )

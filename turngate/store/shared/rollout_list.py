@@ -142,7 +142,7 @@ def find_unopened(db: StoreConnection) -> list[str]:
 
 
 def find_silent(db: StoreConnection, before: float) -> list[str]:
-    """Return the unfinished rollouts whose runner has been silent since then."""
+    """Return the unfinished rollouts whose runner has reported nothing since then."""
     query = "SELECT id FROM rollout_list WHERE status IN ('starting', 'finishing') AND seen<? LIMIT 1000"
     return [session for (session,) in db.execute(query, (before,)).fetchall()]
 

@@ -51,14 +51,14 @@ _MIGRATIONS = {
 def prepare(db: Connection, where: str, schema: str = "") -> None:
     """Create the tables, or migrate those of an older version. Other processes that start at the same time wait.
 
-    `schema` is that of a project. Its tables are its own, except the cells, which are a view of those of the whole.
+    `schema` is that of a project. Its tables are its own, except the cells, which are a view of those in the main store.
     """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
         _prepare_tables(db, where, CELL_TABLES + FENCE_TABLES + ENGINE_TABLES)
         if schema:
             row = db.execute("SELECT current_schema()").fetchone()
-            assert row is not None, "the tables of the whole are in it"
+            assert row is not None, "it has the tables of the main store"
             cells = f'CREATE OR REPLACE VIEW cells AS SELECT * FROM "{row[0]}".cells;'
             db.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
             db.execute(use_schema(schema).encode())

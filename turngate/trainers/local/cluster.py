@@ -1,4 +1,4 @@
-"""Training on a Ray cluster: agents run in the cells of its nodes, and engine and trainer in this process.
+"""Training on a Ray cluster: agents run in the cells of its nodes, the engine and the trainer in this process.
 
     cells (agents → gateway) ──HTTP──► engine server ─► engine ◄─ trainer
        └────────► shared store ─► gateway of this process ─► feed ──┘
@@ -80,11 +80,11 @@ async def open_cluster_environment(
 
 
 async def _refuse_other_engines(gateway: GatewayClient) -> None:
-    """Cells also use the engines of the shared store's list, whose weights the trainer does not change."""
+    """Raise `ConfigError` if the shared store lists engines: cells would use them, but the trainer does not change their weights."""
     if others := [engine.url for engine in (await gateway.engines()).engines]:
         raise ConfigError(
             f"data: the list of engines of this database contains {others[0]}, which would sample with weights that are not trained; "
-            "remove it with `turngate engines remove`, or use a database of its own for this run",
+            "remove it with `turngate engines remove`, or use a separate database for this run",
             param="data",
         )
 

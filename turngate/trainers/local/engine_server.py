@@ -90,7 +90,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
                 web.get("/v1/loads", self._show_load),
             ]
         )
-        # A call whose cell has left is cancelled, and with it its generation.
+        # If a cell closes its connection, its call and the generation are cancelled.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S, handler_cancellation=True)
         await self._runner.setup()
         try:
@@ -99,7 +99,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
             await self._runner.cleanup()
             raise ConfigError(
                 f"engine_host {self._host} is not an address of this machine ({error.strerror}); pass the address at which the nodes "
-                "reach it",
+                "reach this machine",
                 param="engine_host",
             ) from None
         return self
