@@ -95,7 +95,7 @@ class LateModel(Model):
             super().record(session, kind, group)
             return
         self.later.append((session, kind, group))
-        if not self.is_closing_done:  # until then, a fill passes over the outcome where it would have been
+        if not self.is_closing_done:  # until then, a fill skips the outcome at its old place
             self.rows = [*(row for row in self.rows if row != session), session]
 
     def close(self, group: str) -> None:

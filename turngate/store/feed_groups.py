@@ -53,7 +53,7 @@ class FeedGroups:
 
     @property
     def added(self) -> list[FeedEntry]:
-        """The entries to write, first one first."""
+        """The entries to write, first to last."""
         return list(self._added.values())
 
     def add(self, new: NewEntry) -> None:

@@ -199,7 +199,7 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add earlier outcomes to a feed. A group that was closed in between gets its number then."""
+        """Add earlier outcomes to a feed. A group that was closed between two of them gets its number at that point."""
         entries = [
             (at, make_entry(db, key, known_as, outcome))
             for at, key, known_as, outcome, is_skipped in old
@@ -418,14 +418,14 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Assign a number to the waiting rollouts of a group, if the group was closed before an outcome that was recorded then."""
+    """Assign a number to the waiting rollouts of a group, if the group was closed between them and an outcome recorded at `recorded`."""
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:
         _assign_number(db, feed.key, feed.name, group)
 
 
 def _number_closed_groups(db: StoreConnection, feed: int, name: str) -> None:
-    """Assign numbers to the groups that were closed after the last of their earlier outcomes, in the order of their closing."""
+    """Assign numbers to the groups that were closed after the last of their earlier outcomes, in the order in which they were closed."""
     query = (
         f"SELECT team, min(closed) FROM closed_groups WHERE {_BEFORE_OPENING} AND EXISTS"
         " (SELECT 1 FROM rolled WHERE rolled.feed=? AND rolled.team=closed_groups.team AND number IS NULL)"

@@ -103,7 +103,7 @@ class Cell:
         return self._open().quotas
 
     def read_keys(self) -> None:
-        """Read the projects and keys of the shared store, and again every few seconds from now on."""
+        """Read the projects and keys of the shared store, and keep reading them every few seconds."""
         self._keys.start()
 
     def add_project(self, store: Store, sessions: Sessions, project: str) -> None:

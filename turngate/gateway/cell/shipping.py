@@ -18,7 +18,7 @@ _IDLE_S = 0.2  # between checks of an empty outbox
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 32  # per transaction
 _CHECK_S = 5.0  # between checks whether the shared store was restored from a backup
-_PAGE = 500  # sessions per query after it was
+_PAGE = 500  # sessions per query after a restore
 _ANNOUNCED = 256  # open sessions announced at a time
 _BYTES = 16_000_000  # a transaction of this size gets no further session
 
