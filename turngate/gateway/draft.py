@@ -136,7 +136,8 @@ class TurnDraft:
             return None
         if None in given:
             given = [np.nan if value is None else value for value in given]
-        if given and min(given) >= _LOWEST and max(given) <= LOGPROB_TOLERANCE:  # NaN never hides a value after it
+        # NaN is kept, and never hides a value after it.
+        if given and min(given) >= _LOWEST and max(given) <= LOGPROB_TOLERANCE:
             return np.array(given, LOGPROB_DTYPE)
         with np.errstate(over="ignore"):  # values too large for 32 bits become infinite
             logprobs = np.array(given, LOGPROB_DTYPE)
