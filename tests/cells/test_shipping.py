@@ -12,6 +12,7 @@ import pytest
 
 from tests.store.kit import add_session, event, finish_rollout, new_turn, open_shared, put_outcome
 from turngate.errors import Conflict
+from turngate.gateway.cell.shipping import Shipper
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipments
@@ -187,6 +188,24 @@ def test_another_session_with_the_same_id_is_refused(cell: Store, shared: Shared
         ship(other, shared)
     assert other.outbox.state().unshipped == 1
     other.close()
+
+
+@pytest.mark.parametrize("group", ["a\0b", "".join(map(chr, range(0x4E00, 0x4E00 + 3000)))], ids=["null", "too long"])
+def test_a_value_that_postgres_rejects_does_not_stop_the_other_sessions(
+    cell: Store, shared: SharedStore, group: str
+) -> None:
+    open_feed(shared, 2)
+    finish_rollout(cell, "s1", "g")
+    finish_rollout(cell, "rejected", group)
+    finish_rollout(cell, "s2", "g")
+    shipper = Shipper(cell.outbox, cell.open_reader, lambda: ShipmentWriter(shared))
+    while shipper.ship():
+        pass
+    shipper.stop(0)
+    assert [member.id for member in shared.feeds.members(1, 1)] == ["s1", "s2"]
+    assert shared.find("rejected") is None
+    ((session, reason),) = cell.outbox.failures()
+    assert session == "rejected" and reason.startswith("session rejected: cannot write to the shared store: ")
 
 
 def test_an_unshipped_session_cannot_be_deleted_and_its_events_are_kept(cell: Store, shared: SharedStore) -> None:

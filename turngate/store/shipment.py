@@ -45,6 +45,10 @@ class ConflictingShipment(StoreError):
         self.session = session
 
 
+class RejectedShipment(StoreError):
+    """PostgreSQL rejects a value in one of the shipped sessions, and would reject it again."""
+
+
 class EncodedTrace(msgspec.Struct):
     """The nodes of a session as PostgreSQL's COPY takes them. The session's key and the checksums are replaced there."""
 

@@ -25,6 +25,8 @@ from turngate.views.trends import remove_numbers
 _EVENTS = 10_000  # per transaction
 _SESSIONS = 200  # per transaction while the lists are filled
 _LONG = 500  # maximum characters of a message by which failures are counted
+_INDEXED = frozenset({"name", "team", "task", "agent", "model", "mode"})  # columns with names that runners choose
+_MAX_INDEXED = 500  # maximum characters of an indexed name; PostgreSQL's indexes take about 2,700 bytes
 _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 _fence_decoder = msgspec.json.Decoder(FenceEvent)
 _info_decoder = msgspec.msgpack.Decoder(SampledInfo)
@@ -136,7 +138,12 @@ class ListUpdater:
                     rollout_list.add_delivery(
                         db,
                         ListedDelivery(
-                            event.seq, delivery.feed, delivery.number, delivery.group, delivery.rollouts, event.time
+                            event.seq,
+                            delivery.feed,
+                            delivery.number,
+                            _fit_text("team", delivery.group),
+                            delivery.rollouts,
+                            event.time,
                         ),
                     )
             else:
@@ -195,12 +202,14 @@ def _to_listed(entry: RolloutEntry) -> ListedRollout:
         failure_text=remove_numbers(message)[:_LONG],
         search_text=entry.build_search_text(),
     )
-    # PostgreSQL's text cannot contain null characters.
-    fields = msgspec.structs.asdict(listed).items()
-    cleaned = {
-        name: value.replace("\0", "\ufffd") for name, value in fields if isinstance(value, str) and "\0" in value
-    }
-    return msgspec.structs.replace(listed, **cleaned) if cleaned else listed
+    fields = msgspec.structs.asdict(listed)
+    fitting = {name: _fit_text(name, value) for name, value in fields.items() if isinstance(value, str)}
+    return msgspec.structs.replace(listed, **fitting)
+
+
+def _fit_text(field: str, text: str) -> str:
+    """Return a text that PostgreSQL accepts: without null characters and, in an index, of limited size."""
+    return text.replace("\0", "\ufffd")[: _MAX_INDEXED if field in _INDEXED else None]
 
 
 def to_row(listed: ListedRollout, now: float) -> RolloutRow:

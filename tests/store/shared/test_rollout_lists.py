@@ -168,6 +168,18 @@ def test_lists_equal_those_from_all_events(postgres_url: str) -> None:
     compare(postgres_url)
 
 
+def test_names_too_long_for_an_index_are_cut(postgres_url: str) -> None:
+    store = open_shared(postgres_url)
+    long = "".join(map(chr, range(0x4E00, 0x4E00 + 3000)))
+    key = add_session(store, "s", model=long, metadata={"agent": long, "group": long, "task": long})
+    put_outcome(store, key, "s", long, task=long)
+    assert ListUpdater(store).update(1.0)
+    with store.database.reading() as db:
+        row = db.execute("SELECT team, task, agent, model FROM rollout_list").fetchone()
+    assert row == (long[:500],) * 4
+    store.close()
+
+
 def test_silent_runner_is_done_after_an_hour(postgres_url: str) -> None:
     store = open_shared(postgres_url)
     store.events.add(event("r", "stage", time.time() - 3590, stage="sandbox"))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from turngate.errors import TurngateError
 from turngate.store.outbox import OpenAttempt, OutboxTable, ShippingPosition, UnshippedSession
-from turngate.store.shipment import ConflictingShipment, Shipment, read_shipments
+from turngate.store.shipment import ConflictingShipment, RejectedShipment, Shipment, read_shipments
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
@@ -152,6 +152,13 @@ class Shipper:
                 if shipment.id == error.session:
                     self._set_aside(row, error.message)
             return  # the others are shipped without it
+        except RejectedShipment as error:
+            if len(read) == 1:
+                self._set_aside(read[0][0], f"session {read[0][1].id}: {error.message}")
+            else:  # find out which one is rejected, and ship the others
+                for one in read:
+                    self._write(target, [one])
+            return
         self._outbox.remove(row for row, _ in read)
         self.shipped += len(read)
 

@@ -31,6 +31,7 @@ _BY_TEXT = (
     ("starting up", "57"),
     ("shutting down", "57"),
 )
+_REJECTED_VALUES = ("22", "54")  # classes of SQLSTATE: invalid data, and limits such as the size of an index entry
 _UNREACHABLE = "cannot connect to {name} ({error}); check that PostgreSQL runs there and accepts connections"
 
 
@@ -42,6 +43,11 @@ def describe_error(error: psycopg.Error, name: str) -> str:
     if template is None:
         template = "{error}" if error.sqlstate else _UNREACHABLE
     return template.format(name=name, error=text)
+
+
+def is_rejected_value(error: BaseException | None) -> bool:
+    """Return whether PostgreSQL rejected a value, for example a null character in a text. Trying again does not help."""
+    return (getattr(error, "sqlstate", None) or "")[:2] in _REJECTED_VALUES
 
 
 def _guess_state(text: str) -> str:

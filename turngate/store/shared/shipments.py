@@ -25,6 +25,7 @@ from turngate.store.feeds import make_entry
 from turngate.store.outbox import OpenAttempt, ShippingPosition
 from turngate.store.outcomes import decode_outcome
 from turngate.store.shared.cells import lock_cells
+from turngate.store.shared.failures import is_rejected_value
 from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import (
@@ -32,6 +33,7 @@ from turngate.store.shipment import (
     SESSION_COLUMNS,
     SESSION_TABLES,
     ConflictingShipment,
+    RejectedShipment,
     Row,
     Shipment,
     rekey_traces,
@@ -135,6 +137,14 @@ class ShipmentWriter:
         """Write sessions in one transaction. If it raises an error, none of them was written."""
         if not shipments:
             return
+        try:
+            self._write(shipments)
+        except StoreError as error:
+            if is_rejected_value(error.__cause__):
+                raise RejectedShipment(error.message) from error
+            raise
+
+    def _write(self, shipments: Sequence[Shipment]) -> None:
         if self._compression is None:
             self._compression = self._choose_compression()
         with self._store.database.pipelining(self._compression) as db:
