@@ -123,6 +123,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     event_days: Annotated[
         float, _about("Delete events older than this many days; 0 keeps them as long as their session.", LIMITS)
     ] = 0.0
+    session_days: Annotated[
+        float,
+        _about("Remove sessions that ended this many days ago and that nothing needs any more; 0 keeps them.", LIMITS),
+    ] = 0.0
+    archive: Annotated[
+        str,
+        _about("Folder to write such sessions to first, as Parquet files (needs the `parquet` extra).", LIMITS),
+    ] = ""
     alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
     max_body_mb: Annotated[float, _about("Maximum request size, in megabytes.", LIMITS)] = 64.0
     open_loopback: Annotated[
@@ -225,9 +233,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"workers must be between 1 and 256, not {self.workers}; more than one per core does not help",
                 param="workers",
             )
-        if not self.event_days >= 0:
+        for name in ("event_days", "session_days"):
+            if not getattr(self, name) >= 0:
+                kept = name.removesuffix("_days") + "s"
+                raise ConfigError(f"{name} must be 0 (keep {kept}) or greater, not {getattr(self, name)}", param=name)
+        if self.archive and not self.session_days:
             raise ConfigError(
-                f"event_days must be 0 (keep events) or greater, not {self.event_days}", param="event_days"
+                "archive has no effect without session_days; set session_days to the days after which sessions are removed",
+                param="archive",
             )
         if self.verify_every < 0:
             raise ConfigError(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from turngate import __version__
 from turngate.cli import options as flags
-from turngate.errors import ConfigError, TurngateError
+from turngate.cli.exit_codes import or_exit as _or_exit
+from turngate.cli.project_commands import audit, keys_app, projects_app
+from turngate.errors import ConfigError
 
 if TYPE_CHECKING:
     from turngate.config import ServeConfig
 
-T = TypeVar("T")
 app = typer.Typer(
     name="turngate",
     no_args_is_help=True,
@@ -31,9 +32,7 @@ tasks_app = typer.Typer(help="List and check tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
 engines_app = typer.Typer(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
-projects_app = typer.Typer(help="List and create the projects of a running gateway.", no_args_is_help=True)
 app.add_typer(projects_app, name="projects")
-keys_app = typer.Typer(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 
 
@@ -250,6 +249,44 @@ def mark_restored(
 
 
 @app.command()
+def prune(
+    older_than: Annotated[str, typer.Option(help="Remove sessions that ended this long ago, such as 30d, 12h or 2w.")],
+    data: Annotated[
+        str, typer.Option(help="Data folder without a running gateway, or postgresql:// address of a shared store.")
+    ] = "turngate-data",
+    archive: Annotated[
+        Optional[Path],
+        typer.Option(help="Folder to write the sessions to first, as Parquet files (needs the `parquet` extra)."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Remove old sessions that nothing needs any more. Gateways and cells may use a shared store meanwhile.
+
+    Open sessions are kept, and those that were not shipped, that a feed has not delivered, or whose group has newer rollouts.
+    """
+    from turngate.cli.prune import prune_stores
+
+    _or_exit(lambda: prune_stores(data, older_than, archive, dry_run, as_json))
+
+
+@app.command("load-archive")
+def load_archive(
+    archive: Annotated[Path, typer.Argument(help="Folder that `turngate prune --archive` wrote.")],
+    data: Annotated[str, typer.Option(help="Data folder to add the sessions to; created if necessary.")],
+    session: Annotated[
+        Optional[list[str]], typer.Option(help="Id of a session to load; repeatable. Default: all.")
+    ] = None,
+) -> None:
+    """Add archived sessions to a data folder, to show, verify or export them."""
+    from turngate.cli.prune import load_sessions
+
+    _or_exit(lambda: load_sessions(archive, data, session or []))
+
+
+@app.command()
 @flags.takes(flags.ExportOptions)
 def export(options: flags.ExportOptions) -> None:
     """Export recorded rollouts to training files.
@@ -350,14 +387,11 @@ def agents_new(
     _or_exit(lambda: create_agent(name, command, env or [], timeout_s))
 
 
-_GatewayFlag = Annotated[str, typer.Option(help="URL of the gateway. Set TURNGATE_ADMIN_KEY to its key.")]
 _EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="URL of the engine.")]
-_JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_GATEWAY_URL = "http://127.0.0.1:8700"
 
 
 @engines_app.command("list")
-def list_engines(gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+def list_engines(gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False) -> None:
     """List the engines and their load: calls that run and wait there, and the use of the KV cache."""
     from turngate.cli.engines import change_engines
 
@@ -371,8 +405,8 @@ def add_engine(
         Optional[int],
         typer.Option(help="Current policy version, if the engine already has its weights.", min=0),
     ] = None,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
+    gateway: flags.GatewayFlag = flags.GATEWAY_URL,
+    as_json: flags.JsonFlag = False,
 ) -> None:
     """Add an engine. It loads the current weights before its first call."""
     from turngate.cli.engines import change_engines
@@ -381,7 +415,9 @@ def add_engine(
 
 
 @engines_app.command("drain")
-def drain_engine(url: _EngineArgument, gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
+def drain_engine(
+    url: _EngineArgument, gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
+) -> None:
     """Give an engine no new calls. Its running calls end, and its sessions move to other engines."""
     from turngate.cli.engines import change_engines
 
@@ -393,8 +429,8 @@ def remove_engine(
     url: _EngineArgument,
     limit_s: Annotated[float, typer.Option(help="Wait up to this many seconds for its calls to end.")] = 600.0,
     force: Annotated[bool, typer.Option("--force", help="Do not wait; its running calls fail.")] = False,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
+    gateway: flags.GatewayFlag = flags.GATEWAY_URL,
+    as_json: flags.JsonFlag = False,
 ) -> None:
     """Drain an engine, and remove it when its calls have ended."""
     from turngate.cli.engines import change_engines
@@ -404,121 +440,7 @@ def remove_engine(
     )
 
 
-_ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
-_WeightFlag = Annotated[Optional[float], typer.Option(help="Share of crowded engines, relative to other projects.")]
-_LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
-_TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
-_PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="Prefix of the key, such as tgp-1a2b3c4d.")]
-_OutFlag = Annotated[
-    Optional[Path], typer.Option(help="Write the key to this new file, readable only by you, instead of printing it.")
-]
-
-
-@projects_app.command("list")
-def list_projects(gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
-    """List the projects with their weights and quotas."""
-    from turngate.cli.projects import ask, print_projects
-
-    print_projects(_or_exit(lambda: ask(gateway, lambda client: client.projects())), as_json)
-
-
-@projects_app.command("create")
-def create_project(
-    name: Annotated[str, typer.Argument(help="Lowercase letters, digits and hyphens.")],
-    weight: _WeightFlag = None,
-    live_sessions: _LiveFlag = None,
-    tokens_per_day: _TokensFlag = None,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
-) -> None:
-    """Create a project with its own store, which only its keys and the admin key can open."""
-    from turngate.cli.projects import ask, parse_quotas, print_projects
-
-    settings = {"weight": weight or 1.0, "quotas": parse_quotas(live_sessions, tokens_per_day) or {}}
-    new = _or_exit(lambda: ask(gateway, lambda client: client.create_project(name, **settings)))
-    print_projects([new], as_json)
-
-
-@projects_app.command("change")
-def change_project(
-    name: Annotated[str, typer.Argument(help="Name of the project.")],
-    weight: _WeightFlag = None,
-    live_sessions: _LiveFlag = None,
-    tokens_per_day: _TokensFlag = None,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
-) -> None:
-    """Change the weight of a project, or replace its quotas. If you pass one quota, the others are removed."""
-    from turngate.cli.projects import ask, parse_quotas, print_projects
-
-    settings = {"weight": weight, "quotas": parse_quotas(live_sessions, tokens_per_day)}
-    changed = _or_exit(lambda: ask(gateway, lambda client: client.change_project(name, **settings)))
-    print_projects([changed], as_json)
-
-
-@keys_app.command("list")
-def list_keys(project: _ProjectFlag = "", gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
-    """List the keys of one project, or of all. The keys themselves are not stored."""
-    from turngate.cli.projects import ask, print_keys
-
-    print_keys(_or_exit(lambda: ask(gateway, lambda client: client.keys(project))), as_json)
-
-
-@keys_app.command("create")
-def create_key(
-    scope: Annotated[list[str], typer.Option(help="What the key may do: sessions, traces, feed or admin. Repeatable.")],
-    project: _ProjectFlag = "",
-    note: Annotated[str, typer.Option(help="Note for the list of keys, such as who uses this one.")] = "",
-    days: Annotated[Optional[float], typer.Option(help="Days until the key expires. Default: never.")] = None,
-    out: _OutFlag = None,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
-) -> None:
-    """Create a key and print it. It cannot be shown again."""
-    from turngate.cli.projects import create_key, show_new_key
-
-    seconds = None if days is None else days * 86400
-    new = _or_exit(
-        lambda: create_key(gateway, lambda client: client.create_key(scope, project, note=note, expires_s=seconds), out)
-    )
-    show_new_key(new, out, as_json)
-
-
-@keys_app.command("rotate")
-def rotate_key(
-    prefix: _PrefixArgument,
-    grace_hours: Annotated[float, typer.Option(help="Hours for which the old key stays valid.", min=0)] = 24.0,
-    out: _OutFlag = None,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
-) -> None:
-    """Replace a key with a new one that has the same scopes, and print the new one."""
-    from turngate.cli.projects import create_key, show_new_key
-
-    new = _or_exit(lambda: create_key(gateway, lambda client: client.rotate_key(prefix, grace_hours * 3600), out))
-    show_new_key(new, out, as_json)
-
-
-@keys_app.command("revoke")
-def revoke_key(prefix: _PrefixArgument, gateway: _GatewayFlag = _GATEWAY_URL, as_json: _JsonFlag = False) -> None:
-    """Revoke a key. It stops working within a second, or within five seconds in cells."""
-    from turngate.cli.projects import ask, print_keys
-
-    print_keys([_or_exit(lambda: ask(gateway, lambda client: client.revoke_key(prefix)))], as_json)
-
-
-@app.command()
-def audit(
-    project: _ProjectFlag = "",
-    after: Annotated[int, typer.Option(help="Show only entries after this number.", min=0)] = 0,
-    limit: Annotated[int, typer.Option(help="Maximum number of entries.", min=1, max=1000)] = 100,
-    gateway: _GatewayFlag = _GATEWAY_URL,
-    as_json: _JsonFlag = False,
-) -> None:
-    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights or exported data."""
-    from turngate.cli.projects import ask, print_audit
-
-    print_audit(_or_exit(lambda: ask(gateway, lambda client: client.audit(project, after, limit))), as_json)
+app.command()(audit)
 
 
 @tasks_app.command("list")
@@ -573,15 +495,3 @@ def _telemetry(log_format: str, with_spans: bool) -> Iterator[None]:
             yield
         finally:
             spans.stop_tracing()
-
-
-def _or_exit(action: Callable[[], T]) -> T:
-    """Run an action. Print an error in one line and exit with code 2, or exit with code 130 after Ctrl-C."""
-    try:
-        return action()
-    except TurngateError as error:
-        typer.echo(f"turngate: {error.message}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("turngate: stopped", err=True)
-        raise typer.Exit(130) from None

@@ -65,6 +65,9 @@ def _biasing(setting: str) -> str:
     return f"{setting}. Turns sampled with it are not trained."
 
 
+GatewayFlag = Annotated[str, typer.Option(help="URL of the gateway. Set TURNGATE_ADMIN_KEY to its key.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+GATEWAY_URL = "http://127.0.0.1:8700"
 _USE_GATEWAY = "URL of a running gateway to use instead of starting one. Set TURNGATE_ADMIN_KEY to its key."
 
 

@@ -36,6 +36,7 @@ from turngate.gateway.projects import Projects
 from turngate.gateway.quotas import ProjectQuota, QuotaKeeper
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replies import ReplyArchive
+from turngate.gateway.retention import SessionPruner
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
@@ -63,6 +64,7 @@ from turngate.server.websocket import refuse_path, serve_socket
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.projects import DEFAULT_PROJECT, Caller
+from turngate.store.pruning import locate_archive
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
@@ -152,6 +154,9 @@ class ProjectGateway:
         self._housekeeper = Housekeeper(
             self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
         )
+        session_days = config.session_days if self.shard.number == 0 else 0.0  # the same for old sessions
+        archive = locate_archive(Path(config.archive) if config.archive else None, self.project)
+        self._pruner = SessionPruner(self.store, config.data, self.events, days=session_days, archive=archive)
 
     def _compose_routes(self) -> None:
         self.auth = Auth(
@@ -302,6 +307,7 @@ class ProjectGateway:
             asyncio.create_task(self._housekeeper.run()),
             asyncio.create_task(self.page.keep_lists_current()),
         )
+        self._pruner.start()
         self._loop = asyncio.get_running_loop()
         if self._verifier is not None:
             self._verifier.start()
@@ -309,6 +315,7 @@ class ProjectGateway:
     async def stop_tasks(self) -> None:
         if self._verifier is not None:
             await asyncio.to_thread(self._verifier.stop)
+        await self._pruner.stop()
         for task in self._background:
             task.cancel()
             with suppress(asyncio.CancelledError):

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.errors import Conflict
+from turngate.errors import Conflict, Gone
 from turngate.store.connection import LOCK_FEEDS, Connect, StoreConnection
 from turngate.store.events import insert_event, new_event
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome, decode_outcome
@@ -39,6 +39,7 @@ AttemptState = Literal["running", "settled", "failed", "superseded"]
 _COLUMNS = "rollout, attempt, session, cell, state, started, ended"
 _MAX_VALUES = 500  # per query
 GIVEN_UP = "superseded: it was given up before its outcome was recorded"
+_PRUNED = "has an outcome that counts, but its session was removed because of its age; do not run the rollout again"
 OF_CANCELLED = "its session was cancelled before its outcome was recorded"
 _SUPERSEDED = (
     "SELECT sessions.key, mine.attempt,"
@@ -136,6 +137,8 @@ class AttemptTable:
                 (rollout, attempt, session, "", "running", now, None),
             ).fetchone()
             before = AttemptRow(*row)
+            if before.state == "settled" and not before.session:
+                raise Gone(f"attempt {attempt} of rollout {rollout!r} {_PRUNED}")
             recorded, status = _read_outcome(db, before.session)
             if before.state == "superseded":
                 return before, recorded
@@ -187,6 +190,8 @@ def register_attempt(
         known_as, state = db.execute(query, (rollout, attempt)).fetchone()
         if state == "superseded":
             raise Conflict(f"{which} was superseded; open attempt {attempt + 1}", param="attempt")
+        if state == "settled" and not known_as:
+            raise Conflict(f"{which} {_PRUNED}", param="attempt")
         raise Conflict(f"{which} already has session {known_as!r}; open attempt {attempt + 1}", param="attempt")
     supersede_attempts(db, "rollout=? AND attempt<? AND state!='settled'", (rollout, attempt))
     query = (

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.common.sharding import SINGLE_SHARD, Shard
+from turngate.errors import ConfigError
 from turngate.store.connection import Durability
+from turngate.store.projects import DEFAULT_PROJECT, locate_project
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
@@ -23,3 +26,20 @@ def open_store_for_reading(data: str | Path) -> Store:
     if is_database_url(str(data)):
         return SharedStore(parse_database_url(str(data)), read_only=True)
     return Store.reading(Path(data))
+
+
+def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
+    """Open the existing store that `data` names, and then those of its projects, one after the other, each with its project's name."""
+    if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
+        raise ConfigError(f"data: no turngate.db in {data}; pass the --data folder of a gateway", param="data")
+    names = [DEFAULT_PROJECT]
+    while names:
+        name = names.pop(0)
+        where = locate_project(data, name)
+        store = open_store_for_reading(where) if read_only else open_store(where)
+        try:
+            if name == DEFAULT_PROJECT:
+                names += [project.name for project in store.projects.list_projects() if project.name != name]
+            yield name, store
+        finally:
+            store.close()

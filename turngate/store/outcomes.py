@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.errors import BadRequest
+from turngate.errors import BadRequest, NotFound
 from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
 from turngate.store.events import NewEvent, insert_event
 from turngate.types import Json
@@ -128,7 +128,8 @@ class Outcomes:
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
         """Write an outcome, and return the previous one. Without `replace`, an existing outcome is kept."""
         with self._writing() as db:
-            db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall()
+            if not db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall():
+                raise NotFound("cannot record the outcome: its session was deleted")
             row = db.execute("SELECT CAST(outcome AS BLOB) FROM outcomes WHERE session=?", (session,)).fetchone()
             before: bytes | None = None if row is None else row[0]
             if before is None or (replace and before != outcome):

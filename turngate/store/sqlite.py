@@ -31,7 +31,15 @@ from turngate.store.quotas import QuotaTable
 from turngate.store.refusals import Refusals
 from turngate.store.replies import ReplyTable
 from turngate.store.restores import RestoreLog
-from turngate.store.schema import BEFORE_ATTEMPTS, BEFORE_EVENTS, BEFORE_FEEDS, BEFORE_PROJECTS, BEFORE_REFUSALS
+from turngate.store.retention import Retention
+from turngate.store.schema import (
+    BEFORE_ATTEMPTS,
+    BEFORE_EVENTS,
+    BEFORE_FEEDS,
+    BEFORE_PROJECTS,
+    BEFORE_REFUSALS,
+    BEFORE_RESTORES,
+)
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -114,6 +122,7 @@ class Store:
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
         self.queries = RolloutQueries(self._reading)
         self.restores = RestoreLog(self._writing, self._reading)
+        self.retention = Retention(self._writing, self._reading, there=version > BEFORE_RESTORES)
         self.projects = ProjectTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
         self.quotas = QuotaTable(self._writing, self._reading)
         self.audit = AuditTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
@@ -157,12 +166,9 @@ class Store:
         """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
         with self._writing() as db:
             sessions = db.execute(f"SELECT id FROM sessions WHERE key=? {FOR_UPDATE}", (key,)).fetchall()
-            for table in ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals"):
-                db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
             for (session_id,) in sessions:
                 release_attempt(db, session_id)
-                db.execute("DELETE FROM events WHERE session=?", (session_id,))
-            db.execute("DELETE FROM sessions WHERE key=?", (key,))
+            self.retention.delete_rows(db, [key])
             insert_optional_event(db, event)
 
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS shipments (
 );
 """
 CellState = Literal["active", "ended", "replaced", "lost"]
-_NOW = "(EXTRACT(EPOCH FROM clock_timestamp())::float8)"
+NOW = "(EXTRACT(EPOCH FROM clock_timestamp())::float8)"
 _COLUMNS = "id, name, url, started, ttl, lease_until, state"
 LOCK_ROWS = "/* FOR SHARE */"
 
@@ -68,7 +68,7 @@ class CellTable:
             adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]
             db.execute(
                 "INSERT INTO cells (id, name, url, started, ttl, lease_until, state)"
-                f" VALUES (?,?,?,{_NOW},?,{_NOW}+?,'active')",
+                f" VALUES (?,?,?,{NOW},?,{NOW}+?,'active')",
                 (cell, name, url, ttl_s, ttl_s),
             )
         return adopted
@@ -83,20 +83,20 @@ class CellTable:
 
     def renew(self, cell: str) -> bool:
         """Renew a lease. Return False if it was taken over."""
-        query = f"UPDATE cells SET lease_until={_NOW}+ttl WHERE id=? AND state='active'"
+        query = f"UPDATE cells SET lease_until={NOW}+ttl WHERE id=? AND state='active'"
         with self._writing() as db:
             return db.execute(query, (cell,)).rowcount == 1
 
     def end(self, cell: str) -> None:
         """End the lease of a cell that stops."""
         with self._writing() as db:
-            query = f"UPDATE cells SET state='ended', lease_until={_NOW} WHERE id=? AND state='active'"
+            query = f"UPDATE cells SET state='ended', lease_until={NOW} WHERE id=? AND state='active'"
             db.execute(query, (cell,))
 
     def take_over(self, cell: str) -> bool:
         """Declare a cell lost and supersede its running attempts. Return False while its lease lasts, or if it is unknown."""
         with self._writing() as db:
-            query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{_NOW}"
+            query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{NOW}"
             db.execute(query, (cell,))
             if db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is None:
                 return False
@@ -112,7 +112,7 @@ class CellTable:
         return self._select("state=? ORDER BY started, id", (state,))
 
     def _select(self, where: str, values: Sequence[object]) -> list[CellRow]:
-        query = f"SELECT {_COLUMNS}, lease_until-{_NOW} FROM cells WHERE {where}"
+        query = f"SELECT {_COLUMNS}, lease_until-{NOW} FROM cells WHERE {where}"
         with self._reading() as db:
             return [CellRow(*row) for row in db.execute(query, values).fetchall()]
 
@@ -122,8 +122,8 @@ class LeasedAttempts(AttemptTable):
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
         query = (
-            f"SELECT cells.name, lease_until-{_NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
-            f" WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active' AND lease_until>{_NOW}"
+            f"SELECT cells.name, lease_until-{NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
+            f" WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active' AND lease_until>{NOW}"
             " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # a shipped session no longer runs
         )
         with self._reading() as db:

@@ -27,6 +27,7 @@ from turngate.store.outcomes import decode_outcome
 from turngate.store.shared.cells import lock_cells
 from turngate.store.shared.failures import is_rejected_value
 from turngate.store.shared.pipeline import PipelinedConnection
+from turngate.store.shared.retention import FIND_REMOVED
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import (
     NODE_COLUMNS,
@@ -60,6 +61,7 @@ _NEW_KEYS = "SELECT nextval(pg_get_serial_sequence('sessions', 'key')) FROM gene
 _FIND_KNOWN = (
     "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0), outcome FROM sessions"
     " LEFT JOIN shipments ON shipments.session=key LEFT JOIN outcomes ON outcomes.session=key WHERE id=ANY(?)"
+    " FOR SHARE OF sessions"  # so that none of them is removed meanwhile
 )
 _REPLACE_OUTCOME = (
     "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?) ON CONFLICT (session)"
@@ -149,9 +151,11 @@ class ShipmentWriter:
             self._compression = self._choose_compression()
         with self._store.database.pipelining(self._compression) as db:
             writing = self._start(db, shipments)
+            if not writing.shipments:
+                return
             self._copy_traces(db, writing)
             self._write_sessions(db, writing)
-            for shipment in shipments:
+            for shipment in writing.shipments:
                 if shipment.is_reshipped and shipment.id not in writing.known:
                     query = "INSERT INTO reshipped VALUES (?) ON CONFLICT DO NOTHING"
                     db.execute(query, (writing.keys[shipment.id],))
@@ -193,7 +197,8 @@ class ShipmentWriter:
         query = (
             "SELECT wanted.id FROM unnest(?::text[], ?::int8[]) AS wanted(id, newest) LEFT JOIN sessions ON sessions.id=wanted.id"
             " LEFT JOIN shipments ON shipments.session=sessions.key WHERE (sessions.key IS NULL OR shipments.newest<wanted.newest)"
-            " AND NOT EXISTS (SELECT 1 FROM events WHERE events.session=wanted.id AND kind='deleted')"
+            " AND NOT EXISTS (SELECT 1 FROM removed_sessions WHERE removed_sessions.id=wanted.id)"
+            " AND NOT EXISTS (SELECT 1 FROM events WHERE events.session=wanted.id AND kind='deleted')"  # of older versions
         )
         columns = [list(column) for column in zip(*sessions, strict=True)]
         with self._store.database.reading() as db:
@@ -210,9 +215,14 @@ class ShipmentWriter:
         """Begin the transaction. Find the sessions that the shared store already has, and choose keys for the others."""
         secrets = {shipment.id: shipment.session[1] for shipment in shipments}
         found = db.execute(_FIND_KNOWN, (list(secrets),))
+        removed = db.execute(FIND_REMOVED, (list(secrets),))  # after the locks, to see a removal that they waited for
         cells = lock_cells(db, {shipment.cell for shipment in shipments})
         numbers = db.execute(_NEW_KEYS, (len(shipments),))
         db.flush()
+        gone = {name for name, secret in removed.fetchall() if secret == secrets[name]}
+        if gone:
+            log.warning("%d shipped sessions were removed from the shared store before; they are ignored", len(gone))
+        shipments = [shipment for shipment in shipments if shipment.id not in gone]
         known = {}
         for name, key, secret, cell, newest, outcome in found.fetchall():
             if secret != secrets[name]:
@@ -227,7 +237,7 @@ class ShipmentWriter:
                 f"the shared store does not know cell {min(unknown)}; it ships again once it is registered"
             )
         lost = {cell for cell in served if states[cell] == "lost"}
-        keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=True)}
+        keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=False)}
         return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)
 
     # ── what never changes ──────────────────────────────────────────────────────────────────────────────────────
@@ -361,7 +371,7 @@ def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, 
         "INSERT INTO attempts (rollout, attempt, session, cell, started, state)"
         " SELECT *, 'running' FROM unnest(?::text[], ?::int8[], ?::text[], ?::text[], ?::float8[])"
         " ON CONFLICT (rollout, attempt) DO UPDATE SET"
-        " session=CASE WHEN attempts.session='' THEN excluded.session ELSE attempts.session END"
+        " session=CASE WHEN attempts.session='' AND attempts.state<>'settled' THEN excluded.session ELSE attempts.session END"
         " RETURNING rollout, attempt, session, state",
         columns,
     )

@@ -11,13 +11,14 @@ from turngate.store.shared.cells import CELL_TABLES, SHIPMENT_TABLES
 from turngate.store.shared.engines import ENGINE_TABLES
 from turngate.store.shared.fence import FENCE_TABLES
 from turngate.store.shared.list_tables import LIST_TABLES
+from turngate.store.shared.retention import REMOVED_TABLES
 from turngate.store.shared.totals import FILL_TOTALS, TOTAL_TABLES
 from turngate.store.shared.translation import translate_tables
 
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 7
+SHARED_VERSION = 8
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -45,6 +46,7 @@ _MIGRATIONS = {
     4: LIST_TABLES,  # version 4 listed rollouts from memory; the gateway fills the new tables while it runs
     5: "",  # lacks the table for quotas
     6: "",  # lacks the tables for restored stores and closed groups
+    7: "",  # lacks the table for removed sessions
 }
 
 
@@ -78,7 +80,7 @@ def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
     for step in range(version or SHARED_VERSION, SHARED_VERSION):
         if _MIGRATIONS[step]:
             db.execute(_MIGRATIONS[step].encode())
-    db.execute(translate_tables(SCHEMA + own_tables + SHIPMENT_TABLES).encode())
+    db.execute(translate_tables(SCHEMA + own_tables + SHIPMENT_TABLES + REMOVED_TABLES).encode())
     db.execute(POSTGRES_AUDIT_GUARD.encode())
     if not version:
         db.execute((_EVENT_NUMBERS + _EVENT_JSON + TOTAL_TABLES + LIST_TABLES).encode())

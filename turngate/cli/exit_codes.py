@@ -1,0 +1,24 @@
+"""How commands end: with a result, or with an error in one line and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import typer
+
+from turngate.errors import TurngateError
+
+T = TypeVar("T")
+
+
+def or_exit(action: Callable[[], T]) -> T:
+    """Run an action. Print an error in one line and exit with code 2, or exit with code 130 after Ctrl-C."""
+    try:
+        return action()
+    except TurngateError as error:
+        typer.echo(f"turngate: {error.message}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("turngate: stopped", err=True)
+        raise typer.Exit(130) from None

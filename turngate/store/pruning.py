@@ -1,0 +1,137 @@
+"""Remove old sessions from a store, after writing them to an archive.
+
+Sessions are archived in files of bounded size. Those of a complete file are then removed in short transactions, so that gateways and cells
+keep writing meanwhile. After a crash, the next run finds in the archive which sessions need no new copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from turngate.errors import StoreError
+from turngate.store.archived_session import ArchivedSession, read_session, tokenizer_settings, write_session
+from turngate.store.projects import DEFAULT_PROJECT
+from turngate.store.retention import OldSession
+from turngate.store.session_archive import SessionArchive
+from turngate.store.sqlite import Store
+
+_REMOVED = 10  # sessions per transaction
+_FILE_SESSIONS = 1000
+_FILE_BYTES = 256_000_000  # a file of this size gets no further session
+
+
+class PruneResult(msgspec.Struct):
+    """What was removed and what was kept. After a dry run, what would be."""
+
+    removed: int = 0  # sessions
+    archived: int = 0  # of them, how many were written to the archive by this run
+    files: list[Path] = []  # new files of the archive
+    kept: Counter[str] = msgspec.field(default_factory=Counter)  # sessions by reason
+
+
+def prune(
+    store: Store,
+    before: float,
+    archive: Path | None = None,
+    *,
+    dry_run: bool = False,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> PruneResult:
+    """Remove the sessions that ended before a time and that nothing needs any more.
+
+    With `archive`, a session is removed only once the archive has it. A damaged session cannot be archived and is kept.
+    """
+    files = None if archive is None else SessionArchive(archive)
+    with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
+        plan = reader.retention.plan(before)
+        pruner = _Pruner(store, reader, PruneResult(kept=plan.kept), is_stopping)
+        if dry_run:
+            pruner.result.removed = len(plan.removable)
+        elif files is None:
+            pruner.remove(plan.removable)
+        else:
+            pruner.archive(plan.removable, files)
+    return pruner.result
+
+
+def locate_archive(archive: Path | None, project: str) -> Path | None:
+    """Return the folder for the archived sessions of a project."""
+    return archive if archive is None or project == DEFAULT_PROJECT else archive / "projects" / project
+
+
+class _Pruner:
+    """One run, which ends early if `is_stopping` says so."""
+
+    def __init__(self, store: Store, reader: Store, result: PruneResult, is_stopping: Callable[[], bool]) -> None:
+        self._store = store
+        self._reader = reader
+        self.result = result
+        self._is_stopping = is_stopping
+
+    def archive(self, sessions: Sequence[OldSession], archive: SessionArchive) -> None:
+        """Write sessions to the archive, file by file, and remove those of each file. Copies in the archive are used."""
+        known = archive.find_digests(session.id for session in sessions)
+        settings = tokenizer_settings(self._store)
+        left = deque(sessions)
+        while left and not self._is_stopping():
+            archived: list[OldSession] = []
+            file = archive.write(self._read_sessions(left, archived, known), settings)
+            if file is not None:
+                self.result.files.append(file)
+            self.remove(archived)
+
+    def _read_sessions(
+        self, left: deque[OldSession], archived: list[OldSession], known: set[bytes]
+    ) -> Iterator[ArchivedSession]:
+        """Take sessions for one file from `left`, and add them to `archived`. Yield those that the archive does not have."""
+        size = 0
+        while left and len(archived) < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
+            session = left.popleft()
+            self._store.retention.renew_claim()
+            try:
+                with self._reader.snapshot(), self._reader.database.reading() as db:
+                    found = read_session(db, session.key)
+            except StoreError as error:
+                self.result.kept[f"it cannot be archived: {error.message}"] += 1
+                continue
+            archived.append(session)
+            if found.compute_digest() not in known:
+                size += found.size
+                self.result.archived += 1
+                yield found
+
+    def remove(self, sessions: Sequence[OldSession]) -> None:
+        for start in range(0, len(sessions), _REMOVED):
+            if self._is_stopping():
+                return
+            self._store.retention.renew_claim()
+            chunk = sessions[start : start + _REMOVED]
+            kept = self._store.retention.remove(chunk)
+            self.result.kept.update(kept)
+            self.result.removed += len(chunk) - kept.total()
+
+
+def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:
+    """Add the sessions of an archive to a store: all of them, or those with the given ids.
+
+    Return how many were added, and how many the store already had. If the archive has several versions of a session, the last one counts.
+    """
+    files, added, had = SessionArchive(archive), 0, 0
+    wanted, seen = set(sessions), set[str]()
+    for file in reversed(files.files()):
+        settings = files.read_settings(file)
+        store.set_settings({name: value for name, value in settings.items() if store.setting(name) is None})
+        for session in files.read(file):
+            if (wanted and session.id not in wanted) or session.id in seen:
+                continue
+            seen.add(session.id)
+            if write_session(store, session):
+                added += 1
+            else:
+                had += 1
+    return added, had

@@ -1,0 +1,196 @@
+"""Which sessions may be removed because of their age, and their removal.
+
+A session is kept while something may still need it: its runner, the shared store, a feed, or the other rollouts of its group. Groups are
+removed as a whole, so that the advantages of an export never change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
+
+from turngate.errors import ConfigError
+from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Connect, StoreConnection
+from turngate.store.events import insert_event, new_event
+from turngate.types import Json
+
+_PAGE = 500  # sessions per query
+_SESSION_TABLES = ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals", "reshipped")
+_FACTS = (
+    "SELECT key, id, status, closed, recorded, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0),"
+    " CAST(config AS BLOB), CAST(outcome AS BLOB) FROM sessions LEFT JOIN outcomes ON outcomes.session=key"
+)
+_AWAITED = "SELECT session, name, number IS NULL FROM rolled JOIN feeds ON feeds.key=feed WHERE (number IS NULL OR number>committed)"
+OPEN = "the session is open"
+TOO_NEW = "it ended too recently"
+UNSHIPPED = "it is not in the shared store yet"
+OTHERS_KEPT = "another rollout of its group is kept"
+CHANGED = "it changed meanwhile"
+
+
+class OldSession(msgspec.Struct, frozen=True):
+    """A session as it was when its removal was planned. It is removed only if it has not changed since."""
+
+    key: int
+    id: str
+    status: str
+    closed: float | None
+    recorded: float | None  # when its outcome was recorded
+    newest: int  # number of its newest event
+
+
+class RetentionPlan(msgspec.Struct):
+    """The sessions to remove, oldest first, and how many are kept for which reason."""
+
+    removable: list[OldSession] = []
+    kept: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+class _NamedGroup(msgspec.Struct, frozen=True):
+    """The part of an outcome, or of a session's metadata, that names the group."""
+
+    group: Json = ""
+
+
+class _GroupedConfig(msgspec.Struct, frozen=True):
+    metadata: _NamedGroup = _NamedGroup()
+
+
+_outcome = msgspec.json.Decoder(_NamedGroup)
+_config = msgspec.json.Decoder(_GroupedConfig)
+
+
+class Retention:
+    """Plans and performs the removal of old sessions."""
+
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Prevent other processes from removing old sessions meanwhile. A folder is locked anyway."""
+        return nullcontext()
+
+    def renew_claim(self) -> None:
+        """Extend the claim. It ends by itself if this process dies."""
+
+    def plan(self, before: float) -> RetentionPlan:
+        """Choose the sessions that ended before a time and that nothing needs any more."""
+        if not self._there:
+            raise ConfigError(
+                "data: the folder was written by an older version; start turngate serve on it once to upgrade it",
+                param="data",
+            )
+        plan, grouped, kept_groups = RetentionPlan(), list[tuple[OldSession, str]](), set[str]()
+        for page in self._read_pages():
+            with self._reading() as db:
+                reasons = _find_reasons(db, [session.key for session, _ in page])
+            for session, group in page:
+                reason = reasons.get(session.key) or _judge_age(session, before)
+                if not reason:
+                    grouped.append((session, group))
+                    continue
+                plan.kept[reason] += 1
+                if group:
+                    kept_groups.add(group)
+        plan.removable = [session for session, group in grouped if group not in kept_groups]
+        if kept := len(grouped) - len(plan.removable):
+            plan.kept[OTHERS_KEPT] += kept
+        return plan
+
+    def _read_pages(self) -> Iterator[list[tuple[OldSession, str]]]:
+        """Read all sessions with their groups, oldest first."""
+        after = 0
+        while True:
+            with self._reading() as db:
+                rows = db.execute(f"{_FACTS} WHERE key>? ORDER BY key LIMIT ?", (after, _PAGE)).fetchall()
+            if not rows:
+                return
+            yield [(OldSession(*facts), _read_group(config, outcome)) for *facts, config, outcome in rows]
+            after = rows[-1][0]
+
+    def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
+        """Remove sessions in one transaction. Return how many are kept after all, by reason."""
+        kept: Counter[str] = Counter()
+        keys = [session.key for session in sessions]
+        marks = ",".join("?" * len(keys))
+        with self._writing() as db:
+            # The order of locks is that of `connection.py`. With the feeds locked, no feed can begin to need a session.
+            db.execute(f"SELECT key FROM sessions WHERE key IN ({marks}) ORDER BY key {FOR_UPDATE}", keys).fetchall()
+            ids = [session.id for session in sessions]
+            query = f"SELECT rollout FROM attempts WHERE session IN ({marks}) ORDER BY rollout, attempt {FOR_UPDATE}"
+            db.execute(query, ids).fetchall()
+            db.execute(LOCK_FEEDS).fetchall()
+            found = db.execute(f"{_FACTS} WHERE key IN ({marks})", keys).fetchall()
+            now = {row[0]: OldSession(*row[:-2]) for row in found}
+            reasons = _find_reasons(db, keys)
+            gone = []
+            for session in sessions:
+                reason = reasons.get(session.key) or ("" if now.get(session.key) == session else CHANGED)
+                if reason:
+                    kept[reason] += 1
+                else:
+                    gone.append(session)
+            if gone:
+                _release_attempts(db, [session.id for session in gone])
+                self.delete_rows(db, [session.key for session in gone])
+                for session in gone:
+                    insert_event(db, new_event(session.id, "deleted", {"reason": "pruned"}))
+        return kept
+
+    def delete_rows(self, db: StoreConnection, keys: Sequence[int]) -> None:
+        """Delete all rows of sessions and their events, except their attempts, in the caller's transaction."""
+        marks = ",".join("?" * len(keys))
+        for table in _SESSION_TABLES:
+            db.execute(f"DELETE FROM {table} WHERE session IN ({marks})", keys)
+        ids = [name for (name,) in db.execute(f"SELECT id FROM sessions WHERE key IN ({marks})", keys).fetchall()]
+        db.execute(f"DELETE FROM sessions WHERE key IN ({marks})", keys)
+        if ids:  # last, as all that changes events
+            db.execute(f"DELETE FROM events WHERE session IN ({','.join('?' * len(ids))})", ids)
+
+
+def _judge_age(session: OldSession, before: float) -> str:
+    """Return why a session is kept, or an empty string if it is old enough."""
+    if session.status == "open":
+        return OPEN
+    ended = max(session.closed or 0.0, session.recorded or 0.0)
+    return "" if ended < before else TOO_NEW
+
+
+def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
+    """Return why sessions cannot be removed, whatever their age."""
+    marks = ",".join("?" * len(keys))
+    filling = db.execute("SELECT name FROM filling JOIN feeds ON feeds.key=feed LIMIT 1").fetchone()
+    if filling is not None:
+        return dict.fromkeys(keys, f"feed {filling[0]!r} is still being filled with earlier outcomes")
+    reasons = {
+        key: f"it waits for the rest of its group in feed {feed!r}"
+        if is_waiting
+        else f"the trainer of feed {feed!r} has not committed it"
+        for key, feed, is_waiting in db.execute(f"{_AWAITED} AND session IN ({marks})", keys).fetchall()
+    }
+    unshipped = db.execute(f"SELECT session FROM outbox WHERE session IN ({marks})", keys).fetchall()
+    return reasons | {key: UNSHIPPED for (key,) in unshipped}
+
+
+def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
+    """Forget the sessions of attempts. An attempt that counts still counts, so that its rollout is not run again."""
+    marks = ",".join("?" * len(ids))
+    db.execute(f"DELETE FROM attempts WHERE session IN ({marks}) AND rollout=session", ids)
+    query = f"UPDATE attempts SET state='superseded', ended=? WHERE session IN ({marks}) AND state='running'"
+    db.execute(query, (time.time(), *ids))
+    db.execute(f"UPDATE attempts SET session='' WHERE session IN ({marks})", ids)
+
+
+def _read_group(config: bytes, outcome: bytes | None) -> str:
+    """Return the name of a session's group, or an empty string if it has none or its rows are damaged."""
+    try:
+        group = _config.decode(config).metadata.group if outcome is None else _outcome.decode(outcome).group
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return ""
+    return group if isinstance(group, str) else ""
