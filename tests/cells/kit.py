@@ -17,6 +17,7 @@ import httpx
 from tests.speed import scaled
 from tests.store.kit import open_shared
 from tests.workers.test_processes import ServeProcess, start_process
+from turngate.errors import Conflict
 from turngate.store.shared.store import SharedStore
 
 LEASE_S = 2.0
@@ -72,6 +73,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.05)
+
+
+def give_up(shared: SharedStore, rollout: str, attempt: int = 1) -> bool:
+    """Supersede an attempt. Return False while the lease of its cell lasts."""
+    try:
+        shared.attempts.supersede(rollout, attempt, "")
+    except Conflict:
+        return False
+    return True
 
 
 def delivered(shared: SharedStore, feed: str = "f") -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cells.kit import CutOffProxy, delivered, open_shared_store, start_cell, wait_for
+from tests.cells.kit import CutOffProxy, delivered, give_up, open_shared_store, start_cell, wait_for
 from tests.postgres import PostgresServer, start_postgres
 from tests.workers.test_processes import ENV, ROOT
 from turngate.store.shared.fence import FenceStage
@@ -39,10 +39,10 @@ def test_nothing_of_a_zombie_cell_is_trained(tmp_path: Path, postgres_url: str) 
         zombie.ask("POST", f"/admin/sessions/{sealed['id']}/seal", json={})
         running = zombie.open(rollout="r2", attempt=1)
         old = cell_id(shared, "a")
-        assert not shared.cells.take_over(old)
+        assert not give_up(shared, "r2")
         os.kill(zombie.process.pid, signal.SIGSTOP)
         try:
-            wait_for(lambda: shared.cells.take_over(old))
+            wait_for(lambda: give_up(shared, "r2"))  # takes over the whole cell
             with start_cell(tmp_path / "b", postgres_url) as other:
                 retries = [other.finish("r1", 2), other.finish("r2", 2)]
                 wait_for(lambda: len(delivered(shared)) == 3)
@@ -114,6 +114,37 @@ def test_a_cell_cut_off_for_longer_than_its_lease_holds_calls_and_refuses_the_re
         proxy.close()
 
 
+def test_a_cell_refuses_an_attempt_that_is_superseded_in_the_shared_store(
+    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    proxy = CutOffProxy(postgres_server.port)
+    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
+    try:
+        with (
+            open_shared_store(postgres_url) as shared,
+            start_cell(tmp_path / "a", postgres_url) as first,
+            start_cell(tmp_path / "b", url, "--rest-s", "1", lease_s=30) as second,
+        ):
+            assert give_up(shared, "r") and give_up(shared, "late")  # before any cell has opened them
+            refused = first.request("POST", "/admin/sessions", json={"rollout": "r", "attempt": 1})
+            assert refused.status_code == 409 and "superseded in the shared store" in refused.text
+            assert second.open(rollout="r", attempt=2)["status"] == "open"
+            done = first.finish("q")
+            wait_for(lambda: shared.find(done) is not None)
+            refused = second.request("POST", "/admin/sessions", json={"rollout": "q", "attempt": 2})
+            assert refused.status_code == 409  # the rollout has an outcome
+            assert first.finish("q2") and second.finish("q3")
+            proxy.cut()
+            opened = second.open(rollout="late", attempt=1)  # the lease lasts, so it is served
+            assert second.say(opened["api_key"])
+            proxy.mend()
+            session = f"/admin/sessions/{opened['id']}"
+            wait_for(lambda: second.ask("GET", session)["status"] == "cancelled")
+            assert second.ask("GET", session)["stop"] == "superseded"
+    finally:
+        proxy.close()
+
+
 def test_workers_of_a_cell_share_its_lease_and_its_outbox(tmp_path: Path, postgres_url: str) -> None:
     with (
         open_shared_store(postgres_url) as shared,
@@ -132,7 +163,7 @@ def test_workers_of_a_cell_share_its_lease_and_its_outbox(tmp_path: Path, postgr
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)
         try:
-            wait_for(lambda: shared.cells.take_over(old))
+            wait_for(lambda: give_up(shared, "q0"))
         finally:
             for pid in workers:
                 os.kill(pid, signal.SIGCONT)

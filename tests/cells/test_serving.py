@@ -177,10 +177,12 @@ class Target:
         self.opened: list[str] = []
         self.failures = 0
         self.conflicts: set[str] = set()
+        self.superseded: set[str] = set()
         self.history = ""
 
-    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
+    def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
         self.opened += [attempt.session for attempt in attempts]
+        return self.superseded
 
     def find_history(self, position: ShippingPosition) -> str:
         return self.history

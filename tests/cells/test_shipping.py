@@ -223,8 +223,8 @@ def test_an_unshipped_session_cannot_be_deleted_and_its_events_are_kept(cell: St
 # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finish_attempt(store: Store, name: str, attempt: int, **outcome: Any) -> int:
-    key = add_session(store, name, rollout="r", attempt=attempt)
+def finish_attempt(store: Store, name: str, attempt: int, *, rollout: str = "r", **outcome: Any) -> int:
+    key = add_session(store, name, rollout=rollout, attempt=attempt)
     store.close_session(key, "sealed", "", 1.0)
     put_outcome(store, key, name, "g", **outcome)
     return key
@@ -236,8 +236,8 @@ def delivered(shared: SharedStore) -> list[str]:
     return [m.id for number in range(1, feed.newest + 1) for m in shared.feeds.members(feed.key, number)]
 
 
-def states(shared: SharedStore) -> dict[str, str]:
-    return {row.session: row.state for row in shared.attempts.list_attempts("r")}
+def states(shared: SharedStore, rollout: str = "r") -> dict[str, str]:
+    return {row.session: row.state for row in shared.attempts.list_attempts(rollout)}
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -321,9 +321,43 @@ def test_an_attempt_cannot_be_superseded_while_the_lease_of_its_cell_lasts(cell:
     cell.close_session(key, "cancelled", "cancelled", time.time())
     assert ship(cell, shared) == 1
     assert shared.attempts.supersede("q", 1, "t")[0].state == "superseded"  # it runs no more
+    add_session(cell, "u", rollout="other", attempt=1)
+    ShipmentWriter(shared).announce(cell.outbox.find_unannounced(10))
     end_lease(shared, "a")
     row, outcome = shared.attempts.supersede("r", 1, "s")
     assert (row.state, outcome) == ("superseded", None)
+    assert shared.cells.list_cells("lost")[0].id == "a"  # the cell is taken over with all its attempts
+    assert states(shared, "other") == {"u": "superseded"}
+
+
+def test_an_attempt_of_a_stopped_cell_is_superseded_alone(cell: Store, shared: SharedStore) -> None:
+    for name in ("s", "t"):
+        add_session(cell, name, rollout=name, attempt=1)
+    ShipmentWriter(shared).announce(cell.outbox.find_unannounced(10))
+    shared.cells.end("a")
+    assert shared.attempts.supersede("s", 1, "s")[0].state == "superseded"
+    assert states(shared, "s") == {"s": "superseded"}
+    assert states(shared, "t") == {"t": "running"}  # the cell continues it when it starts again
+
+
+def test_announcing_says_which_attempts_are_superseded(cell: Store, shared: SharedStore, tmp_path: Path) -> None:
+    other = open_cell(tmp_path / "b", shared, "b")
+    shared.attempts.supersede("given-up", 1, "")
+    add_session(other, "o1", rollout="taken", attempt=1)
+    add_session(other, "o2", rollout="replaced", attempt=2)
+    finish_attempt(other, "o3", 1, rollout="done")
+    ship(other, shared)
+    assert ShipmentWriter(shared).announce(other.outbox.find_unannounced(10)) == set()
+    for rollout, attempt in {"given-up": 1, "taken": 1, "replaced": 1, "done": 2, "new": 1}.items():
+        add_session(cell, f"s-{rollout}", rollout=rollout, attempt=attempt)
+    add_session(cell, "unnamed")
+    opened = cell.outbox.find_unannounced(10)
+    superseded = ShipmentWriter(shared).announce(opened)
+    assert superseded == {"s-given-up", "s-taken", "s-replaced", "s-done"}
+    cell.outbox.mark_announced(opened, superseded)
+    assert set(cell.attempts.filter_superseded([one.session for one in opened])) == superseded
+    assert ShipmentWriter(shared).announce(opened) == superseded  # again
+    other.close()
 
 
 def _kinds(store: Store, session: str) -> list[str]:

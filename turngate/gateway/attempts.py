@@ -7,24 +7,47 @@ worker that owns the session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from turngate.client.protocol import SupersededAttempt
-from turngate.errors import NotFound, TurngateError
+from turngate.errors import Conflict, NotFound, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.sessions import Sessions
 from turngate.store.attempts import AttemptRow, AttemptTable
 from turngate.store.outcomes import RecordedOutcome
+from turngate.trace.session import Session
 from turngate.types import SUPERSEDED
 
 log = logging.getLogger("turngate")
 
 
 class Attempts:
-    def __init__(self, table: AttemptTable, sessions: Sessions, events: Events) -> None:
+    def __init__(
+        self,
+        table: AttemptTable,
+        sessions: Sessions,
+        events: Events,
+        wait_for_announcement: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`wait_for_announcement` waits until the shared store knows a session, given by its key. Only cells have it."""
         self._table = table
         self._sessions = sessions
         self._events = events
+        self._wait_for_announcement = wait_for_announcement
+
+    async def require_current(self, session: Session) -> None:
+        """Cancel a new session and raise `Conflict` if its attempt is superseded in the shared store."""
+        if self._wait_for_announcement is None:
+            return
+        await self._wait_for_announcement(session.key)
+        if self._table.filter_superseded([session.id]):
+            await self.cancel_superseded([session.id])
+            config = session.config
+            raise Conflict(
+                f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store; "
+                "do not run it, and see its attempts at the gateway of the shared store",
+                param="attempt",
+            )
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
         """Give up an attempt, even if it was never opened, unless it already has an outcome. Then cancel its session."""

@@ -123,6 +123,8 @@ class AdminRoutes:
         session, secret = self._sessions.open(config, body.id)
         if config.attempt > 1:
             await self._attempts.cancel_lower(config.rollout)
+        if config.rollout:
+            await self._attempts.require_current(session)
         return json_response(
             NewSession(**msgspec.structs.asdict(self._directory.describe(session)), api_key=secret), 201
         )

@@ -22,6 +22,7 @@ from turngate.engines.base import Engine, Relay
 from turngate.engines.gate import Gate
 from turngate.errors import NotFound, StoreError
 from turngate.gateway.attempts import Attempts
+from turngate.gateway.cell.announcement import AnnouncementWait
 from turngate.gateway.cell.cell import Cell
 from turngate.gateway.engine_changes import EngineChanges
 from turngate.gateway.events import Events
@@ -135,7 +136,8 @@ class ProjectGateway:
             project=self.project,
         )
         self.quota = ProjectQuota(self.project, self.metrics, lambda: self.sessions.open_count)
-        self.attempts = Attempts(self.store.attempts, self.sessions, self.events)
+        announced = None if self.cell is None else AnnouncementWait(self.store.outbox, self.cell.wake_shippers).wait
+        self.attempts = Attempts(self.store.attempts, self.sessions, self.events, announced)
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
         self.outcomes = OutcomeRecorder(

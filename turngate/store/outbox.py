@@ -7,12 +7,13 @@ such as a replaced outcome, adds it again. A session in the outbox cannot be del
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import msgspec
 
 from turngate.errors import Conflict
+from turngate.store.attempts import supersede_attempts
 from turngate.store.connection import Connect, StoreConnection
 
 OUTBOX_TABLES = """
@@ -167,10 +168,19 @@ class OutboxTable:
         with self._reading() as db:
             return [OpenAttempt(*row) for row in db.execute(query, (limit,)).fetchall()]
 
-    def mark_announced(self, attempts: Iterable[OpenAttempt]) -> None:
+    def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
+        """Note that the shared store knows these sessions, and which of them it does not count."""
         with self._writing() as db:
             for attempt in attempts:
                 db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))
+                if attempt.session in superseded:
+                    supersede_attempts(db, "session=?", (attempt.session,))
+
+    def is_announced(self, session: int) -> bool:
+        """Return whether the shared store knows an open session."""
+        query = "SELECT 1 FROM outbox WHERE session=? AND announced=0"
+        with self._reading() as db:
+            return db.execute(query, (session,)).fetchone() is None
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
         """Remove sessions that the shared store has committed. One that changed since it was read stays."""

@@ -102,6 +102,11 @@ class Cell:
     def open_quotas(self) -> QuotaTable:
         return self._open().quotas
 
+    def wake_shippers(self) -> None:
+        """Announce new sessions now."""
+        for shipper in self._shippers:
+            shipper.wake()
+
     def read_keys(self) -> None:
         """Read the projects and keys of the shared store, and keep reading them every few seconds."""
         self._keys.start()

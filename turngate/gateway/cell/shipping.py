@@ -29,8 +29,8 @@ class ShipmentTarget(Protocol):
     def write(self, shipments: Sequence[Shipment]) -> None:
         """Write all of them in one transaction. Writing one again changes nothing."""
 
-    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
-        """Register open sessions as attempts that this cell runs."""
+    def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
+        """Register open sessions as attempts that this cell runs. Return those that are superseded."""
 
     def find_history(self, position: ShippingPosition) -> str:
         """Return the history of the shared store, which changes when the store was restored from a backup."""
@@ -51,11 +51,17 @@ class Shipper:
         self._failures = 0
         self._check_at = 0.0
         self._stopping = threading.Event()
+        self._wakeup = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turngate-shipping", daemon=True)
         self.shipped = 0
 
     def start(self) -> None:
         self._thread.start()
+
+    def wake(self) -> None:
+        """Announce and ship now, unless the shared store does not answer."""
+        if not self._failures:
+            self._wakeup.set()
 
     def stop(self, wait_s: float) -> None:
         """Ship due sessions for up to `wait_s` seconds, then stop. The others stay in the outbox."""
@@ -65,6 +71,7 @@ class Shipper:
                 break
             time.sleep(0.05)
         self._stopping.set()
+        self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
         if self._reader is not None:
@@ -72,7 +79,11 @@ class Shipper:
 
     def _run(self) -> None:
         pause = 0.0
-        while not self._stopping.wait(pause):
+        while True:
+            self._wakeup.wait(pause)
+            self._wakeup.clear()
+            if self._stopping.is_set():
+                return
             try:
                 self._check_history()
                 self.announce()
@@ -112,13 +123,15 @@ class Shipper:
             after = page[-1].key
 
     def announce(self) -> None:
-        """Announce open sessions to the shared store. The sessions do not wait for it."""
+        """Announce open sessions to the shared store, and note which of them are superseded there."""
         opened = self._outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:
                 self._target = self._connect()
-            self._target.announce(opened)
-            self._outbox.mark_announced(opened)
+            superseded = self._target.announce(opened)
+            self._outbox.mark_announced(opened, superseded)
+            for session in sorted(superseded):
+                log.warning("session %s does not count: its attempt is superseded in the shared store", session)
 
     def _back_off(self, message: str) -> float:
         if not self._failures:

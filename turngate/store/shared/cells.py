@@ -121,17 +121,18 @@ class LeasedAttempts(AttemptTable):
     """The attempts of all cells. A running attempt can be superseded only after the lease of its cell has ended."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
+        """If the attempt runs on a cell whose lease has lapsed, take over the cell, so that all its attempts can run elsewhere."""
         query = (
-            f"SELECT cells.name, lease_until-{NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
-            f" WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active' AND lease_until>{NOW}"
+            f"SELECT cells.id, cells.name, lease_until-{NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
+            " WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active'"
             " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # a shipped session no longer runs
         )
         with self._reading() as db:
             row = db.execute(query, (rollout, attempt)).fetchone()
-        if row is not None:
+        if row is not None and (row[2] > 0 or not CellTable(self._writing, self._reading).take_over(row[0])):
             raise Conflict(
-                f"attempt {attempt} of rollout {rollout!r} runs on cell {row[0]}, whose lease lasts for another {row[1]:.0f} s "
-                "unless it is renewed; cancel its session there, or try again later"
+                f"attempt {attempt} of rollout {rollout!r} runs on cell {row[1]}, whose lease lasts for another "
+                f"{max(row[2], 0.0):.0f} s unless it is renewed; cancel its session there, or try again later"
             )
         return super().supersede(rollout, attempt, session)
 

@@ -171,13 +171,23 @@ class ShipmentWriter:
             completed = self._store.feeds.enter(db, entries) if entries else []
             self._write_events(db, writing, completed)  # last: see `insert_event`
 
-    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
-        """Register open sessions as attempts of their cell, so that they are protected by its lease."""
+    def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
+        """Register open sessions as attempts of their cell, so that they are protected by its lease.
+
+        Return the sessions whose outcomes would not count, because their attempts are superseded.
+        """
+        names = {a.session: _decode_name(a.config, a.session) for a in attempts}
         with self._store.database.pipelining() as db:
-            _register(
-                db,
-                [(*_decode_name(a.config, a.session), a.session, a.cell, a.opened) for a in attempts],
-            )
+            rows = _register(db, [(*names[a.session], a.session, a.cell, a.opened) for a in attempts])
+            given_up = db.execute(_GIVEN_UP, (list(names),))
+            rivals = db.execute(_RIVALS, (sorted({rollout for rollout, _ in names.values()}),))
+            owners = {(rollout, attempt): session for rollout, attempt, session, _ in rows.fetchall()}
+            superseded = {session for (session,) in given_up.fetchall()}
+            others = rivals.fetchall()
+        for session, (rollout, attempt) in names.items():
+            if owners[rollout, attempt] != session or _is_replaced(rollout, attempt, others):
+                superseded.add(session)
+        return superseded
 
     # ── after the store was restored from a backup ──────────────────────────────────────────────────────────────
 
@@ -333,13 +343,20 @@ class _AttemptNames:
                 if state == "superseded":
                     superseded.add(shipment.id)
                 continue
-            rivals = [(other, state) for name, other, state in others if name == rollout and other != attempt]
-            if is_lost or any(other > attempt or state == "settled" for other, state in rivals):
+            if is_lost or _is_replaced(rollout, attempt, others):
                 supersede_attempts(db, "session=?", (shipment.id,))
                 superseded.add(shipment.id)
-            elif rivals:
+            elif any(name == rollout and other != attempt for name, other, _ in others):
                 supersede_attempts(db, "rollout=? AND attempt<? AND state<>'settled'", (rollout, attempt))
         return superseded
+
+
+def _is_replaced(rollout: str, attempt: int, others: Sequence[tuple[str, int, str]]) -> bool:
+    """Return whether a higher attempt of the rollout exists, or another one counts. `others` are those not superseded."""
+    return any(
+        name == rollout and other != attempt and (other > attempt or state == "settled")
+        for name, other, state in others
+    )
 
 
 def _types(table: str, columns: Sequence[str]) -> list[str]:

@@ -1,0 +1,38 @@
+"""Wait until the shared store knows a new session, so that an attempt that is superseded there is refused at once.
+
+The wait is short. If the shared store does not answer, the session is served while the lease lasts, and is cancelled as soon as the shared
+store says that its attempt is superseded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from turngate.store.outbox import OutboxTable
+
+_WAIT_S = 2.0
+_SKIP_S = 5.0  # after a wait in vain, further sessions do not wait for this long
+_POLL_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+class AnnouncementWait:
+    """Waits for the shipper, which may run in another worker. `wake` makes it announce now if it runs in this one."""
+
+    def __init__(self, outbox: OutboxTable, wake: Callable[[], None]) -> None:
+        self._outbox = outbox
+        self._wake = wake
+        self._skip_until = 0.0
+
+    async def wait(self, session: int) -> None:
+        """Wait until a session, given by its key, is announced, or until it is clear that this would take long."""
+        if time.monotonic() < self._skip_until:
+            return
+        self._wake()
+        end, pauses = time.monotonic() + _WAIT_S, iter(_POLL_S)
+        while not self._outbox.is_announced(session):
+            if time.monotonic() >= end:
+                self._skip_until = time.monotonic() + _SKIP_S
+                return
+            await asyncio.sleep(next(pauses, _POLL_S[-1]))
