@@ -60,7 +60,7 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
     assert run_cli("load-archive", archive, "--data", old).stdout == f"added 1 session to {old}; it already had 1\n"
     verified = run_cli("verify", "--data", old)
     assert verified.exit_code == 0, verified.output
-    assert "Yes." in run_cli("show", second, "--data", old).stdout
+    assert "Hello." in run_cli("show", second, "--data", old).stdout
     exported = run_cli("export", "rows", "--data", old, "--out", tmp_path / "rows.jsonl", "--json")
     assert json.loads(exported.stdout)["rollouts"] == 2
     store = Store.reading(data)

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,9 @@ class _Refuser:
     """A machine that cannot run any order."""
 
     backends: tuple[Backend, ...] = ()
+
+    def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         raise TurngateError("no room")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,3 +365,81 @@ def test_task_cannot_read_keys_of_a_machine(cache: ArchiveCache, name: str) -> N
     packed = PackedTask(task=Task(id="t", instruction="x", host_env=(variable,)))
     with pytest.raises(TurngateError, match=f"must not use the environment variable {name}"):
         cache.open_task(packed, {name: SECRET})
+
+
+# ── the bound on the cache ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_archive(number: int, size: int = 10_000) -> tuple[str, bytes]:
+    """Return an archive with one file, and its digest."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as tar:
+        member = tarfile.TarInfo("f")
+        member.size, member.mode = size, 0o644
+        tar.addfile(member, io.BytesIO(bytes([number]) * size))
+    return hashlib.sha256(raw.getvalue()).hexdigest(), raw.getvalue()
+
+
+def age(folder: Path, digest: str, seconds: float) -> None:
+    """Make the last use of an archive look older."""
+    for path in folder.glob(f"{digest}.*"):
+        at = time.time() - seconds
+        os.utime(path, (at, at))
+
+
+def test_least_recently_used_archives_are_removed(tmp_path: Path) -> None:
+    archives = [make_archive(number) for number in range(4)]
+    size = len(archives[0][1])
+    cache = ArchiveCache(tmp_path, cache_bytes=size * 3.5)
+    for position, (digest, data) in enumerate(archives[:3]):
+        cache.add(digest, data)
+        age(tmp_path, digest, 3600 - position)
+    with cache.hold(archives[0][0]):
+        pass  # used again, so the second is the oldest
+    age(tmp_path, archives[0][0], 100)
+    cache.add(*archives[3])
+    assert [cache.has(digest) for digest, _ in archives] == [True, False, True, True]
+    cache.open_task(
+        PackedTask(task=Task(id="t", instruction="x"), archive=archives[2][0]), {}
+    )  # unpacking takes space, too
+    age(tmp_path, archives[2][0], 50)
+    cache.add(*archives[3])
+    assert [cache.has(digest) for digest, _ in archives] == [False, False, True, True]
+
+
+def test_archives_in_use_are_not_removed(tmp_path: Path) -> None:
+    archives = [make_archive(number) for number in range(3)]
+    cache = ArchiveCache(tmp_path, cache_bytes=1)
+    (used, data), (other, more) = archives[:2]
+    cache.add(used, data)
+    task = PackedTask(task=Task(id="t", instruction="x", files=Path("f")), archive=used)
+    folder = cache.open_task(task, {}).files.parent
+    (folder / "read-only").mkdir()
+    (folder / "read-only").chmod(0o500)
+    with ArchiveCache(tmp_path).hold(used):  # as another process would
+        age(tmp_path, used, 3600)
+        cache.add(other, more)
+        assert cache.has(used) and folder.is_dir() and cache.has(other)  # the other one has just arrived
+    age(tmp_path, used, 3600)
+    cache.add(*archives[2])
+    assert not cache.has(used) and not folder.exists() and cache.has(other)
+
+
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    old, new = tmp_path / ".new-1", tmp_path / ".unpack-2"
+    old.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    new.mkdir()
+    ArchiveCache(tmp_path).add(*make_archive(1))
+    assert not old.exists() and new.exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 20e9), ("0.5", 5e8), ("0", math.inf)])
+def test_size_of_the_cache(text: str, size: float) -> None:
+    assert archive_cache.read_cache_bytes({archive_cache.CACHE_VARIABLE: text}) == size
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan"])
+def test_invalid_size_of_the_cache_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="TURNGATE_ARCHIVE_CACHE_GB must be a number of gigabytes"):
+        archive_cache.read_cache_bytes({archive_cache.CACHE_VARIABLE: text})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback
 from turngate.rollout.rollout import Rollout
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend
+from turngate.tasks.archive_cache import ArchiveError
 
 log = logging.getLogger("turngate")
 
@@ -66,6 +67,9 @@ class OrderResolver(Protocol):
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         """Build the spec of an attempt. Raise `TurngateError` if this machine cannot run it."""
+
+    def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
+        """Keep the files of an order's task on this machine while the block runs."""
 
     @property
     def backends(self) -> Collection[Backend]:
@@ -121,6 +125,13 @@ class _LocalAttempt:
         return None if rollout is None else AttemptResult(rollout.outcome, rollout.verdict)
 
     async def run(self) -> AttemptResult:
+        try:
+            with self._resolver.hold_files(self._order):
+                return await self._run()
+        except ArchiveError as error:
+            return fail_attempt(self._order, Fault("sandbox", error.boundary, error.message))
+
+    async def _run(self) -> AttemptResult:
         order = self._order
         try:
             spec = await self._resolver.resolve(order)

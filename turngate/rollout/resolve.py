@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,6 +85,9 @@ class PlanResolver:
     def backends(self) -> Collection[Backend]:
         return (self._plan.backend,)
 
+    def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
+        return nullcontext()  # the tasks' own files are used
+
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         plan = self._plan
         parts = MachineParts(
@@ -130,6 +134,9 @@ class MachineResolver:
     @property
     def backends(self) -> Collection[Backend]:
         return self._backends.values()
+
+    def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
+        return self._archives.hold(order.task.archive)
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         parts = MachineParts(

@@ -3,11 +3,16 @@
 Files are written under a temporary name and renamed, so that no process sees an incomplete one. Whatever is read is checked first: an
 archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
 it. An archive is refused if it is too large or contains a link that points outside. The folder may be removed while no rollout runs.
+
+If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the archives that were not used for the longest time are removed, but none that a
+rollout of any process holds: it has a lock on `<sha256>.lock`, whose time is that of the last use.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -22,7 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from turngate.agents.install import cache_folder
-from turngate.errors import SandboxError, TaskError, TurngateError
+from turngate.errors import ConfigError, SandboxError, TaskError, TurngateError
 from turngate.sandboxes.archive import CHUNK_BYTES, stays_inside, unpack
 from turngate.tasks.archive import PackedTask, lay_out, move_paths, unreadable
 from turngate.tasks.host_env import add_host_values
@@ -31,6 +36,11 @@ from turngate.tasks.task import Task
 MAX_BYTES = 256_000_000  # of an archive
 _SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `ctime` than any later change
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+CACHE_VARIABLE = "TURNGATE_ARCHIVE_CACHE_GB"
+_CACHE_GB = 20.0
+_GRACE_S = 60.0  # an archive that arrived just now is not removed before its rollout starts
+_STALE_S = 86400.0
+_NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
 
 
 class ArchiveError(TurngateError):
@@ -42,9 +52,13 @@ class ArchiveError(TurngateError):
 class ArchiveCache:
     """The archives of one folder, which several processes may use at the same time."""
 
-    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, folder: Path | None = None, max_bytes: int = MAX_BYTES, cache_bytes: float | None = None
+    ) -> None:
+        """`max_bytes` limits one archive, `cache_bytes` all of them. None: as set in the environment."""
         self._folder = folder or cache_folder() / "archives"
         self._max_bytes = max_bytes
+        self._cache_bytes = read_cache_bytes(os.environ) if cache_bytes is None else cache_bytes
         self._unpacking = threading.Lock()
         self._checked: dict[str, bytes] = {}  # the state of a folder when it was last found equal to its archive
 
@@ -70,6 +84,7 @@ class ArchiveCache:
                 raise unreadable(task, error) from None
             digest = writer.digest.hexdigest()
             self._keep(new, digest)
+        self._evict()
         return PackedTask(task=packed, archive=digest)
 
     def has(self, digest: str) -> bool:
@@ -90,6 +105,21 @@ class ArchiveCache:
         with self._write_file() as new:
             new.write(data)
             self._keep(new, digest)
+        self._evict()
+
+    @contextmanager
+    def hold(self, digest: str) -> Iterator[None]:
+        """Keep an archive and its folder in the cache while the block runs. An empty digest is no archive."""
+        if not digest:
+            yield
+            return
+        with self._open_lock(digest) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            os.utime(lock.fileno())
+            try:
+                yield
+            finally:
+                os.utime(lock.fileno())
 
     def open_task(self, packed: PackedTask, environment: Mapping[str, str]) -> Task:
         """Return the task with paths on this machine and values from `environment`. Unpack its archive if necessary."""
@@ -121,7 +151,7 @@ class ArchiveCache:
         """Create a temporary file, which `_keep` moves into place."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False) as new:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NEW, delete=False) as new:
                 try:
                     yield new
                 finally:
@@ -150,6 +180,44 @@ class ArchiveCache:
             file.seek(0)
             yield file
 
+    # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _evict(self) -> None:
+        """Remove the archives that were not used for the longest time, until the cache is small enough."""
+        now, entries = time.time(), []
+        for path in self._folder.glob(".*"):  # left behind by a process that was killed
+            if path.name.startswith((_NEW, _UNPACK)) and now - _last_use(path) > _STALE_S:
+                _remove(path)
+        for path in self._folder.glob("*.tar"):
+            if _DIGEST.fullmatch(path.stem):
+                used = max(_last_use(path), _last_use(path.with_suffix(".lock")))
+                entries.append((used, path.stem, _measure(path)))
+        size = sum(entry[2] for entry in entries)
+        for used, digest, freed in sorted(entries):
+            if size <= self._cache_bytes or now - used < _GRACE_S:
+                return
+            if self._remove_unused(digest):
+                size -= freed
+
+    def _remove_unused(self, digest: str) -> bool:
+        """Remove an archive and its folder. Return False if a rollout uses it."""
+        with self._open_lock(digest) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+            self._path(digest).unlink(missing_ok=True)
+            _remove(self._folder / digest)
+            return True
+
+    def _open_lock(self, digest: str) -> IO[bytes]:
+        path = self._path(digest).with_suffix(".lock")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return path.open("ab")
+        except OSError as error:
+            raise ArchiveError(f"{path} cannot be written ({error.strerror})") from None
+
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _unpack(self, digest: str) -> Path:
@@ -168,7 +236,7 @@ class ArchiveCache:
         return folder
 
     def _replace(self, file: IO[bytes], folder: Path) -> None:
-        scratch = Path(tempfile.mkdtemp(prefix=".unpack-", dir=self._folder))
+        scratch = Path(tempfile.mkdtemp(prefix=_UNPACK, dir=self._folder))
         try:
             file.seek(0)
             if skipped := unpack(file, scratch / "new", limit=self._max_bytes):
@@ -184,6 +252,47 @@ class ArchiveCache:
                 raise ArchiveError(f"{folder} cannot be written ({error.strerror})") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def read_cache_bytes(environment: Mapping[str, str]) -> float:
+    """Return how large the cache may become, in bytes. 0 in the environment means no limit."""
+    text = environment.get(CACHE_VARIABLE) or str(_CACHE_GB)
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not size >= 0:
+        raise ConfigError(
+            f"{CACHE_VARIABLE} must be a number of gigabytes, such as 20, or 0 for no limit, not {text!r}",
+            param=CACHE_VARIABLE,
+        )
+    return size * 1e9 or math.inf
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _measure(archive: Path) -> int:
+    """Return about how many bytes an archive takes, with its folder. The folder is as large as the archive."""
+    try:
+        return archive.stat().st_size * (2 if archive.with_suffix("").is_dir() else 1)
+    except OSError:
+        return 0  # another process has removed it
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        for place, folders, _ in os.walk(path):  # a task may have folders that are read-only
+            for name in folders:
+                if not (folder := Path(place, name)).is_symlink():
+                    folder.chmod(0o700)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _BoundedWriter:
