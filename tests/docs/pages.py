@@ -163,6 +163,10 @@ SETTINGS = {
             "--agent pi": _SHELL_AGENT,
         },
     ),
+    "docs/retention.md": Setting(
+        before=_record("turngate-data", "runs/recorded"),
+        replaced={"postgresql://turngate@db.example/turngate": "turngate-data", "30d": "0m"},
+    ),
     "docs/start/own-trainer.md": Setting(
         names=_GATEWAY_NAMES + "number_in_my_checkpoint, save_checkpoint = None, print\n", is_python_last=True
     ),
