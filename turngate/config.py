@@ -129,7 +129,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.0
     archive: Annotated[
         str,
-        _about("Folder to write such sessions to first, as Parquet files (needs the `parquet` extra).", LIMITS),
+        _about(
+            "Folder to which removed sessions are written first, as Parquet files (needs the `parquet` extra).", LIMITS
+        ),
     ] = ""
     alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
     max_body_mb: Annotated[float, _about("Maximum request size, in megabytes.", LIMITS)] = 64.0

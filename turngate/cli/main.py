@@ -263,9 +263,9 @@ def prune(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Remove old sessions that nothing needs any more. Gateways and cells may use a shared store meanwhile.
+    """Remove old sessions that nothing needs any more. Gateways and cells may use a shared store in the meantime.
 
-    Open sessions are kept, and those that were not shipped, that a feed has not delivered, or whose group has newer rollouts.
+    Sessions are kept if they are open, not shipped, not delivered by a feed, or in a group with newer rollouts.
     """
     from turngate.cli.prune import prune_stores
 

@@ -1,4 +1,4 @@
-"""`turngate prune` and `turngate load-archive`: remove old sessions from a store, and read them from an archive again."""
+"""`turngate prune` and `turngate load-archive`: remove old sessions from a store, and load them again from an archive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def prune_stores(data: str, older_than: str, archive: Path | None, dry_run: bool, as_json: bool) -> None:
-    """Prune a store and those of its projects, and print what was removed and kept."""
+    """Prune a store and the stores of its projects, and print what was removed and kept."""
     refuse_password_flag(data)
     before = time.time() - parse_age(older_than)
     results = {

@@ -45,7 +45,7 @@ class Attempts:
             config = session.config
             raise Conflict(
                 f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store; "
-                "do not run it, and see its attempts at the gateway of the shared store",
+                "do not run it; the gateway on the shared store lists its attempts",
                 param="attempt",
             )
 

@@ -23,7 +23,7 @@ _INTERVAL_S = 3600.0
 
 
 class SessionPruner:
-    """Prunes the sessions of a project from time to time, in a thread. `days=0` keeps all sessions."""
+    """Prunes the sessions of a project once an hour, in a thread. `days=0` keeps all sessions."""
 
     def __init__(self, store: Store, data: str, events: Events, *, days: float, archive: Path | None) -> None:
         """`data` is where the store is, as in the settings."""

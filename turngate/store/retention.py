@@ -150,7 +150,7 @@ class Retention:
             db.execute(f"DELETE FROM {table} WHERE session IN ({marks})", keys)
         ids = [name for (name,) in db.execute(f"SELECT id FROM sessions WHERE key IN ({marks})", keys).fetchall()]
         db.execute(f"DELETE FROM sessions WHERE key IN ({marks})", keys)
-        if ids:  # last, as all that changes events
+        if ids:  # last, like every change of events
             db.execute(f"DELETE FROM events WHERE session IN ({','.join('?' * len(ids))})", ids)
 
 

@@ -4,8 +4,8 @@ Files are written under a temporary name and renamed, so that no process sees an
 archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
 it. An archive is refused if it is too large or contains a link that points outside. The folder may be removed while no rollout runs.
 
-If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the archives that were not used for the longest time are removed, but none that a
-rollout of any process holds: it has a lock on `<sha256>.lock`, whose time is that of the last use.
+If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed, except those in use: a rollout of any
+process holds a lock on `<sha256>.lock`, whose time is that of the last use.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the archives that were not used for the longest time, until the cache is small enough."""
+        """Remove the least recently used archives until the cache is small enough."""
         now, entries = time.time(), []
         for path in self._folder.glob(".*"):  # left behind by a process that was killed
             if path.name.startswith((_NEW, _UNPACK)) and now - _last_use(path) > _STALE_S:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from turngate.store.outbox import OutboxTable
 
 _WAIT_S = 2.0
-_SKIP_S = 5.0  # after a wait in vain, further sessions do not wait for this long
+_SKIP_S = 5.0  # after a wait without an answer, new sessions do not wait for this long
 _POLL_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
