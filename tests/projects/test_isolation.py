@@ -323,6 +323,20 @@ async def test_socket_of_another_project_is_refused_as_unknown(tmp_path: Path) -
         assert refusals[0] == refusals[1] and refusals[0][0] in (404, 426)
 
 
+async def test_open_loopback_opens_only_the_default_project(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], open_loopback=True) as g:
+        await create_project(g, "alpha")
+        own = g.http((await create_key(g, "alpha"))["key"])
+        await own.post("/admin/sessions", json={"id": "s"})
+        await g.open(id="s")
+        assert (await g.http().get("/v1/rollouts/s/trajectory")).status_code == 200  # of the project `default`
+        for header in ("x-api-key", "x-goog-api-key", "api-key"):  # prime-rl's routes read the key from none of them
+            forged = {header: f"tg-0000{'x' * 43}.alpha"}
+            assert (await g.http().get("/v1/rollouts/s/trajectory", headers=forged)).status_code == 401
+            chat = await g.http().post("/v1/rollouts/s/chat/completions", json=CHAT, headers=forged)
+            assert chat.status_code == 401
+
+
 async def observe(g: Running) -> Json:
     """Everything of project alpha that an attack could change."""
     store = g.app.hosted.open("alpha").store

@@ -447,6 +447,19 @@ async def test_restarted_workers_stay_paused(tmp_path: Path) -> None:
         assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(4, True), (4, True)]
 
 
+async def test_fence_of_all_workers_follows_a_request_that_names_a_project() -> None:
+    async with crew() as c:
+        await c[0].admin.post("/admin/projects", json={"name": "alpha"})
+        await until(lambda: c[1].app.projects.ring.find_project("alpha") is not None)
+        for number, worker in enumerate(c.workers):
+            operator = worker.http("k" * 40)
+            operator.headers["x-turngate-project"] = "alpha"
+            assert (await operator.post("/admin/fence/pause")).is_success
+            assert [w.app.fence.paused for w in c.workers] == [True, True]
+            assert (await operator.post("/admin/fence/resume", json={"version": number + 1})).is_success
+            assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(number + 1, False)] * 2
+
+
 async def test_fence_fails_when_worker_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "RESTART_WAIT_S", 0.1)
     async with crew() as c:

@@ -135,8 +135,12 @@ class Auth:
         return self._sessions.find(session_id)
 
     def trusts(self, key: str, client: str) -> bool:
-        """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set."""
-        return self._open_loopback and not key and client in ("127.0.0.1", "::1")
+        """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set.
+
+        Other projects always need a key: without one, anything in the request could name the project.
+        """
+        is_open = self._open_loopback and self._project == DEFAULT_PROJECT
+        return is_open and not key and client in ("127.0.0.1", "::1")
 
 
 def require_scope(key: ApiKey, scopes: Scopes) -> None:

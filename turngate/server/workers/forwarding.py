@@ -41,7 +41,7 @@ from turngate.server.asgi import (
     read_body,
     send_or_give_up,
 )
-from turngate.server.http import MAX_BODY
+from turngate.server.http import MAX_BODY, bearer_key
 from turngate.server.model_calls import respond_error
 from turngate.server.routing import SESSION_PREFIX, DialectRoutes, client_host, dialect_of
 from turngate.server.web.files import add_security_headers, is_page_path
@@ -197,7 +197,7 @@ class ForwardingApp:
             send = add_security_headers(send)
         if scope["path"].startswith(INTERNAL_PREFIX):
             await self._gateway(scope, receive, send)  # responds with 404
-        elif route in SHARED_ROUTES and project is self._gateway:
+        elif route in SHARED_ROUTES and (project is self._gateway or self._is_operator(scope)):
             await self._serve_at(0, scope, receive, send, local=self._shared)
         elif route == METRICS_ROUTE and project is self._gateway:
             await self._shared(scope, receive, send)
@@ -205,6 +205,10 @@ class ForwardingApp:
             await self._serve_by_body(scope, receive, send)
         else:
             await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
+
+    def _is_operator(self, scope: Scope) -> bool:
+        """Return whether the request has the admin key. Even if it names a project, it acts on what all projects share."""
+        return self._gateway.auth.is_admin(bearer_key(Request(scope)))
 
     def _owner(self, scope: Scope) -> int:
         """Return the worker that owns the session named by the request's path or key. If they name no session, return this worker."""
