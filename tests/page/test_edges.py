@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Route
+from playwright.async_api import Route, expect
 
 from tests import page_kit
 from tests.page.browser import open_browser
@@ -119,6 +119,25 @@ async def test_changes_during_login_are_shown(tmp_path: Path, shots: Path) -> No
         await web.page.route("**/page/api/overview", delay)
         await web.login(g.app.admin_key)
         await web.wait_for(".list-row:has(a[title*=r00018])", "cancelled")
+
+
+async def test_lists_that_are_being_filled_say_so(tmp_path: Path, shots: Path) -> None:
+    data = tmp_path / "data"
+    page_kit.add_rollouts(data, 4)
+    async with page_kit.serve(data) as g, open_browser(g.root, shots=shots) as web:
+        complete = asyncio.Event()
+
+        async def answer_as_shared_store(route: Route) -> None:
+            reply = await route.fetch()
+            await route.fulfill(response=reply, json={**await reply.json(), "incomplete": not complete.is_set()})
+
+        await web.page.route("**/page/api/overview", answer_as_shared_store)
+        await web.login(g.app.admin_key)
+        note = web.page.locator(".notice", has_text="The lists are being filled after an upgrade")
+        await expect(note).to_contain_text("Some rollouts are still missing (5 rollouts so far).")
+        complete.set()
+        await expect(note).to_have_count(0, timeout=scaled(20) * 1000)
+        await web.wait_for(".list-row:has(a[title*=r00002])", "")
 
 
 async def test_lost_connection_retries_one_at_a_time(tmp_path: Path, shots: Path) -> None:

@@ -32,6 +32,8 @@ def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[s
     """Open the existing store that `data` names, and then those of its projects, one after the other, each with its project's name."""
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise ConfigError(f"data: no turngate.db in {data}; pass the --data folder of a gateway", param="data")
+    if is_database_url(data):
+        open_store_for_reading(data).close()  # raises an error if there are no tables, which would be created below
     names = [DEFAULT_PROJECT]
     while names:
         name = names.pop(0)

@@ -13,7 +13,7 @@
 import * as api from "./api.js";
 import { help } from "./dialog.js";
 import { el, fill } from "./dom.js";
-import { tick } from "./format.js";
+import { plural, tick } from "./format.js";
 import { seen } from "./hidden.js";
 import * as keys from "./keys.js";
 import { Live } from "./live.js";
@@ -53,7 +53,10 @@ const NAV = [
 const main = /** @type {HTMLElement} */ (document.getElementById("main"));
 const bar = /** @type {HTMLElement} */ (document.getElementById("bar"));
 const nav = /** @type {HTMLElement} */ (document.getElementById("nav"));
+const filling = el("div.notice"); // says that the lists are being filled
 const state = /** @type {HTMLElement} */ (document.getElementById("live"));
+
+const FILLING_MS = 3000; // how often to check whether the lists are complete
 
 /** @type {View | null} */
 let view = null;
@@ -112,9 +115,9 @@ async function enter() {
   bar.hidden = false;
   showState("waiting", 0);
   fill(main, loading());
-  let cursor;
+  let got;
   try {
-    ({ cursor } = await api.overview());
+    got = await api.overview();
   } catch (error) {
     if (!(error instanceof api.Refused)) throw error;
     if (error.status === 401) ask(error.message);
@@ -122,8 +125,28 @@ async function enter() {
     return;
   }
   inside = true;
-  live.start(cursor);
+  live.start(got.cursor);
   route();
+  watchFilling(got);
+}
+
+/**
+ * While the lists of a shared store are being filled, say that rollouts are missing from them. Then show the view again.
+ * @param {api.Json} got
+ */
+function watchFilling(got) {
+  if (!inside) return;
+  if (got.incomplete) {
+    filling.textContent =
+      "The lists are being filled after an upgrade. Some rollouts are still missing " +
+      `(${plural(got.rollouts, "rollout")} so far).`;
+    document.getElementById("notices")?.append(filling);
+    setTimeout(() => api.overview().then(watchFilling, () => watchFilling(got)), FILLING_MS);
+  } else if (filling.isConnected) {
+    filling.remove();
+    leave();
+    route();
+  }
 }
 
 /** Show the login form. @param {string} [why] */
@@ -132,6 +155,7 @@ function ask(why = "") {
   live.stop();
   leave();
   bar.hidden = true;
+  filling.remove();
   document.title = "Turngate";
   document.querySelectorAll("dialog[open]").forEach((dialog) => dialog.remove());
   fill(main, login.form(enter, why));
