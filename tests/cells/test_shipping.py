@@ -371,6 +371,28 @@ def _rows(store: Store, table: str, key: int) -> list[Any]:
     return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]
 
 
+def test_shipped_sessions_are_measured(cell: Store, shared: SharedStore) -> None:
+    key = add_session(cell, "s")
+    cell.commit([new_turn(key, number, "s") for number in range(3)])
+    cell.close_session(key, "sealed", "", 1.0)
+    put_outcome(cell, key, "s", "g")
+    ship(cell, shared)
+    with shared.database.reading() as db:
+        (rows,) = db.execute("SELECT sum(length(ids)+length(info)+length(messages)) FROM nodes").fetchone()
+    assert rows < shared.quotas.measure("default") < 10 * rows
+    with shared.database.writing() as db:  # as in a store of an older version
+        db.execute("ALTER TABLE shipments DROP COLUMN bytes")
+        db.execute("UPDATE turngate_version SET version=7")
+        db.execute("DROP TABLE removed_sessions")
+    upgraded = SharedStore(shared.url)
+    assert rows <= upgraded.quotas.measure("default") < 10 * rows
+    row = upgraded.find("s")
+    assert row is not None
+    upgraded.delete_session(row.key)
+    assert upgraded.quotas.measure("default") == 0
+    upgraded.close()
+
+
 def test_sessions_of_a_project_are_shipped_to_its_own_tables(tmp_path: Path, shared: SharedStore) -> None:
     project = open_shared(shared.url.locate_project("alpha"))
     cell = open_cell(tmp_path / "cell", shared, "a")

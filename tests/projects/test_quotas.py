@@ -12,10 +12,12 @@ import pytest
 
 from tests.kit import Json, Running, gateway, say, until
 from tests.projects.kit import create_project, project_client
+from tests.store.kit import finish_rollout
 from turngate.errors import StoreError
 from turngate.gateway.quotas import DAY_S, PARTS, ProjectQuota, QuotaKeeper, _Parts
 from turngate.store.projects import Quotas
 from turngate.store.quotas import QuotaTable
+from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
 
@@ -150,6 +152,35 @@ async def test_sessions_over_quota_are_refused_until_one_ends() -> None:
             assert response.status_code == 429 and "quota of 2 live sessions (live_sessions)" in response.text
         await client.post("/admin/sessions/a/seal", json={})
         assert (await client.post("/admin/sessions", json={})).status_code == 201
+
+
+async def test_sessions_are_refused_while_too_much_is_stored() -> None:
+    async with gateway([say("Hello.")]) as g:
+        await create_project(g, "acme", quotas={"stored_bytes": 1000})
+        client = await project_client(g, "acme")
+        quota = g.app.hosted.open("acme").quota
+        await until(lambda: quota.stored_bytes)
+        refused = await client.post("/admin/sessions", json={})
+        assert refused.status_code == 429
+        used = g.app.hosted.open("acme").store.database.used_bytes()
+        assert f"stores {used:,} bytes, which exceeds its quota of 1,000 (stored_bytes)" in refused.text
+        assert "turngate projects change acme --stored-bytes N" in refused.text
+        assert (await g.admin.put("/admin/projects/acme", json={"quotas": {"stored_bytes": 10**9}})).is_success
+        assert (await client.post("/admin/sessions", json={})).status_code == 201
+
+
+def test_deleted_sessions_take_no_space(store: Store) -> None:
+    store.set_setting("x", "y")
+    before = store.database.used_bytes()
+    key = finish_rollout(store, "s", "g")
+    with store.database.writing() as db:
+        db.execute("UPDATE nodes SET messages=? WHERE session=?", (b"x" * 1_000_000, key))
+    if isinstance(store, SharedStore):  # counts what cells ship
+        assert store.quotas.measure("default") == 0 and store.quotas.measure("acme") == 0
+        return
+    assert store.database.used_bytes() > before + 1_000_000 and store.quotas.measure("default") is None
+    store.delete_session(key)
+    assert store.database.used_bytes() < before + 100_000
 
 
 async def test_waiting_calls_do_not_block_the_loop() -> None:

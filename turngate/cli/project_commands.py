@@ -17,6 +17,7 @@ _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[Optional[float], typer.Option(help="Share of crowded engines, relative to other projects.")]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
 _TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
+_BytesFlag = Annotated[Optional[int], typer.Option(help="Quota: bytes of recorded data; 0 for no limit.", min=0)]
 _PrefixArgument = Annotated[str, typer.Argument(metavar="PREFIX", help="Prefix of the key, such as tgp-1a2b3c4d.")]
 _OutFlag = Annotated[
     Optional[Path], typer.Option(help="Write the key to this new file, readable only by you, instead of printing it.")
@@ -37,13 +38,15 @@ def create_project(
     weight: _WeightFlag = None,
     live_sessions: _LiveFlag = None,
     tokens_per_day: _TokensFlag = None,
+    stored_bytes: _BytesFlag = None,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
     """Create a project with its own store, which only its keys and the admin key can open."""
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
-    settings = {"weight": weight or 1.0, "quotas": parse_quotas(live_sessions, tokens_per_day) or {}}
+    quotas = parse_quotas(live_sessions=live_sessions, tokens_per_day=tokens_per_day, stored_bytes=stored_bytes)
+    settings = {"weight": weight or 1.0, "quotas": quotas or {}}
     new = or_exit(lambda: ask(gateway, lambda client: client.create_project(name, **settings)))
     print_projects([new], as_json)
 
@@ -54,13 +57,15 @@ def change_project(
     weight: _WeightFlag = None,
     live_sessions: _LiveFlag = None,
     tokens_per_day: _TokensFlag = None,
+    stored_bytes: _BytesFlag = None,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
     """Change the weight of a project, or replace its quotas. If you pass one quota, the others are removed."""
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
-    settings = {"weight": weight, "quotas": parse_quotas(live_sessions, tokens_per_day)}
+    quotas = parse_quotas(live_sessions=live_sessions, tokens_per_day=tokens_per_day, stored_bytes=stored_bytes)
+    settings = {"weight": weight, "quotas": quotas}
     changed = or_exit(lambda: ask(gateway, lambda client: client.change_project(name, **settings)))
     print_projects([changed], as_json)
 

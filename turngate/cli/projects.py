@@ -33,9 +33,8 @@ def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
     return asyncio.run(send())
 
 
-def parse_quotas(live_sessions: int | None, tokens_per_day: int | None) -> dict[str, int] | None:
+def parse_quotas(**given: int | None) -> dict[str, int] | None:
     """Return the quotas of the flags, or None if none is set. 0 means no limit."""
-    given = {"live_sessions": live_sessions, "tokens_per_day": tokens_per_day}
     if all(value is None for value in given.values()):
         return None
     return {name: value for name, value in given.items() if value}
@@ -51,11 +50,12 @@ def print_projects(projects: Sequence[ProjectView], as_json: bool) -> None:
             f"{project.weight:g}",
             _limit(project.quotas.live_sessions),
             _limit(project.quotas.tokens_per_day),
+            _limit(project.quotas.stored_bytes),
             str(project.keys),
         )
         for project in projects
     ]
-    _print_table(("project", "weight", "live sessions", "tokens per day", "keys"), rows)
+    _print_table(("project", "weight", "live sessions", "tokens per day", "stored bytes", "keys"), rows)
 
 
 def print_keys(keys: Sequence[KeyView], as_json: bool) -> None:

@@ -24,16 +24,26 @@ DAY_S = 86400
 PARTS = 20  # a part is this fraction of the quota
 REFRESH_S = 1.0  # between checks of the parts
 HOLD_S = 60.0  # how long a part of the live sessions lasts after its holder has died
+_MEASURE_S = 5.0  # between measurements of what a project stores
 _WAIT_S = 3.0  # how long a call waits for a part before it is refused
 
 
 class ProjectQuota:
     """What a project may use in this process. Without quotas, everything."""
 
-    def __init__(self, project: str, metrics: Metrics, count_sessions: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        project: str,
+        metrics: Metrics,
+        count_sessions: Callable[[], int],
+        count_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`count_bytes` measures the project's own store."""
         self.project = project
         self.metrics = metrics
         self.count_sessions = count_sessions
+        self.count_bytes = count_bytes
+        self.stored_bytes = 0  # as last measured; only if there is a quota
         self.limits = Quotas()
         self.max_tokens = inf  # of `metrics.sampled_tokens`
         self.max_sessions = inf
@@ -55,15 +65,27 @@ class ProjectQuota:
 
     async def require_session(self) -> None:
         """Wait for room for a session, and raise `QuotaExceeded` if there is none."""
-        if not self._has_room() and not await self._wait(self._has_room):
+        if self._has_room() or await self._wait(self._has_room):
+            return
+        if self._is_full:
             raise QuotaExceeded(
-                f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
-                "(live_sessions); seal or cancel some, or ask the operator to raise it: "
-                f"turngate projects change {self.project} --live-sessions N"
+                f"project {self.project!r} stores {self.stored_bytes:,} bytes, which exceeds its quota of "
+                f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (turngate prune), or ask the "
+                f"operator to raise it: turngate projects change {self.project} --stored-bytes N"
             )
+        raise QuotaExceeded(
+            f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
+            "(live_sessions); seal or cancel some, or ask the operator to raise it: "
+            f"turngate projects change {self.project} --live-sessions N"
+        )
+
+    @property
+    def _is_full(self) -> bool:
+        limit = self.limits.stored_bytes
+        return limit is not None and self.stored_bytes >= limit
 
     def _has_room(self) -> bool:
-        return self.max_sessions == inf or self.count_sessions() < self.max_sessions
+        return not self._is_full and (self.max_sessions == inf or self.count_sessions() < self.max_sessions)
 
     async def _wait(self, is_free: Callable[[], bool]) -> bool:
         """Ask the thread for a part, and wait until it has answered. Return whether there is room now."""
@@ -102,6 +124,7 @@ class _Parts:
         self.taken = 0
         self.base = 0.0  # of the counter when the day began here
         self.renew_at = 0.0
+        self.measure_at = 0.0
 
 
 class QuotaKeeper:
@@ -165,6 +188,7 @@ class QuotaKeeper:
         try:
             self._refresh_tokens(quota, part, limits.tokens_per_day)
             self._refresh_sessions(quota, part, limits.live_sessions)
+            self._refresh_bytes(quota, part, limits.stored_bytes)
             self._is_away = False
         except TurngateError as error:
             if not self._is_away:
@@ -202,6 +226,15 @@ class QuotaKeeper:
             quota.project, "live_sessions", self._holder, wanted=wanted, limit=limit, until=now + HOLD_S
         )
         part.renew_at = now + HOLD_S / 3
+
+    def _refresh_bytes(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
+        """Measure what a project stores: every few seconds, and more often while its quota is exceeded."""
+        now = self._clock()
+        if limit is None or (now < part.measure_at and quota.stored_bytes < limit):
+            return
+        measured = self._open().measure(quota.project)
+        quota.stored_bytes = quota.count_bytes() if measured is None else measured
+        part.measure_at = now + _MEASURE_S
 
     def _open(self) -> QuotaTable:
         if self._table is None:

@@ -135,7 +135,9 @@ class ProjectGateway:
             require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
             project=self.project,
         )
-        self.quota = ProjectQuota(self.project, self.metrics, lambda: self.sessions.open_count)
+        self.quota = ProjectQuota(
+            self.project, self.metrics, lambda: self.sessions.open_count, self.store.database.used_bytes
+        )
         announced = None if self.cell is None else AnnouncementWait(self.store.outbox, self.cell.wake_shippers).wait
         self.attempts = Attempts(self.store.attempts, self.sessions, self.events, announced)
         self.feeds = Feeds(self.store, self.events, self.fence)

@@ -65,4 +65,7 @@ class Database(Protocol):
     def change_count(self) -> int:
         """Return a number that changes when another process writes events."""
 
+    def used_bytes(self) -> int:
+        """Return how many bytes the data takes."""
+
     def close(self) -> None: ...

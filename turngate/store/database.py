@@ -199,6 +199,14 @@ class SqliteDatabase:
             row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
         return 0 if row is None else int(row[0])
 
+    def used_bytes(self) -> int:
+        """Return the size of the pages that are in use. Pages freed by deletions are reused, and do not count."""
+        with self.reading() as db:
+            count, free, size = (
+                db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+            )
+        return int((count - free) * size)
+
     def change_count(self) -> int:
         with self.reading() as db:
             (version,) = db.execute("PRAGMA data_version").fetchone()

@@ -46,6 +46,7 @@ class Quotas(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     live_sessions: _Limit | None = None
     tokens_per_day: _Limit | None = None  # sampled; a day begins at midnight UTC
+    stored_bytes: _Limit | None = None
 
 
 class ProjectRow(msgspec.Struct, frozen=True):

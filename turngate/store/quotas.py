@@ -73,6 +73,10 @@ class QuotaTable:
         with self._reading() as db:
             return int(db.execute(query, (project, quota, period, time.time())).fetchone()[0])
 
+    def measure(self, project: str) -> int | None:
+        """Return how many bytes are stored for a project, or None if only the project's own store knows."""
+        return None
+
     def prune(self, before_period: int) -> None:
         """Remove the parts of past days, and those of dead holders."""
         with self._writing() as db:

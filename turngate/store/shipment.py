@@ -76,6 +76,13 @@ class Shipment(msgspec.Struct, frozen=True):
         """The number of its last event in the cell's store; 0: it has none."""
         return self.events[-1][0] if self.events else 0
 
+    @property
+    def size(self) -> int:
+        """The size of its rows in bytes."""
+        rows = (row for table in self.others.values() for row in table)
+        others = sum(len(cell) for row in rows for cell in row if isinstance(cell, (bytes, str)))
+        return len(self.trace.rows) + sum(len(event[3]) for event in self.events) + others
+
     def events_after(self, seq: int) -> list[Row]:
         return [event for event in self.events if event[0] > seq] if seq else self.events
 

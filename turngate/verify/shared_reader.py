@@ -11,7 +11,7 @@ from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
-SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8)  # later versions add tables that are not read here
+SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9)  # later versions add tables that are not read here
 
 
 def open_session_reader(data: str | Path) -> SessionReader:

@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS shipments (
     session INTEGER PRIMARY KEY,  -- key of the session
     cell TEXT NOT NULL,           -- id of the cell that served it
     newest INTEGER NOT NULL,      -- the session's newest event that was shipped, by its number in the cell's store
-    shipped REAL NOT NULL
+    shipped REAL NOT NULL,
+    bytes INTEGER NOT NULL DEFAULT 0  -- size of its rows when it was first shipped
 );
 """
 CellState = Literal["active", "ended", "replaced", "lost"]

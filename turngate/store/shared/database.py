@@ -187,6 +187,11 @@ class SharedDatabase:
             row = db.execute("SELECT newest FROM event_counter").fetchone()
         return 0 if row is None else int(row[0])
 
+    def used_bytes(self) -> int:
+        with self.reading() as db:
+            row = db.execute("SELECT coalesce(sum(bytes), 0)::int8 FROM shipments").fetchone()
+        return 0 if row is None else int(row[0])
+
     def change_count(self) -> int:
         return self.newest_event()
 

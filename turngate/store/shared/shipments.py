@@ -45,7 +45,8 @@ _TYPES = {  # columns that are not of type text
     **dict.fromkeys(("digest", "tools", "kwargs", "arguments", "reply", "request", "head", "tail"), "bytea"),
     **dict.fromkeys(("ids", "logprobs", "info", "messages", "data", "secret", "config", "outcome"), "bytea"),
     **dict.fromkeys(
-        ("key", "newest", "session", "parent", "node", "delivered", "checksum", "call", "repeated", "seq"), "int8"
+        ("key", "newest", "session", "parent", "node", "delivered", "checksum", "call", "repeated", "seq", "bytes"),
+        "int8",
     ),
     **dict.fromkeys(("called", "answered", "time", "opened", "closed", "recorded", "shipped"), "float8"),
 }
@@ -266,8 +267,8 @@ class ShipmentWriter:
             _insert(db, table, ("session", *names), [(keys[s.id], *row) for s in new for row in s.others[table]])
         outcomes = [(keys[s.id], *s.outcome) for s in new if s.outcome is not None]
         _insert(db, "outcomes", ("session", "recorded", "outcome"), outcomes)
-        noted = [(keys[s.id], s.cell, s.newest_event, now) for s in new]
-        _insert(db, "shipments", ("session", "cell", "newest", "shipped"), noted)
+        noted = [(keys[s.id], s.cell, s.newest_event, now, s.size) for s in new]
+        _insert(db, "shipments", ("session", "cell", "newest", "shipped", "bytes"), noted)
         for shipment in writing.old:
             key = keys[shipment.id]
             query = "UPDATE shipments SET newest=?, shipped=? WHERE session=?"

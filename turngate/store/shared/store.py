@@ -8,6 +8,7 @@ from turngate.store.shared.database import SharedDatabase
 from turngate.store.shared.engines import EngineTable
 from turngate.store.shared.fence import FenceTable
 from turngate.store.shared.queries import SharedQueries
+from turngate.store.shared.quotas import SharedQuotas
 from turngate.store.shared.retention import SharedRetention
 from turngate.store.shared.rollout_pages import RolloutPages
 from turngate.store.sqlite import Store
@@ -32,5 +33,6 @@ class SharedStore(Store):
         self.cells = CellTable(self._writing, self._reading)
         self.fence = FenceTable(self._writing, self._reading)
         self.engines = EngineTable(self._writing, self._reading)
+        self.quotas = SharedQuotas(self._writing, self._reading)
         self.retention = SharedRetention(self._writing, self._reading)
         self.rollout_pages = RolloutPages(self._reading)

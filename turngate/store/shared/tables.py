@@ -18,7 +18,7 @@ from turngate.store.shared.translation import translate_tables
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 8
+SHARED_VERSION = 9
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -38,6 +38,17 @@ EXCEPTION WHEN others THEN
     RETURN NULL;
 END $$;
 """
+_MEASURE_SESSIONS = """
+DO $$ BEGIN
+    IF to_regclass('shipments') IS NOT NULL THEN
+        ALTER TABLE shipments ADD COLUMN IF NOT EXISTS bytes BIGINT NOT NULL DEFAULT 0;
+        UPDATE shipments SET bytes=measured.size FROM (
+            SELECT session, sum(pg_column_size(ids)+coalesce(pg_column_size(logprobs), 0)+pg_column_size(info)
+                +pg_column_size(messages)) AS size FROM nodes GROUP BY session) AS measured
+        WHERE measured.session=shipments.session;
+    END IF;
+END $$;
+"""
 # By version: statements that migrate a store of that version to the next one. New tables need no statements.
 _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
@@ -47,6 +58,7 @@ _MIGRATIONS = {
     5: "",  # lacks the table for quotas
     6: "",  # lacks the tables for restored stores and closed groups
     7: "",  # lacks the table for removed sessions
+    8: _MEASURE_SESSIONS,  # lacks the sizes of sessions
 }
 
 
