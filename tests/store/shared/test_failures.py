@@ -152,6 +152,20 @@ def test_store_goes_on_after_the_server_restarts() -> None:
         reader.close()
 
 
+@pytest.mark.full
+@pytest.mark.needs("postgres")
+def test_store_goes_on_after_the_database_was_read_only(postgres_server: PostgresServer, postgres_url: str) -> None:
+    """A connection keeps the setting with which it began. Hosted servers set it while their disk is full."""
+    store, name = open_shared(postgres_url), postgres_url.rpartition("/")[2]
+    postgres_server.query(f'ALTER DATABASE "{name}" SET default_transaction_read_only=on')
+    postgres_server.query(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname='{name}'")
+    with pytest.raises(StoreError, match="is read-only"):
+        store.events.add(event("", "lost"))
+    postgres_server.query(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
+    assert store.events.add(event("", "after")) == 1
+    store.close()
+
+
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(ConfigError, match=r'pip install "turngate\[postgres\]"'):

@@ -155,6 +155,8 @@ class SharedDatabase:
                 yield
             except self._psycopg.Error as error:
                 self._roll_back()
+                if isinstance(error, self._psycopg.errors.ReadOnlySqlTransaction) and self._writer is not None:
+                    self._writer.close()  # it stays read-only, but a new connection may reach a writable server
                 raise StoreError(f"cannot write to the shared store: {self._describe(error)}") from error
             except BaseException:
                 self._roll_back()
