@@ -228,6 +228,13 @@ def test_the_shipper_retries_and_sets_aside_what_cannot_be_shipped(tmp_path: Pat
     store.close()
 
 
+def test_a_session_is_shipped_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    store = open_cell(tmp_path)
+    key = finish_rollout(store, "s", "g")
+    assert [row.session for row in store.outbox.find_due(time.time() - 86400, 10)] == [key]
+    store.close()
+
+
 def test_a_full_disk_refuses_the_outcome_and_keeps_the_outbox(tmp_path: Path) -> None:
     store, target = open_cell(tmp_path), Target()
     done = finish_rollout(store, "done", "g")

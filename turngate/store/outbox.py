@@ -154,10 +154,11 @@ class OutboxTable:
     # ── for the shipper ─────────────────────────────────────────────────────────────────────────────────────────
 
     def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
-        """Return the sessions to ship, longest due first."""
-        query = "SELECT session, cell, revision FROM outbox WHERE due<=? AND error='' ORDER BY due, session LIMIT ?"
+        """Return the sessions to ship, longest due first. No session is due later than `ABANDONED_S`, unless the clock was set back."""
+        query = "SELECT session, cell, revision FROM outbox WHERE (due<=? OR due>?) AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:
-            return [UnshippedSession(*row) for row in db.execute(query, (now, limit)).fetchall()]
+            rows = db.execute(query, (now, now + ABANDONED_S, limit)).fetchall()
+        return [UnshippedSession(*row) for row in rows]
 
     def find_unannounced(self, limit: int) -> list[OpenAttempt]:
         """Return open sessions that were not announced to the shared store."""
