@@ -13,6 +13,7 @@ from turngate.errors import ConfigError
 
 _SCHEMES = ("postgresql", "postgres")
 _PROJECTS = "projects"
+ENCODE_HINT = "percent-encode special characters in the user and the password (% as %25, @ as %40, / as %2F)"
 _PROJECT_PATH = re.compile(rf"/?([^/]+)/{_PROJECTS}/([a-z0-9](?:[a-z0-9-]{{0,38}}[a-z0-9])?)/?")
 
 
@@ -54,8 +55,10 @@ def parse_database_url(data: str) -> DatabaseUrl:
         parts = urlsplit(data)
         host, port, user = parts.hostname or "", parts.port, parts.username or ""
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    except ValueError as error:
-        raise _invalid(f"is not a valid URL ({error})") from None
+        if parts.netloc.count("@") > 1:
+            raise ValueError
+    except ValueError:  # its message may quote a part of the password
+        raise _invalid(f"is not a valid URL; {ENCODE_HINT}") from None
     if parts.scheme not in _SCHEMES:
         raise _invalid("does not start with postgresql://")
     if parts.path.strip("/") == "" and "dbname" not in options:

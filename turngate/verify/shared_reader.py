@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from turngate.common.database_url import is_database_url, parse_database_url
+from turngate.common.database_url import ENCODE_HINT, is_database_url, parse_database_url
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
@@ -35,6 +35,8 @@ class SharedSessionReader(SessionReader):
         self._error: type[Exception] = psycopg.Error
         try:
             connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)
+        except psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
+            raise ConfigError(f"data: the address of {self._name} is not valid: {ENCODE_HINT}", param="data") from None
         except psycopg.Error as error:
             raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
         self._db: Any = _PostgresRows(connection, address.schema)

@@ -15,6 +15,7 @@ from turngate.errors import ConfigError, StoreError
 from turngate.store.shared.failures import describe_error
 from turngate.store.shared.tables import SHARED_VERSION
 from turngate.store.shared.translation import translate_statement, translate_tables
+from turngate.verify.shared_reader import SharedSessionReader
 
 
 @pytest.mark.parametrize(
@@ -54,12 +55,29 @@ def test_address_never_shows_the_password(url: str, name: str, has_password: boo
 
 
 @pytest.mark.parametrize(
-    "url", ["postgresql://u:s3cret@host/", "postgresql://u:s3cret@host:port/db", "mysql://u:s3cret@h/d"]
+    "url",
+    [
+        "postgresql://u:s3cret@host/",
+        "postgresql://u:s3cret@host:port/db",
+        "mysql://u:s3cret@h/d",
+        *(f"postgresql://u:s3cret{mark}x@host/db" for mark in "/?#"),
+        "postgresql://u:x@s3cret@host/db",
+    ],
 )
 def test_invalid_address_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(ConfigError, match="the address of the shared store") as caught:
         parse_database_url(url)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.needs("postgres")  # for psycopg; nothing is connected
+@pytest.mark.parametrize("password", ["s3cret%", "s3cret%00", "s3cret x", "s3cret@[::1]x"])
+def test_address_that_libpq_refuses_is_not_repeated(password: str) -> None:
+    for connect in (open_shared, SharedSessionReader):
+        with pytest.raises(ConfigError, match=r"is not (a )?valid.*percent-encode") as caught:
+            connect(f"postgresql://u:{password}@127.0.0.1:1/db")
+        assert "s3cret" not in f"{caught.value!r}{caught.value.__cause__!r}"
 
 
 def test_a_folder_is_not_an_address() -> None:

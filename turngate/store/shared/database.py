@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from turngate.common.database_url import DatabaseUrl
+from turngate.common.database_url import ENCODE_HINT, DatabaseUrl
 from turngate.errors import ConfigError, StoreError
 from turngate.store.connection import Durability
 from turngate.store.schema import SCHEMA_VERSION
@@ -257,17 +257,23 @@ class SharedDatabase:
     def _connect(self) -> psycopg.Connection:
         if self._closed:
             raise StoreError("the shared store is closed")
-        db: psycopg.Connection = self._psycopg.connect(
-            self.url.value,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=10,
-            keepalives_idle=10,
-            keepalives_interval=5,
-            keepalives_count=3,
-            tcp_user_timeout=30_000,
-            fallback_application_name="turngate",
-        )
+        try:
+            db: psycopg.Connection = self._psycopg.connect(
+                self.url.value,
+                autocommit=True,
+                prepare_threshold=None,
+                connect_timeout=10,
+                keepalives_idle=10,
+                keepalives_interval=5,
+                keepalives_count=3,
+                tcp_user_timeout=30_000,
+                fallback_application_name="turngate",
+            )
+        except self._psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
+            raise ConfigError(
+                f"data: the address of {self.url.name} is not valid: {ENCODE_HINT}, and use only parameters of libpq after ?",
+                param="data",
+            ) from None
         encoding = db.info.parameter_status("server_encoding")
         if encoding not in (None, "UTF8"):
             db.close()
