@@ -101,7 +101,7 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     postgres_cores: int = 16
     max_connections: int = 100  # PostgreSQL's default
     reserved_connections: int = 3  # for administrators; PostgreSQL's default
-    connections_per_cell: int = 2  # one that ships, one for the lease
+    connections_per_cell: int = 5  # two to ship, one for the lease, two to follow the fence, the engines and the keys
     disk_bytes_per_s: float = 500e6
     most_per_transaction: int = 32  # sessions that a cell ships in one transaction
     is_event_counter: bool = True  # events are numbered by one row, which a transaction locks until it has committed

@@ -20,6 +20,13 @@ from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.process, pytest.mark.full]
+CONNECTIONS = 5  # of a cell: see docs/scale.md
+
+
+def count_connections(shared: SharedStore) -> int:
+    with shared.database.reading() as db:
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname=current_database()"
+        return int(db.execute(query).fetchone()[0])
 
 
 def cell_id(shared: SharedStore, name: str) -> str:
@@ -34,6 +41,7 @@ def test_nothing_of_a_zombie_cell_is_trained(tmp_path: Path, postgres_url: str) 
         shared.feeds.open("f", b"{}", 1, "", from_start=False)
         done = zombie.finish("r0")
         wait_for(lambda: delivered(shared) == [done])
+        assert count_connections(shared) <= 2 + CONNECTIONS  # the test itself has two
         sealed = zombie.open(rollout="r1", attempt=1)
         zombie.say(sealed["api_key"])
         zombie.ask("POST", f"/admin/sessions/{sealed['id']}/seal", json={})
@@ -239,6 +247,6 @@ def test_cell_follows_the_fence_of_the_shared_store(tmp_path: Path, postgres_url
         nodes = cell.ask("GET", f"/admin/sessions/{opened['id']}/trace")["nodes"]
         assert [node["version_start"] for node in nodes if node["kind"] == "sampled"] == [0, 4]
         refused = cell.request("POST", "/admin/fence/resume", json={"version": 5})
-        assert refused.status_code == 409 and "use the gateway on the shared store" in refused.text
+        assert refused.status_code == 409 and "change it at the gateway on the shared store" in refused.text
     with open_shared_store(postgres_url) as shared:
         assert not shared.fence.list_followers()  # it stopped, so no update waits for it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -54,12 +55,13 @@ class Cell:
         self._outboxes = Outboxes(store.outbox)
         self.guard = ServingGuard(self.permit, self._outboxes, config.max_unshipped)
         self.ring = CellKeyRing(self.permit)
-        self._keys = KeyFollower(self.ring, lambda: self._open().projects)
+        self._keys = KeyFollower(self.ring, lambda: self.open_shared().projects)
         self._is_first = shard.number == 0
         self._keeper = LeaseKeeper(self._file, config.lease_s, self._outboxes, self._open_registry)
         self._shippers = [self._create_shipper(store, DEFAULT_PROJECT)]
         self._watching: asyncio.Task[None] | None = None
         self._followed: SharedStore | None = None
+        self._follow_lock = threading.Lock()
         self._opened: list[SharedStore] = []
 
     def create_fence(self, version: int, model: str) -> LeasedFence:
@@ -88,10 +90,14 @@ class Cell:
         )
 
     def open_shared(self) -> SharedStore:
-        """Return the shared store over the connection of the follower."""
-        if self._followed is None:
-            self._followed = self._open()
-        return self._followed
+        """Return the shared store over the connections of those who follow it: for the fence, the engines and the keys.
+
+        Leases and shipments have separate connections, so that neither waits for a long transaction of the other.
+        """
+        with self._follow_lock:
+            if self._followed is None:
+                self._followed = self._open()
+            return self._followed
 
     def _open(self, project: str = DEFAULT_PROJECT) -> SharedStore:
         """Open the shared store of a project until the cell stops."""
