@@ -159,6 +159,7 @@ SETTINGS = {
             "$(cat turngate-data/admin-key)": "$TURNGATE_ADMIN_KEY",
             "projects create acme": "projects create acme --gateway http://127.0.0.1:8700",
             "projects change acme": "projects change acme --gateway http://127.0.0.1:8700",
+            "projects delete acme": "projects delete acme --gateway http://127.0.0.1:8700",
             "--out acme.key": "--out acme.key --gateway http://127.0.0.1:8700",
             "--agent pi": _SHELL_AGENT,
         },

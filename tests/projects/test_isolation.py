@@ -87,6 +87,7 @@ ATTACKS: dict[tuple[str, str], Attack] = {
     ("GET", "/admin/projects"): Attack(),
     ("POST", "/admin/projects"): Attack(body={"name": "{project}"}),
     ("PUT", "/admin/projects/{name}"): Attack(body={"weight": 2.0}),
+    ("DELETE", "/admin/projects/{name}"): Attack("force=true"),
     ("GET", "/admin/keys"): Attack("project={project}"),
     ("POST", "/admin/keys"): Attack(body={"project": "{project}", "scopes": ["traces"]}),
     ("POST", "/admin/keys/{prefix}/rotate"): Attack(body={}),

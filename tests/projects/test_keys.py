@@ -219,6 +219,9 @@ async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "revoked" in await run("keys", "revoke", fresh[:12])
         log = await run("audit", "--project", "acme", "--json")
         assert "key rotated" in log and fresh not in log and key not in log
+        assert "Deleted project acme." in await run("projects", "delete", "acme")
+        assert "acme" not in await run("projects", "list")
+        assert "project deleted" in await run("audit", "--project", "acme")
 
 
 async def test_audit_log_has_changes_deletions_and_exports(tmp_path: Path) -> None:

@@ -46,3 +46,12 @@ def test_projects_are_kept_apart_in_all_workers(tmp_path: Path) -> None:
         assert ask(running, keys["beta"], "GET", "/admin/fence").json()["in_flight"] == 0
         assert ask(running, keys["beta"], "POST", "/admin/fence/pause", json={}).status_code == 403
         assert running.ask("GET", "/admin/fence")["paused"] is False
+        deleted = running.ask("DELETE", "/admin/projects/alpha?force=true")
+        assert deleted == {"deleted": "alpha"}
+        end = time.monotonic() + scaled(20)
+        folder = tmp_path / "data" / "projects" / "alpha"
+        while folder.exists() or any(ask(running, keys["alpha"], "GET", "/admin/fence").is_success for _ in range(8)):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        for _ in range(8):  # both workers serve the other projects
+            assert ask(running, keys["beta"], "GET", "/admin/sessions").json()["sessions"] == []

@@ -70,6 +70,21 @@ def change_project(
     print_projects([changed], as_json)
 
 
+@projects_app.command("delete")
+def delete_project(
+    name: Annotated[str, typer.Argument(help="Name of the project.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete it even if it has open or unshipped sessions.")
+    ] = False,
+    gateway: flags.GatewayFlag = flags.GATEWAY_URL,
+) -> None:
+    """Delete a project with its keys, sessions, feeds and all other data. The audit log keeps its entries."""
+    from turngate.cli.projects import ask
+
+    or_exit(lambda: ask(gateway, lambda client: client.delete_project(name, force=force)))
+    typer.echo(f"Deleted project {name}. Gateways and cells remove its data within a few seconds.")
+
+
 @keys_app.command("list")
 def list_keys(
     project: _ProjectFlag = "", gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False

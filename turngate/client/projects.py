@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import quote, urlencode
 
-from turngate.client.protocol import AuditPage, KeyList, KeyView, NewKey, ProjectList, ProjectView
+from turngate.client.protocol import AuditPage, DeletedProject, KeyList, KeyView, NewKey, ProjectList, ProjectView
 from turngate.client.transport import GatewayTransport
 from turngate.store.audit import AuditEntry
 from turngate.types import Json
@@ -21,6 +21,11 @@ class ProjectClient(GatewayTransport):
 
     async def change_project(self, name: str, **settings: Json) -> ProjectView:
         return await self._request("PUT", f"/admin/projects/{quote(name, safe='')}", ProjectView, settings)
+
+    async def delete_project(self, name: str, *, force: bool = False) -> None:
+        """Delete a project with its keys and data; with `force`, even if it has open sessions."""
+        query = "?force=true" if force else ""
+        await self._request("DELETE", f"/admin/projects/{quote(name, safe='')}{query}", DeletedProject)
 
     async def keys(self, project: str = "") -> list[KeyView]:
         """Return the keys of a project, or all that the caller may see."""

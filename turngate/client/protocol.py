@@ -474,6 +474,10 @@ class ProjectList(msgspec.Struct, frozen=True):
     projects: list[ProjectView]
 
 
+class DeletedProject(msgspec.Struct, frozen=True):
+    deleted: str  # its name
+
+
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     """A key without the key itself."""
 

@@ -26,11 +26,12 @@ class KnownProjects(msgspec.Struct, frozen=True):
 
     projects: Mapping[str, ProjectRow]
     keys: Mapping[str, ApiKey]  # by prefix
+    deleted: frozenset[str] = frozenset()  # names of deleted projects
 
 
 def read_projects(table: ProjectTable) -> KnownProjects:
     projects = {project.name: project for project in table.list_projects()}
-    return KnownProjects(projects, {key.prefix: key for key in table.list_keys()})
+    return KnownProjects(projects, {key.prefix: key for key in table.list_keys()}, table.list_deleted())
 
 
 def new_key() -> tuple[str, str, bytes]:
@@ -89,6 +90,9 @@ class KeyRing:
 
     def list_projects(self) -> list[str]:
         return sorted(self._refresh().projects)
+
+    def list_deleted(self) -> frozenset[str]:
+        return self._refresh().deleted
 
     def read_quotas(self, project: str) -> Quotas:
         found = self.find_project(project)

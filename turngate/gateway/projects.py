@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -13,6 +13,7 @@ from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.api_keys import KeyRing, new_key
 from turngate.store.audit import AuditEntry, AuditTable, NewAuditEntry
 from turngate.store.projects import (
+    DEFAULT_PROJECT,
     SCOPE_NAMES,
     ApiKey,
     Caller,
@@ -40,9 +41,19 @@ _MAX_WEIGHT = 1000.0
 class Projects:
     """The projects of a gateway. `ring` sees every change at once; other processes see it within seconds."""
 
-    def __init__(self, table: ProjectTable, audit: AuditTable, ring: KeyRing, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        table: ProjectTable,
+        audit: AuditTable,
+        ring: KeyRing,
+        count_unfinished: Callable[[str], int],
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """`count_unfinished` returns how many sessions of a project are open or not shipped."""
         self._table = table
         self._audit = audit
+        self._count_unfinished = count_unfinished
         self.ring = ring
         self._read_only = read_only
 
@@ -70,6 +81,24 @@ class Projects:
         self._table.change(name, weight, quotas, NewAuditEntry(caller.actor, name, "project changed", name, changed))
         self.ring.update()
         return next(view for view in self.list_projects(caller) if view.name == name)
+
+    def delete(self, caller: Caller, name: str, *, force: bool = False) -> None:
+        """Delete a project with its keys and all its data. Gateways and cells end its sessions and remove its data within seconds."""
+        self._require_writable()
+        if name == DEFAULT_PROJECT:
+            raise Conflict("the project 'default' cannot be deleted; delete its sessions instead", param="name")
+        if all(row.name != name for row in self._table.list_projects()):
+            raise unknown_project(name)
+        unfinished = self._count_unfinished(name)
+        if unfinished and not force:
+            raise Conflict(
+                f"project {name!r} has {unfinished} sessions that are open or not shipped yet; seal or cancel them first, or "
+                "delete it anyway with force",
+                param="force",
+            )
+        details = {"unfinished_sessions": unfinished, "force": force}
+        self._table.delete(name, NewAuditEntry(caller.actor, name, "project deleted", name, details))
+        self.ring.update()
 
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 

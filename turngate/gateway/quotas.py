@@ -151,6 +151,10 @@ class QuotaKeeper:
         quota.need = self._need
         self._quotas[quota.project] = (quota, _Parts())
 
+    def remove(self, quota: ProjectQuota) -> None:
+        """Forget a project that was deleted."""
+        self._quotas.pop(quota.project, None)
+
     def start(self) -> None:
         self._thread.start()
 

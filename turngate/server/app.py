@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from starlette.requests import HTTPConnection
 
@@ -51,7 +52,7 @@ from turngate.server.model_calls import respond_error
 from turngate.server.project_gateway import ProjectGateway
 from turngate.server.routing import dialect_of
 from turngate.server.websocket import refuse_upgrade
-from turngate.store.location import open_store
+from turngate.store.location import count_unfinished, open_store
 from turngate.store.projects import DEFAULT_PROJECT, refuse_project_store
 from turngate.store.shared.store import SharedStore
 from turngate.telemetry.metrics import Metrics
@@ -119,9 +120,10 @@ class Gateway(ProjectGateway):
 
     def _compose_projects(self) -> Projects:
         table, audit = self.store.projects, self.store.audit
+        count = partial(count_unfinished, self.config.data)
         if self.cell is not None:
-            return Projects(table, audit, self.cell.ring, read_only=True)
-        return Projects(table, audit, KeyRing(lambda: read_projects(table)))
+            return Projects(table, audit, self.cell.ring, count, read_only=True)
+        return Projects(table, audit, KeyRing(lambda: read_projects(table)), count)
 
     def _is_saturated(self) -> bool:
         return isinstance(self.engine, Pool) and self.engine.is_saturated

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from turngate.engines.project_engine import ProjectEngine
+from turngate.errors import TurngateError
 from turngate.server.asgi import Scope
 from turngate.server.project_gateway import ProjectGateway
 from turngate.server.web.login import COOKIE
@@ -16,6 +21,8 @@ from turngate.store.location import open_store
 from turngate.store.projects import DEFAULT_PROJECT, PROJECT_NAME, locate_project, unknown_project
 from turngate.telemetry.metrics import Metrics
 
+log = logging.getLogger("turngate")
+_WATCH_S = 1.0  # between checks for deleted projects
 PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
 _HEADERS = _KEY_HEADERS | {b"cookie", PROJECT_HEADER}
@@ -46,6 +53,12 @@ class HostedProject(ProjectGateway):
         self._compose_routes()
         self.metrics_endpoint.collect_others = host.metrics_endpoint.collect_others
 
+    async def close(self) -> None:
+        """Stop the project's tasks, and close its store."""
+        await self.stop_tasks()
+        await self.close_readers()
+        self.store.close()
+
 
 class HostedProjects:
     """The projects that a gateway serves besides `default`. Each is opened when the gateway starts, or at its first request."""
@@ -53,6 +66,8 @@ class HostedProjects:
     def __init__(self, host: ProjectGateway) -> None:
         self._host = host
         self._open: dict[str, HostedProject] = {}
+        self._removed: set[str] = set()  # deleted projects of which nothing is left on this machine
+        self._watching: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[HostedProject]:
         return iter(list(self._open.values()))
@@ -63,14 +78,42 @@ class HostedProjects:
         if self._host.cell is not None:
             folder = Path(self._host.config.data) / "projects"
             names |= {path.name for path in folder.glob("*") if PROJECT_NAME.fullmatch(path.name)}
-        for name in sorted(names - {DEFAULT_PROJECT}):
+        deleted = self._host.projects.ring.list_deleted()
+        for name in sorted(names - deleted - {DEFAULT_PROJECT}):
             self.open(name)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Remove deleted projects until this task is cancelled. Another process may have deleted them."""
+        while True:
+            for name in self._host.projects.ring.list_deleted() - self._removed:
+                try:
+                    await self._remove(name)
+                except (TurngateError, OSError) as error:
+                    log.warning("cannot remove the data of deleted project %s: %s; trying again", name, error)
+            await asyncio.sleep(_WATCH_S)
+
+    async def _remove(self, name: str) -> None:
+        """End a project that was deleted: its requests, sessions and tasks. Remove its data from this machine."""
+        project = self._open.pop(name, None)
+        if project is not None:
+            log.warning("project %s was deleted; its sessions end, and its data is removed", name)
+            await asyncio.to_thread(self._host.detach_project, project)  # waits for a shipment
+            await project.end_requests()
+            await project.close()
+        folder = Path(self._host.config.data) / "projects" / name
+        if not self._host.config.is_shared and self._host.shard.number == 0:
+            await asyncio.to_thread(_remove_folder, folder)
+        self._removed.add(name)
 
     async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
         for project in self:
-            await project.stop_tasks()
-            await project.close_readers()
-            project.store.close()
+            await project.close()
         self._open.clear()
 
     def open(self, name: str) -> HostedProject:
@@ -78,13 +121,7 @@ class HostedProjects:
         if project is None:
             project = self._open[name] = HostedProject(self._host, name)
             project.start_tasks()
-            if self._host.cell is not None:
-                self._host.cell.add_project(project.store, project.sessions, name)
-            self._host.stale.others.append(project.stale)
-            self._host.barrier.other_events.append(project.events)
-            self._host.metrics_endpoint.hosted.append(project.metrics_endpoint)
-            self._host.quota_keeper.add(project.quota)
-            self._host.shares.is_active = True
+            self._host.attach_project(project)
         return project
 
     def choose(self, scope: Scope) -> str | None:
@@ -133,3 +170,12 @@ class HostedProjects:
     def _is_admin(self, value: bytes) -> bool:
         key = value.decode("latin-1")
         return self._host.auth.is_admin(key.partition(" ")[2].strip() if key[:7].lower() == "bearer " else key)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder. It gets another name first, so that no part of it is used while it is being removed."""
+    gone = folder.with_name(f".deleted-{folder.name}")
+    with suppress(FileNotFoundError):
+        folder.rename(gone)
+    if gone.exists():
+        shutil.rmtree(gone)

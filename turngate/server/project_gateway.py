@@ -303,6 +303,27 @@ class ProjectGateway:
         """Add an entry about what all projects share to the audit log."""
         self.projects.note(caller, "", action, subject, details)
 
+    # ── other projects ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach_project(self, project: ProjectGateway) -> None:
+        """Let another project use what all projects share."""
+        if self.cell is not None:
+            self.cell.add_project(project.store, project.sessions, project.project)
+        self.stale.others.append(project.stale)
+        self.barrier.other_events.append(project.events)
+        self.metrics_endpoint.hosted.append(project.metrics_endpoint)
+        self.quota_keeper.add(project.quota)
+        self.shares.is_active = True
+
+    def detach_project(self, project: ProjectGateway) -> None:
+        """Undo `attach_project`, because the project was deleted."""
+        if self.cell is not None:
+            self.cell.remove_project(project.store)
+        self.stale.others.remove(project.stale)
+        self.barrier.other_events.remove(project.events)
+        self.metrics_endpoint.hosted.remove(project.metrics_endpoint)
+        self.quota_keeper.remove(project.quota)
+
     # ── start and stop ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start_tasks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.client.protocol import AuditPage, KeyList, ProjectList
+from turngate.client.protocol import AuditPage, DeletedProject, KeyList, ProjectList
 from turngate.errors import BadRequest
 from turngate.gateway.projects import MAX_GRACE_S, Projects
 from turngate.server.auth import Auth
@@ -61,10 +62,11 @@ class ProjectRoutes:
 
     def routes(self) -> list[Route]:
         key = "/admin/keys/{prefix}"
-        table: list[tuple[str, Literal["GET", "POST", "PUT"], object]] = [
+        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
             ("/admin/projects", "GET", self.listing),
             ("/admin/projects", "POST", self.create),
             ("/admin/projects/{name}", "PUT", self.change),
+            ("/admin/projects/{name}", "DELETE", self.delete),
             ("/admin/keys", "GET", self.list_keys),
             ("/admin/keys", "POST", self.create_key),
             (f"{key}/rotate", "POST", self.rotate_key),
@@ -86,6 +88,12 @@ class ProjectRoutes:
             raise BadRequest("nothing to change; set weight or quotas", param="quotas")
         name = request.path_params["name"]
         return json_response(self._projects.change(_caller(request), name, body.weight, body.quotas))
+
+    async def delete(self, request: Request) -> Response:
+        force = request.query_params.get("force", "") in ("1", "true")
+        name = request.path_params["name"]
+        await asyncio.to_thread(self._projects.delete, _caller(request), name, force=force)
+        return json_response(DeletedProject(name))
 
     async def list_keys(self, request: Request) -> Response:
         project = request.query_params.get("project", "")

@@ -66,6 +66,7 @@ SCOPES: Mapping[tuple[str, str], Scopes] = {
     ("GET", "/admin/projects"): _MANAGE,
     ("POST", "/admin/projects"): _OPERATOR,
     ("PUT", "/admin/projects/{name}"): _OPERATOR,
+    ("DELETE", "/admin/projects/{name}"): _OPERATOR,
     ("GET", "/admin/keys"): _MANAGE,
     ("POST", "/admin/keys"): _MANAGE,
     ("POST", "/admin/keys/{prefix}/rotate"): _MANAGE,

@@ -45,3 +45,20 @@ def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[s
             yield name, store
         finally:
             store.close()
+
+
+def count_unfinished(data: str, project: str) -> int:
+    """Return how many sessions of a project are open, or run in cells that have not shipped them."""
+    where = locate_project(data, project)
+    if not is_database_url(where) and not (Path(where) / "turngate.db").is_file():
+        return 0  # nothing was recorded yet
+    store = open_store(where) if is_database_url(where) else Store.reading(Path(where))
+    query = (
+        "SELECT (SELECT count(*) FROM sessions WHERE status='open') + (SELECT count(*) FROM attempts WHERE state='running'"
+        " AND session<>'' AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session))"
+    )
+    try:
+        with store.database.reading() as db:
+            return int(db.execute(query).fetchone()[0])
+    finally:
+        store.close()

@@ -95,6 +95,9 @@ class Outboxes:
     def add(self, outbox: OutboxTable) -> None:
         self._outboxes.append(outbox)
 
+    def remove(self, outbox: OutboxTable) -> None:
+        self._outboxes.remove(outbox)
+
     def cells(self) -> list[str]:
         return sorted({cell for outbox in self._outboxes for cell in outbox.cells()})
 

@@ -36,6 +36,7 @@ CREATE INDEX IF NOT EXISTS api_keys_of_a_project ON api_keys (project);
 DEFAULT_PROJECT = "default"  # everything recorded without a project belongs to it
 PROJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 ScopeName = Literal["sessions", "traces", "feed", "admin"]
+DELETED = "deleted_project:"  # start of the setting that notes a deleted project
 SCOPE_NAMES: tuple[ScopeName, ...] = get_args(ScopeName)
 _KEY = "prefix, CAST(hash AS BLOB), project, scopes, note, created, expires, revoked"
 _Limit = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -111,6 +112,11 @@ class ProjectTable:
         """Add a project. Raise `Conflict` if it exists."""
         row = (project.name, project.created, project.weight, msgspec.json.encode(project.quotas))
         with self._writing() as db:
+            if _is_deleted(db, project.name):
+                raise Conflict(
+                    f"project {project.name!r} was deleted, and its name is not used again; choose a different name",
+                    param="name",
+                )
             query = "INSERT INTO projects (name, created, weight, quotas) VALUES (?,?,?,?) ON CONFLICT DO NOTHING"
             if project.name == DEFAULT_PROJECT or not db.execute(query, row).rowcount:
                 raise Conflict(f"project {project.name!r} already exists; choose a different name", param="name")
@@ -134,6 +140,26 @@ class ProjectTable:
                 if value is not None:
                     db.execute(f"UPDATE projects SET {column}=? WHERE name=?", (value, name))
             insert_audit_entry(db, entry)
+
+    def delete(self, name: str, entry: NewAuditEntry) -> None:
+        """Delete a project with its keys, and note that its store must be removed. The audit log stays."""
+        with self._writing() as db:
+            if not db.execute("DELETE FROM projects WHERE name=?", (name,)).rowcount:
+                raise unknown_project(name)
+            db.execute("DELETE FROM api_keys WHERE project=?", (name,))
+            db.execute("DELETE FROM quota_parts WHERE project=?", (name,))
+            db.execute("INSERT INTO settings VALUES (?,?)", (f"{DELETED}{name}", str(time.time())))
+            insert_audit_entry(db, entry)
+            self._drop_store(db, name)
+
+    def _drop_store(self, db: StoreConnection, name: str) -> None:
+        """Remove the project's store, if it is in the same database. A folder is removed by the gateways that use it."""
+
+    def list_deleted(self) -> frozenset[str]:
+        """Return the names of deleted projects."""
+        with self._reading() as db:
+            rows = db.execute("SELECT name FROM settings WHERE name LIKE ?", (f"{DELETED}%",)).fetchall()
+        return frozenset(name.removeprefix(DELETED) for (name,) in rows)
 
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,6 +191,10 @@ class ProjectTable:
             query = "UPDATE api_keys SET revoked=? WHERE prefix=? AND revoked IS NULL"
             if db.execute(query, (time.time(), prefix)).rowcount:
                 insert_audit_entry(db, entry)
+
+
+def _is_deleted(db: StoreConnection, name: str) -> bool:
+    return db.execute("SELECT 1 FROM settings WHERE name=?", (f"{DELETED}{name}",)).fetchone() is not None
 
 
 def _insert_key(db: StoreConnection, key: ApiKey) -> None:

@@ -127,6 +127,14 @@ class Cell:
         if self._watching is not None and self._is_first:
             shipper.start()
 
+    def remove_project(self, store: Store) -> None:
+        """Ship no more sessions of a project, because it was deleted."""
+        self._outboxes.remove(store.outbox)
+        self.guard.remove(store.outbox)
+        for shipper in [one for one in self._shippers if one.outbox is store.outbox]:
+            self._shippers.remove(shipper)
+            shipper.stop(0)
+
     async def start(self, sessions: Sessions, url: str) -> None:
         """Get a lease, and cancel the sessions of a previous id that was taken over."""
         self.guard.add(self._store.outbox, sessions)

@@ -108,6 +108,10 @@ class ServingGuard:
         """Guard the sessions of a project, too."""
         self._parts.append((outbox, sessions))
 
+    def remove(self, outbox: OutboxTable) -> None:
+        """Forget the sessions of a project that was deleted."""
+        self._parts = [part for part in self._parts if part[0] is not outbox]
+
     def require_room(self) -> None:
         """Raise if no new session may be opened: the lease is not held, or too many sessions are not shipped yet."""
         self.permit.require()

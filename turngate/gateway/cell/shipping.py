@@ -43,7 +43,7 @@ class Shipper:
     """Ships until `stop`. `connect` opens the target; `store` is the cell's store, and `reader` opens it for reading."""
 
     def __init__(self, outbox: OutboxTable, reader: Callable[[], Store], connect: Callable[[], ShipmentTarget]) -> None:
-        self._outbox = outbox
+        self.outbox = outbox
         self._open_reader = reader
         self._connect = connect
         self._reader: Store | None = None
@@ -67,7 +67,7 @@ class Shipper:
         """Ship due sessions for up to `wait_s` seconds, then stop. The others stay in the outbox."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and self._thread.is_alive() and not self._failures:
-            if not self._outbox.find_due(time.time(), 1):
+            if not self.outbox.find_due(time.time(), 1):
                 break
             time.sleep(0.05)
         self._stopping.set()
@@ -103,33 +103,33 @@ class Shipper:
             return
         if self._target is None:
             self._target = self._connect()
-        position = self._outbox.read_position()
+        position = self.outbox.read_position()
         history = self._target.find_history(position)
         if position.history is not None and history != position.history:
-            self._outbox.announce_again()
+            self.outbox.announce_again()
             lost = sum(self._add_missing(self._target))
             log.warning("the shared store was restored from a backup; %d sessions are shipped again", lost)
         if history != position.history:
-            self._outbox.set_history(history)
+            self.outbox.set_history(history)
         self._check_at = time.monotonic() + _CHECK_S
 
     def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
         """Add the sessions to the outbox that the shared store lacks. Yield their number, page by page."""
         after = 0
-        while page := self._outbox.list_shipped(after, _PAGE):
+        while page := self.outbox.list_shipped(after, _PAGE):
             missing = target.find_missing([(session.id, session.newest) for session in page])
-            self._outbox.add_again(session.key for session in page if session.id in missing)
+            self.outbox.add_again(session.key for session in page if session.id in missing)
             yield len(missing)
             after = page[-1].key
 
     def announce(self) -> None:
         """Announce open sessions to the shared store, and note which of them are superseded there."""
-        opened = self._outbox.find_unannounced(_ANNOUNCED)
+        opened = self.outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:
                 self._target = self._connect()
             superseded = self._target.announce(opened)
-            self._outbox.mark_announced(opened, superseded)
+            self.outbox.mark_announced(opened, superseded)
             for session in sorted(superseded):
                 log.warning("session %s does not count: its attempt is superseded in the shared store", session)
 
@@ -141,7 +141,7 @@ class Shipper:
 
     def ship(self) -> int:
         """Ship the sessions that are due, in one transaction, and return their number."""
-        rows = self._outbox.find_due(time.time(), _SESSIONS)
+        rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0
         if self._reader is None:
@@ -150,7 +150,7 @@ class Shipper:
         for row, reason in batch.damaged:
             self._set_aside(row, reason)
         if batch.deleted:
-            self._outbox.remove(batch.deleted)
+            self.outbox.remove(batch.deleted)
         if batch.shipments:
             if self._target is None:
                 self._target = self._connect()
@@ -172,9 +172,9 @@ class Shipper:
                 for one in read:
                     self._write(target, [one])
             return
-        self._outbox.remove(row for row, _ in read)
+        self.outbox.remove(row for row, _ in read)
         self.shipped += len(read)
 
     def _set_aside(self, row: UnshippedSession, message: str) -> None:
         log.error("a session cannot be shipped and stays in this cell: %s", message)
-        self._outbox.mark_failed(row, message)
+        self.outbox.mark_failed(row, message)

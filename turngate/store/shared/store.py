@@ -7,6 +7,7 @@ from turngate.store.shared.cells import CellTable, LeasedAttempts
 from turngate.store.shared.database import SharedDatabase
 from turngate.store.shared.engines import EngineTable
 from turngate.store.shared.fence import FenceTable
+from turngate.store.shared.projects import SharedProjects
 from turngate.store.shared.queries import SharedQueries
 from turngate.store.shared.quotas import SharedQuotas
 from turngate.store.shared.retention import SharedRetention
@@ -33,6 +34,7 @@ class SharedStore(Store):
         self.cells = CellTable(self._writing, self._reading)
         self.fence = FenceTable(self._writing, self._reading)
         self.engines = EngineTable(self._writing, self._reading)
+        self.projects = SharedProjects(self._writing, self._reading)
         self.quotas = SharedQuotas(self._writing, self._reading)
         self.retention = SharedRetention(self._writing, self._reading)
         self.rollout_pages = RolloutPages(self._reading)

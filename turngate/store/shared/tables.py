@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from turngate.errors import ConfigError
 from turngate.store.audit import POSTGRES_AUDIT_GUARD
+from turngate.store.projects import DELETED
 from turngate.store.schema import SCHEMA
 from turngate.store.shared.cells import CELL_TABLES, SHIPMENT_TABLES
 from turngate.store.shared.engines import ENGINE_TABLES
@@ -71,12 +72,20 @@ def prepare(db: Connection, where: str, schema: str = "") -> None:
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
         _prepare_tables(db, where, CELL_TABLES + FENCE_TABLES + ENGINE_TABLES)
         if schema:
+            _refuse_deleted(db, schema)
             row = db.execute("SELECT current_schema()").fetchone()
             assert row is not None, "it has the tables of the main store"
             cells = f'CREATE OR REPLACE VIEW cells AS SELECT * FROM "{row[0]}".cells;'
             db.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
             db.execute(use_schema(schema).encode())
             _prepare_tables(db, where, cells)
+
+
+def _refuse_deleted(db: Connection, schema: str) -> None:
+    """Raise `ConfigError` if the project was deleted: a gateway that does not know it yet must not create the tables again."""
+    project = schema.removeprefix("project_")
+    if db.execute("SELECT 1 FROM settings WHERE name=%s", (f"{DELETED}{project}",)).fetchone() is not None:
+        raise ConfigError(f"data: project {project!r} was deleted", param="data")
 
 
 def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:

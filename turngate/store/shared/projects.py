@@ -1,0 +1,11 @@
+"""Projects in the shared store: the store of each project is a schema of the same database."""
+
+from __future__ import annotations
+
+from turngate.store.connection import StoreConnection
+from turngate.store.projects import ProjectTable
+
+
+class SharedProjects(ProjectTable):
+    def _drop_store(self, db: StoreConnection, name: str) -> None:
+        db.execute(f'DROP SCHEMA IF EXISTS "project_{name}" CASCADE')
