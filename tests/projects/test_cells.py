@@ -17,6 +17,7 @@ from tests.kit import Json, Running, gateway
 from tests.projects.kit import create_key, create_project
 from tests.speed import scaled
 from turngate.client.gateway import RequestRejected
+from turngate.common.sharding import Shard
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.gateway.cell.api_keys import FOLLOW_S
@@ -49,6 +50,30 @@ async def run_session(cell: CellProcess, key: str, name: str) -> Json:
 
 async def shipped(g: Running, key: str, name: str) -> bool:
     return (await g.http(key).get(f"/admin/sessions/{name}/trace")).status_code == 200
+
+
+async def test_worker_0_ships_the_sessions_of_a_project_that_only_another_worker_serves(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with gateway(data=postgres_url) as g:
+        with start_cell(tmp_path / "cell", postgres_url, "--workers", "2", lease_s=LEASE_S) as cell:
+            await create_project(g, "alpha")
+            key = (await create_key(g, "alpha"))["key"]
+            name = Shard(1, 2).new_session_id()
+            path = f"/admin/sessions/{name}"
+            async with httpx.AsyncClient(base_url=cell.url, trust_env=False, timeout=scaled(30)) as client:
+                client.headers["authorization"] = f"Bearer {key}"
+                # The path of its first request assigns the connection to worker 1, which then serves the others too.
+                while (await client.get(path)).status_code == 401:  # until it knows the key
+                    await asyncio.sleep(0.1)
+                assert (await client.post("/admin/sessions", json={"id": name})).status_code == 201
+                assert (await client.post(f"{path}/seal", json={})).is_success
+                assert (await client.put(f"{path}/outcome", json={"kind": "graded", "reward": 1.0})).is_success
+            end = time.monotonic() + scaled(15)
+            while not await shipped(g, key, name):
+                assert time.monotonic() < end
+                await asyncio.sleep(0.1)
 
 
 async def test_cell_serves_projects_of_the_shared_store(

@@ -22,7 +22,7 @@ from turngate.store.projects import DEFAULT_PROJECT, PROJECT_NAME, locate_projec
 from turngate.telemetry.metrics import Metrics
 
 log = logging.getLogger("turngate")
-_WATCH_S = 1.0  # between checks for deleted projects
+_WATCH_S = 1.0  # between checks for new and deleted projects
 PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
 _HEADERS = _KEY_HEADERS | {b"cookie", PROJECT_HEADER}
@@ -73,6 +73,11 @@ class HostedProjects:
         return iter(list(self._open.values()))
 
     def start(self) -> None:
+        self._open_known()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    def _open_known(self) -> None:
         """Open all projects that are known, and those of which this cell has sessions."""
         names = {*self._host.projects.ring.list_projects()}
         if self._host.cell is not None:
@@ -81,13 +86,18 @@ class HostedProjects:
         deleted = self._host.projects.ring.list_deleted()
         for name in sorted(names - deleted - {DEFAULT_PROJECT}):
             self.open(name)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Remove deleted projects until this task is cancelled. Another process may have deleted them."""
+        """Open new projects and remove deleted ones until this task is cancelled. Another process may have changed them."""
         while True:
-            for name in self._host.projects.ring.list_deleted() - self._removed:
+            try:
+                if self._host.cell is not None and self._host.shard.number == 0:
+                    self._open_known()  # this worker ships the sessions of all workers, so it must know their projects
+                deleted = self._host.projects.ring.list_deleted() - self._removed
+            except (TurngateError, OSError) as error:
+                log.warning("cannot follow the list of projects: %s; trying again", error)
+                deleted = set()
+            for name in deleted:
                 try:
                     await self._remove(name)
                 except (TurngateError, OSError) as error:
