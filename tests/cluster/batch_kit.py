@@ -33,13 +33,14 @@ AGENT, PROGRAM = "pi", "pi-coding-agent"  # Pi renames its process to "pi" once 
 # The agent works, and repairs the file in about half of the rollouts, so that groups have a signal.
 COMMANDS = (
     "ls && cat main.py",
-    "sleep 3; test $(($$ % 2)) = 0 && sed -i 's/return a - b/return a + b/' main.py; true",
+    "sleep {pause_s}; test $(($$ % 2)) = 0 && sed -i 's/return a - b/return a + b/' main.py; true",
 )
 
 
-def write_script(path: Path) -> Path:
+def write_script(path: Path, pause_s: int) -> Path:
     """Write the replies of the scripted engine."""
-    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in COMMANDS]
+    commands = [command.replace("{pause_s}", str(pause_s)) for command in COMMANDS]
+    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
     path.write_text(json.dumps([*(f"<tool_call>\n{call}\n</tool_call>" for call in calls), "Done."]))
     return path
 
@@ -55,15 +56,25 @@ class Driver:
     """`turngate batch --ray` as a process."""
 
     def __init__(
-        self, cluster: LocalRay, url: str, out: Path, *, n: int, concurrency: int, tasks: Path = TASK, **env: str
+        self,
+        cluster: LocalRay,
+        url: str,
+        out: Path,
+        *,
+        n: int,
+        concurrency: int,
+        tasks: Path = TASK,
+        pause_s: int = 3,
+        **env: str,
     ) -> None:
+        """Start it. Each agent sleeps for `pause_s` seconds."""
         config = out.with_suffix(".toml")
         config.write_text(f"lease_s = {LEASE_S}\n")
         self.out, self.started = out, time.monotonic()
         self._log = out.with_suffix(f".{time.monotonic_ns()}.log")
         command = [str(ray_python()), "-m", "turngate", "batch", "--ray", cluster.address, "--data", url]
         command += ["--config", str(config), "--tasks", str(tasks), "--sandbox", "local", "--name", NAME]
-        command += ["--script", str(write_script(out.with_suffix(".script.json")))]
+        command += ["--script", str(write_script(out.with_suffix(".script.json"), pause_s))]
         command += ["--agent", AGENT, "--n", str(n), "--concurrency", str(concurrency), "--out", str(out)]
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -62,7 +62,8 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
         before = first.finished()
         check_leftovers(cluster)  # cells without a driver end their agents and themselves
         assert not list_sandboxes()
-        second = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks)
+        # A node needs a while to join: the rollouts take longer.
+        second = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks, pause_s=10)
         second.wait_for(lambda: f"{before} of 12 rollouts are already finished" in second.log())
         cluster.add_node("b", slots=2)
         cluster.drain("a")

@@ -275,6 +275,10 @@ UNRUN = [
     Unrun("docs/swe.md", "turngate batch --tasks rows.jsonl", "needs images of gigabytes", "tests/swe/test_swe.py"),
     Unrun("docs/swe.md", "python tools/swe_tasks.py --out", TOO_LONG, "tests/swe/test_tool.py"),
     Unrun("docs/tasks.md", "turngate tasks check hf://", "needs the Hugging Face Hub", "tests/tasks/test_swe.py"),
+    Unrun(
+        "docs/weights.md", "turngate serve --data postgresql", NEEDS_POSTGRES, "tests/gateway/test_shared_engines.py"
+    ),
+    Unrun("docs/weights.md", "turngate cell --shared", NEEDS_POSTGRES, "tests/gateway/test_shared_engines.py"),
     Unrun("docs/weights.md", "turngate engines add", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/weights.md", "turngate engines drain", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/weights.md", "turngate engines remove", "needs a second engine", "tests/server/test_engines.py"),

@@ -19,7 +19,7 @@ from tests.docs.engine import SOLUTION, SolvingEngine, StandInApi
 from tests.docs.pages import SETTINGS, UNRUN
 from tests.docs.script import PORTS, Script, Setting, write_command
 from tests.docs.workspace import environment, prepare
-from tests.engines.standins import free_port
+from tests.engines.standins import free_ports
 from tests.needs import AGENTS, HEAVY
 from tests.speed import scaled
 
@@ -71,7 +71,7 @@ def folder() -> Iterator[Path]:
 def test_page_works(page: str, folder: Path) -> None:
     clone = folder / "clone"
     (folder / "page.sh").write_text(
-        read_script(page).write(clone, {port: free_port() for port in PORTS}), encoding="utf-8"
+        read_script(page).write(clone, dict(zip(PORTS, free_ports(len(PORTS)), strict=True))), encoding="utf-8"
     )
     done = subprocess.run(
         ["bash", str(folder / "page.sh")],

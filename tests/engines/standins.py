@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,13 @@ async def collect(chunks: AsyncIterator[Chunk]) -> Chunk:
 
 def free_port() -> int:
     """Find a port that nothing listens on."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Find different ports that nothing listens on."""
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in bound]

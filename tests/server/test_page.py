@@ -123,7 +123,7 @@ async def test_cookie_is_signed_expires_and_can_be_revoked(tmp_path: Path, monke
         for other in _equivalent_encodings(cookie_value):
             assert g.app.page.login.expiry_of(other) is None, "another encoding of the same bytes"
         assert cookie_value not in "".join(
-            str(row) for row in g.app.store.database._reader.execute("SELECT * FROM settings")
+            str(row) for row in g.app.store.database._db.execute("SELECT * FROM settings")
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from tests.exact.agent import World, asgi
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from turngate.errors import ConfigError, StoreError
+from turngate.store.events import new_event
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn, Store
 from turngate.trace.sample import build_samples
@@ -170,3 +172,27 @@ def test_batch_commit_is_atomic(tmp_path: Path) -> None:
         store.commit([new_turn(key, 0), new_turn(key, 0)])
     assert store.messages(key) == {}
     store.close()
+
+
+def test_a_thread_sees_what_was_written_while_another_reads(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_session("s1", b"1", SessionConfig(), 1.0, "v", new_event("s1", "opened", {}))
+    store.add_session("s2", b"2", SessionConfig(), 1.0, "v", new_event("s2", "opened", {}))
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    def read_slowly() -> None:
+        with store.database.reading() as db:
+            rows = iter(db.execute("SELECT id FROM sessions"))
+            next(rows)
+            is_reading.set()
+            may_end.wait(10)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    is_reading.wait(10)
+    store.add_session("s3", b"3", SessionConfig(), 1.0, "v", new_event("s3", "opened", {}))
+    found = store.find("s3")
+    may_end.set()
+    reader.join()
+    store.close()
+    assert found is not None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import signature
+from typing import TYPE_CHECKING
 
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes.base import NO_SETTINGS, Backend
-from turngate.types import Json
+
+if TYPE_CHECKING:
+    from turngate.types import Json
 
 # Module and class, imported on demand because the remote backends need optional SDKs.
 BACKENDS: dict[str, tuple[str, str]] = {

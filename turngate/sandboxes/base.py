@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-from turngate.types import Json
+if TYPE_CHECKING:  # it needs numpy, and sandboxes do not
+    from turngate.types import Json
 
 Network = Literal["none", "open"]
 

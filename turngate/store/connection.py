@@ -63,7 +63,7 @@ class Database(Protocol):
         """Return the highest event number ever assigned, even if that event was removed."""
 
     def change_count(self) -> int:
-        """Return a number that changes when another process writes events."""
+        """Return a number that changes when another process writes events. Numbers are comparable within a thread."""
 
     def used_bytes(self) -> int:
         """Return how many bytes the data takes."""

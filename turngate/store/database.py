@@ -7,6 +7,7 @@ import logging
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,10 @@ log = logging.getLogger("turngate")
 
 
 class SqliteDatabase:
-    """One SQLite file with one connection for writing and one for reading. Transactions are short and synchronous."""
+    """One SQLite file with one connection for writing and one for each thread that reads. Transactions are short and synchronous."""
 
     durability: Durability
+    _readers: _Readers | None
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self.path = folder / "turngate.db"
@@ -55,8 +57,7 @@ class SqliteDatabase:
                 f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
                 param="data",
             ) from None
-        # Reads have their own connection, so that they never wait for a synced write.
-        self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+        self._readers = _Readers(self.path)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints: threading.Thread | None = None
@@ -78,18 +79,19 @@ class SqliteDatabase:
         self.path = path
         self.durability = "process"
         try:
-            self._db = self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
-            self._reader.execute("PRAGMA query_only=ON")
-            (version,) = self._reader.execute("PRAGMA user_version").fetchone()
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._db.execute("PRAGMA query_only=ON")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
         if version not in READABLE_VERSIONS:
-            self._reader.close()
+            self._db.close()
             raise ConfigError(
                 f"data: {path} has schema version {version}, but this turngate supports {SCHEMA_VERSION}; "
                 "use the turngate version that wrote it",
                 param="data",
             )
+        self._readers = None  # one thread uses it
         self._mutex = threading.Lock()
         self._checkpoints = None
         self._lock_file = None
@@ -127,7 +129,8 @@ class SqliteDatabase:
             self._checkpoints.join()
         with self._mutex:
             self._db.close()
-        self._reader.close()
+        if self._readers is not None:
+            self._readers.close()
         if self._lock_file is not None:
             self._lock_file.close()
 
@@ -190,7 +193,7 @@ class SqliteDatabase:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         try:
-            yield self._reader
+            yield self._db if self._readers is None else self._readers.get()
         except sqlite3.Error as error:
             raise StoreError(f"the store cannot be read ({error})") from error
 
@@ -223,6 +226,40 @@ class SqliteDatabase:
             except (sqlite3.Error, OSError):
                 continue  # the log keeps growing until the next attempt; failed writes are reported by the writer
         db.close()
+
+
+class _Reader(sqlite3.Connection):
+    """A connection for reading. Unlike its base class, it supports weak references."""
+
+
+class _Readers:
+    """A connection for reading in each thread, so that no read waits for a synced write.
+
+    Threads cannot share one: while a query of one thread is open, another thread would not see what was written since it began.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._own = threading.local()
+        self._all: weakref.WeakSet[_Reader] = weakref.WeakSet()  # that of an ended thread is closed
+        self._closed = False
+
+    def get(self) -> sqlite3.Connection:
+        reader: _Reader | None = getattr(self._own, "reader", None)
+        if reader is None:
+            if self._closed:
+                raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+            reader = sqlite3.connect(
+                self._path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Reader
+            )
+            self._own.reader = reader
+            self._all.add(reader)
+        return reader
+
+    def close(self) -> None:
+        self._closed = True
+        for reader in list(self._all):
+            reader.close()
 
 
 class _Transaction:

@@ -107,7 +107,7 @@ class EventTable:
             return db.execute(query, (session,)).fetchone() is not None
 
     def state(self) -> int:
-        """Return a number that changes when another process writes events."""
+        """Return a number that changes when another process writes events. Numbers are comparable within a thread."""
         return self._database.change_count()
 
     def prune(self, before: float) -> int:
