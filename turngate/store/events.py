@@ -6,7 +6,7 @@ An event that describes another write, such as a turn or the end of a session, i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -63,6 +63,13 @@ def insert_event(db: StoreConnection, event: NewEvent) -> None:
     In the shared store, this makes other transactions wait to number their events. So it comes after all other locks.
     """
     db.execute(_EVENT, (event.time, event.session, event.kind, event.data))
+
+
+def insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
+    """Like `insert_event`, for several events with one statement. They are numbered in their order."""
+    rows = ",".join(["(?,?,?,?)"] * len(events))
+    values = [value for event in events for value in (event.time, event.session, event.kind, event.data)]
+    db.execute(f"INSERT INTO events (time, session, kind, data) VALUES {rows}", values)
 
 
 def insert_optional_event(db: StoreConnection, event: NewEvent | None) -> None:

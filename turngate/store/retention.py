@@ -15,7 +15,7 @@ import msgspec
 
 from turngate.errors import ConfigError
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Connect, StoreConnection
-from turngate.store.events import insert_event, new_event
+from turngate.store.events import insert_events, new_event
 from turngate.types import Json
 
 _PAGE = 500  # sessions per query
@@ -139,8 +139,7 @@ class Retention:
             if gone:
                 _release_attempts(db, [session.id for session in gone])
                 self.delete_rows(db, [session.key for session in gone])
-                for session in gone:
-                    insert_event(db, new_event(session.id, "deleted", {"reason": "pruned"}))
+                insert_events(db, [new_event(session.id, "deleted", {"reason": "pruned"}) for session in gone])
         return kept
 
     def delete_rows(self, db: StoreConnection, keys: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from turngate.store.shipment import ConflictingShipment, RejectedShipment, Shipm
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
-_IDLE_S = 0.2  # between checks of an empty outbox
+_IDLE_S = 0.05  # between checks of an empty outbox; other workers wait for it when they open a session
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 32  # per transaction
 _CHECK_S = 5.0  # between checks whether the shared store was restored from a backup
