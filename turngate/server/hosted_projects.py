@@ -96,7 +96,7 @@ class HostedProjects:
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
                 log.warning("cannot follow the list of projects: %s; trying again", error)
-                deleted = set()
+                deleted = frozenset()
             for name in deleted:
                 try:
                     await self._remove(name)
