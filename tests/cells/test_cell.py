@@ -14,6 +14,7 @@ import pytest
 
 from tests.cells.kit import CutOffProxy, delivered, give_up, open_shared_store, start_cell, wait_for
 from tests.postgres import PostgresServer, start_postgres
+from tests.speed import scaled
 from tests.workers.test_processes import ENV, ROOT
 from turngate.store.shared.fence import FenceStage
 from turngate.store.shared.store import SharedStore
@@ -120,6 +121,23 @@ def test_a_cell_cut_off_for_longer_than_its_lease_holds_calls_and_refuses_the_re
             wait_for(lambda: delivered(shared) == [sealed["id"]])  # it was cut off, not taken over
     finally:
         proxy.close()
+
+
+def test_a_cell_stops_while_the_shared_store_does_not_answer(
+    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    proxy = CutOffProxy(postgres_server.port)
+    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
+    try:
+        with start_cell(tmp_path / "a", url, lease_s=60) as cell:
+            proxy.cut()
+            session = cell.finish("r")
+            cell.process.terminate()
+            assert cell.process.wait(scaled(25)) == 0, cell.log.read_text()
+    finally:
+        proxy.close()
+    with start_cell(tmp_path / "a", postgres_url), open_shared_store(postgres_url) as shared:
+        wait_for(lambda: shared.find(session) is not None)
 
 
 def test_a_cell_refuses_an_attempt_that_is_superseded_in_the_shared_store(

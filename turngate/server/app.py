@@ -227,6 +227,8 @@ class Gateway(ProjectGateway):
             await self.gate.close()
 
     async def stop(self) -> None:
+        if self.cell is not None:
+            self.cell.limit_stop()
         await self.metrics_endpoint.stop()
         await self.stop_tasks()
         await self.updates.close()

@@ -5,9 +5,11 @@ It prepares no statements on the server and uses no state of a database session,
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from turngate.common.database_url import ENCODE_HINT, DatabaseUrl
@@ -124,6 +126,16 @@ class SharedDatabase:
             if db is not None:
                 db.close()
         self._writer = self._reader = None
+
+    def interrupt(self) -> None:
+        """Fail whatever waits for PostgreSQL in other threads, and refuse further use."""
+        self._closed = True
+        for db in (self._writer, self._reader):
+            # Closing a connection would not wake the thread that waits for it.
+            with suppress(OSError, self._psycopg.Error):
+                if db is not None:
+                    with socket.socket(fileno=os.dup(db.fileno())) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
 
     # ── transactions ────────────────────────────────────────────────────────────────────────────────────────────
 
