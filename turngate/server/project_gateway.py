@@ -132,7 +132,7 @@ class ProjectGateway:
             metrics=self.metrics,
             on_close=self.engine.release if self.engine is not None else lambda session_id: None,
             on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
-            require_room=self.cell.guard.require_room if self.cell is not None else lambda: None,
+            require_room=self._require_room,
             project=self.project,
         )
         self.quota = ProjectQuota(
@@ -279,6 +279,11 @@ class ProjectGateway:
             *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
+
+    def _require_room(self) -> None:
+        """Raise an error if this gateway is a cell that may not open a session of this project now."""
+        if self.cell is not None:
+            self.cell.guard.require_room(self.store.outbox)
 
     @property
     def _vocabulary(self) -> str:

@@ -56,7 +56,7 @@ class Cell:
         self._file = LeaseFile(data)
         self.permit = ServingPermit(self._file)
         self._outboxes = Outboxes(store.outbox)
-        self.guard = ServingGuard(self.permit, self._outboxes, config.max_unshipped)
+        self.guard = ServingGuard(self.permit, config.max_unshipped)
         self.ring = CellKeyRing(self.permit)
         self._keys = KeyFollower(self.ring, lambda: self.open_shared().projects)
         self._is_first = shard.number == 0

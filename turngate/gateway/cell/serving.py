@@ -16,7 +16,7 @@ from turngate.gateway.cell.lease import lease_clock
 from turngate.gateway.cell.lease_file import LeaseFile
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
-from turngate.store.outbox import OutboxTable, ShippingQueue
+from turngate.store.outbox import OutboxTable
 
 log = logging.getLogger("turngate")
 _POLL_S = 0.1  # between reads of the file, which another process may have written
@@ -96,12 +96,10 @@ class LeasedFence(Fence):
 class ServingGuard:
     """Stops and resumes this worker's sessions as the lease changes. `run` does so until it is cancelled."""
 
-    def __init__(self, permit: ServingPermit, outbox: ShippingQueue, max_unshipped: int) -> None:
+    def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
         self.permit = permit
-        self._outbox = outbox
         self._max_unshipped = max_unshipped
-        self._unshipped = 0
-        self._counted = 0.0
+        self._unshipped: dict[OutboxTable, tuple[int, float]] = {}  # the number in each outbox, and when it was counted
         self._parts: list[tuple[OutboxTable, Sessions]] = []  # one for each project
 
     def add(self, outbox: OutboxTable, sessions: Sessions) -> None:
@@ -111,15 +109,18 @@ class ServingGuard:
     def remove(self, outbox: OutboxTable) -> None:
         """Forget the sessions of a project that was deleted."""
         self._parts = [part for part in self._parts if part[0] is not outbox]
+        self._unshipped.pop(outbox, None)
 
-    def require_room(self) -> None:
-        """Raise if no new session may be opened: the lease is not held, or too many sessions are not shipped yet."""
+    def require_room(self, outbox: OutboxTable) -> None:
+        """Raise if no new session may be opened: the lease is not held, or too many sessions of the project are not shipped yet."""
         self.permit.require()
-        if (now := lease_clock()) - self._counted > _UNSHIPPED_CHECK_S:
-            self._unshipped, self._counted = self._outbox.state().unshipped, now
-        if self._unshipped >= self._max_unshipped:
+        unshipped, counted = self._unshipped.get(outbox, (0, 0.0))
+        if (now := lease_clock()) - counted > _UNSHIPPED_CHECK_S:
+            unshipped = outbox.state().unshipped
+            self._unshipped[outbox] = unshipped, now
+        if unshipped >= self._max_unshipped:
             raise Busy(
-                f"{self._unshipped} sessions of this cell are not in the shared store yet (max_unshipped is "
+                f"{unshipped} sessions of this cell are not in the shared store yet (max_unshipped is "
                 f"{self._max_unshipped}); retry in a moment"
             )
 
