@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,26 @@ def test_large_archives_have_several_files(store: Store, tmp_path: Path, monkeyp
     done = prune(store, LATER, tmp_path)
     assert (len(done.files), done.removed) == (3, 5)
     assert sum(len(list(SessionArchive(tmp_path).read(file))) for file in done.files) == 5
+
+
+def test_sessions_are_loaded_in_their_order_and_in_their_last_version(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        finish_rollout(store, f"s{number}", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(store.retention, "remove", lambda chunk: Counter({"killed": len(chunk)}))
+        prune(store, LATER, tmp_path / "archive")
+    row = store.find("s0")
+    assert row is not None
+    put_outcome(store, row.key, "s0", "", reward=0.25)  # it changes after the crash
+    assert prune(store, LATER, tmp_path / "archive").archived == 1
+    loaded = Store(tmp_path / "loaded")
+    assert load_archive(tmp_path / "archive", loaded) == (3, 0)
+    assert loaded.ids(9) == ["s0", "s2", "s1"]  # newest first
+    row = loaded.find("s0")
+    assert row is not None and loaded.outcomes.find(row.key).reward == 0.25
+    loaded.close()
 
 
 def test_damaged_sessions_are_not_archived_and_stay(store: Store, tmp_path: Path) -> None:

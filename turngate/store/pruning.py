@@ -117,19 +117,18 @@ class _Pruner:
 
 
 def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:
-    """Add the sessions of an archive to a store: all of them, or those with the given ids.
+    """Add the sessions of an archive to a store, oldest first: all of them, or those with the given ids.
 
     Return how many were added, and how many the store already had. If the archive has several versions of a session, the last one counts.
     """
     files, added, had = SessionArchive(archive), 0, 0
-    wanted, seen = set(sessions), set[str]()
-    for file in reversed(files.files()):
+    wanted, last = set(sessions), {name: file for file in files.files() for name in files.list_ids(file)}
+    for file in files.files():
         settings = files.read_settings(file)
         store.set_settings({name: value for name, value in settings.items() if store.setting(name) is None})
         for session in files.read(file):
-            if (wanted and session.id not in wanted) or session.id in seen:
+            if (wanted and session.id not in wanted) or last[session.id] != file:
                 continue
-            seen.add(session.id)
             if write_session(store, session):
                 added += 1
             else:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +85,7 @@ class SessionArchive:
                 os.fsync(raw.fileno())
             if not count:
                 return None
-            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
             file = self.folder / f"sessions-{stamp}-{names.hexdigest()[:12]}.parquet"
             unfinished.replace(file)
             _sync_folder(self.folder)
@@ -164,6 +165,12 @@ class SessionArchive:
             matching = table.filter(compute.is_in(table["id"], value_set=wanted))
             found.update(matching["content_digest"].to_pylist())
         return found
+
+    def list_ids(self, file: Path) -> list[str]:
+        """Return the ids of the sessions in a file."""
+        with self._open(file) as opened:
+            ids: list[str] = opened.read(columns=["id"])["id"].to_pylist()
+        return ids
 
     def read(self, file: Path) -> Iterator[ArchivedSession]:
         """Read the sessions of a file. Raise `StoreError` if a row is damaged."""
