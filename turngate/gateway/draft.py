@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -131,9 +132,9 @@ class TurnDraft:
 
     def build_logprobs(self) -> Logprobs | None:
         """Return the log-probabilities to store, with NaN where the engine returned none or an invalid one."""
-        given = self.logprobs
-        if given is None:
+        if self.logprobs is None:
             return None
+        given = cast("Sequence[float]", self.logprobs)
         if None in given:
             given = [np.nan if value is None else value for value in given]
         # NaN is kept, and never hides a value after it.
