@@ -129,7 +129,9 @@ def test_a_cell_stops_while_the_shared_store_does_not_answer(
     proxy = CutOffProxy(postgres_server.port)
     url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
     try:
-        with start_cell(tmp_path / "a", url, lease_s=60) as cell:
+        with start_cell(tmp_path / "a", url, lease_s=60) as cell, open_shared_store(postgres_url) as shared:
+            first = cell.finish("first")
+            wait_for(lambda: shared.find(first) is not None)  # so that all its connections are open
             proxy.cut()
             session = cell.finish("r")
             cell.process.terminate()
