@@ -11,7 +11,7 @@ import pytest
 
 from turngate.agents import launch, placeholders, spec
 from turngate.agents.install import Installation
-from turngate.agents.launch import MAX_ARGUMENT_BYTES, Launch, ModelLimits, plan_launch
+from turngate.agents.launch import MAX_ARGUMENT_BYTES, Launch, ModelLimits, plan_launch, plan_preload
 from turngate.errors import AgentError
 
 INSTALLED = Installation(
@@ -192,3 +192,15 @@ def test_base_url_has_no_double_slash() -> None:
 def test_own_folder_is_in_agent_home() -> None:
     run = plan(spec.find_agent("opencode").spec)
     assert run.stdout == f"/home/agent/{launch.OWN_FOLDER}/stdout"
+
+
+def test_preload_has_only_variables_that_are_the_same_in_every_run() -> None:
+    agent = spec.find_agent("mini-swe-agent").spec
+    installed = Installation(folder="/i", python="/usr/bin/python3.11")
+    preload = plan_preload(agent, installed)
+    assert preload is not None
+    assert (preload.python, preload.folder, preload.modules) == ("/usr/bin/python3.11", "/i", agent.preload)
+    assert preload.env["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
+    assert not any("{" in text for text in preload.env.values())
+    assert plan_preload(agent, Installation(folder="/i", python="python3.11")) is None  # a Python of the sandbox's own
+    assert plan_preload(spec.find_agent("pi").spec, installed) is None

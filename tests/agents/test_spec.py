@@ -97,6 +97,15 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             "install.also[0] must be pinned as name==version, not 'y'",
         ),
         ('[install]\nversion = "1"', "install.version and install.program need a package"),
+        (
+            'preload = ["json"]',
+            'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin',
+        ),
+        (
+            'command = ["{python}", "{install}", "x"]\npreload = ["a b"]\n'
+            '[install]\npip = "x"\nversion = "1.0"\npython = "3.11"',
+            "preload[0] must be the name of a module such as package.module, not 'a b'",
+        ),
         ('[options.model]\nabout = "x"', "options.model is a built-in placeholder"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),

@@ -76,6 +76,7 @@ class Harness:
         *,
         command: str = "exec python3 -",
         agent: AgentSpec | None = None,
+        installed: Installation | None = None,
         backend: Backend | str = "local",
         client: GatewayClient | None = None,
         watch: Callable[[RolloutProgress], None] = lambda progress: None,
@@ -94,7 +95,7 @@ class Harness:
         spec = RolloutSpec(
             task=task or Task(id="test", instruction=PRELUDE + program),
             agent=agent or find_agent("shell").spec,
-            installed=Installation(),
+            installed=installed or Installation(),
             backend=sandboxes.MAKE[backend](self.root) if isinstance(backend, str) else backend,
             model="m",
             timeout_s=timeout_s or scaled(60),

@@ -28,17 +28,26 @@ import pytest
 
 from tests.kit import say
 from tests.rollout.kit import Harness, open_harness
-from tests.sandboxes import kit
+from tests.sandboxes import kit, warm_kit
 from tests.speed import scaled
+from turngate.agents.install import Installation
+from turngate.agents.interpreters import Interpreter
+from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import OpenedSession
 from turngate.rollout.outcome import Outcome
+from turngate.sandboxes import warm_start
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 BACKENDS = kit.backends()
+WARM = " warm"  # after the name of a backend: the agent is forked from a fork server
+ATTEMPTS = [
+    *BACKENDS,
+    *(pytest.param(f"{param.values[0]}{WARM}", marks=param.marks) for param in kit.backends("local", "bubblewrap")),
+]
 PROGRAM = Path(__file__).with_name("escape.py")
 REPOSITORY = Path(__file__).parents[2]
 OWN, OTHER = "the-agents-own-session", "somebody-elses-session"
@@ -65,19 +74,19 @@ class Attempt(msgspec.Struct, frozen=True):
 @cache
 def get_attempt(backend: str) -> Attempt:
     """Run the agent once for all tests of a backend."""
-    kit.need(backend)
-    return asyncio.run(run_attempt(backend))
+    kit.need(backend.removesuffix(WARM))
+    return asyncio.run(run_attempt(backend.removesuffix(WARM), warm=backend.endswith(WARM)))
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=ATTEMPTS)
 def attempt(request: pytest.FixtureRequest) -> Attempt:
     return get_attempt(request.param)
 
 
-@pytest.fixture
-def isolated(isolated_backend: str) -> Attempt:
+@pytest.fixture(params=[param for param in ATTEMPTS if not str(param.values[0]).startswith("local")])
+def isolated(request: pytest.FixtureRequest) -> Attempt:
     """An attempt in a sandbox with isolation."""
-    return get_attempt(isolated_backend)
+    return get_attempt(request.param)
 
 
 @pytest.fixture(params=kit.backends(*kit.ISOLATED))
@@ -97,7 +106,7 @@ class NamedSessionClient(GatewayClient):
         return opened
 
 
-async def run_attempt(backend: str) -> Attempt:
+async def run_attempt(backend: str, *, warm: bool = False) -> Attempt:
     """Run a rollout of the hostile agent next to another session and another sandbox."""
     async with open_harness(lambda request, n: say("Nothing to see here.")) as harness, AsyncExitStack() as stack:
         gateway = harness.gateway
@@ -129,13 +138,12 @@ async def run_attempt(backend: str) -> Attempt:
         (files / "escape.py").write_bytes(PROGRAM.read_bytes())
         arguments = base64.b64encode(json.dumps(guesses).encode()).decode()
         task = Task(id="escape", instruction="Get out.", files=files)
-        outcome = await harness.run(
-            task=task,
-            backend=backend,
-            client=client,
-            command=f"exec python3 escape.py {arguments}",
-            timeout_s=scaled(240),
-        )
+        options: dict[str, Any] = {"task": task, "backend": backend, "client": client, "timeout_s": scaled(240)}
+        warm_start.counts.clear()
+        if warm:
+            options |= prepare_warm_agent(arguments, stack)
+        outcome = await harness.run(command=f"exec python3 escape.py {arguments}", **options)
+        assert warm_start.counts["warm"] == int(warm), warm_start.counts
         watching.cancel()
         assert outcome.status == "finished", (outcome, outcome.collected.stderr)
         listener.settimeout(0)
@@ -152,6 +160,25 @@ async def run_attempt(backend: str) -> Attempt:
             argv=argv,
             written=[path.name for path in outside.iterdir()],
         )
+
+
+def prepare_warm_agent(arguments: str, stack: AsyncExitStack) -> dict[str, Any]:
+    """Install the hostile agent like one from PyPI, and return the options of a rollout that forks it from a fork server."""
+    folder = warm_kit.install(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "agent")
+    shell = find_agent("shell").spec
+    agent = msgspec.structs.replace(
+        shell,
+        command=("{python}", "{install}", "{workdir}/escape.py", arguments),
+        stdin="",
+        options={},
+        preload=("library",),
+    )
+    python = Interpreter(os.path.realpath("/usr/bin/python3"), "/usr")  # so that nothing else of the host is mounted
+    installed = Installation(folder=str(folder), python="python3", host_python=python)
+    stack.callback(setattr, warm_start, "PLAIN_STARTS", warm_start.PLAIN_STARTS)
+    stack.callback(warm_start.close_servers)
+    warm_start.PLAIN_STARTS = 0
+    return {"agent": agent, "installed": installed}
 
 
 def build_guesses(

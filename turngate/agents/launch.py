@@ -17,7 +17,7 @@ from turngate.agents.install import PYTHON_VARIABLE, Installation
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion
 from turngate.errors import AgentError
-from turngate.sandboxes.base import Mount
+from turngate.sandboxes.base import Mount, Preload
 from turngate.trace.signals import Signals
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # Linux limit for one argument or environment variable, without the final NUL
@@ -117,6 +117,16 @@ def plan_launch(
         logs=tuple(f"{home}/{pattern}" for pattern in spec.logs),
         signals=resolve_signals(spec.signals, model),
     )
+
+
+def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
+    """Plan which modules a fork server imports, with the variables that are the same in every run. None: none."""
+    if not spec.preload or not installed.python.startswith(
+        "/"
+    ):  # a sandbox with a Python of its own has no fork server
+        return None
+    constant = {name: text for name, text in spec.env.items() if not placeholders.find_names(text)}
+    return Preload(python=installed.python, folder=installed.folder, modules=spec.preload, env=constant)
 
 
 def resolve_signals(signals: Signals, model: str) -> Signals:

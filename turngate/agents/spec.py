@@ -131,6 +131,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     command: tuple[str, ...]
     stdin: str = ""  # the command's standard input, usually {prompt}
     install: Install = Install()
+    preload: tuple[str, ...] = ()  # pip: modules that a fork server imports once for many runs
     files: tuple[AgentFile, ...] = ()
     env: dict[str, str] = {}
     options: dict[str, Option] = {}
@@ -274,6 +275,7 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     if not spec.command:
         yield "command", "command is empty; set it to a list of the program and its arguments"
     yield from _install_faults(spec)
+    yield from _preload_faults(spec)
     yield from _option_faults(spec)
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
@@ -308,6 +310,17 @@ def _install_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             yield f"install.also[{n}]", f"install.also[{n}] must be pinned as name==version, not {requirement!r}"
     if Path(install.program).is_absolute() or ".." in Path(install.program).parts:
         yield "install.program", f"install.program must be a path inside the installation, not {install.program!r}"
+
+
+def _preload_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
+    if spec.preload and (not spec.install.pip or spec.command[:2] != ("{python}", "{install}") or spec.stdin):
+        yield (
+            "preload",
+            'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin; change them, or remove it',
+        )
+    for n, module in enumerate(spec.preload):
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
+            yield f"preload[{n}]", f"preload[{n}] must be the name of a module such as package.module, not {module!r}"
 
 
 def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:

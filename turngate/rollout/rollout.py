@@ -34,7 +34,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.launch import Launch
+from turngate.agents.launch import Launch, plan_preload
 from turngate.agents.spec import write_description
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion
@@ -190,6 +190,7 @@ class Rollout:
             # Twice the timeout, because a warm sandbox may have to wait until another agent is done.
             life_s=2 * spec.timeout_s + spec.task.setup_timeout_s + sum(LIMITS_S.values()),
             labels={**base.labels, "agent": spec.agent.name},
+            preload=plan_preload(spec.agent, self._installed),
         )
 
     async def _upload_files(self, sandbox: Sandbox) -> None:

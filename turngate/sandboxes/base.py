@@ -40,6 +40,15 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     pids: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class Preload(msgspec.Struct, frozen=True, kw_only=True):
+    """A Python program that a sandbox can start without its imports, from a fork server. Paths are paths inside."""
+
+    python: str  # the interpreter
+    folder: str  # contains `__main__.py` and the packages; the program is started as `python folder …`
+    modules: tuple[str, ...]  # to import in advance
+    env: Mapping[str, str] = {}  # variables that have these values in every run
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a sandbox to create."""
 
@@ -54,6 +63,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     life_s: float = 24 * 3600  # the sandbox ends after this time, even if its owner has died
     labels: Mapping[str, str] = {}
+    preload: Preload | None = None  # local and bubblewrap: start this program from a fork server
 
 
 class ExecResult(msgspec.Struct, frozen=True):

@@ -22,12 +22,20 @@ from pathlib import Path, PurePosixPath
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders, seccomp
-from turngate.sandboxes.base import NO_SETTINGS, SandboxSpec
+from turngate.sandboxes.base import NO_SETTINGS, Preload, SandboxSpec
+from turngate.sandboxes.folders import create_folder
 from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
+from turngate.sandboxes.warm_start import FORK_SERVER, ServerProcess, WarmStart, count_plain, find_server
 
 KIND = "bubblewrap"
 HOME, WORKDIR, SHARED, SUPERVISOR_INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
+FORK_SERVER_INSIDE = "/run/fork_server.py"
 USER_ID = 1000  # inside, because some agents refuse to run as root; on the host it maps to Turngate's user, without privileges
+IDENTITY = (
+    *("--cap-drop", "ALL", "--uid", str(USER_ID), "--gid", str(USER_ID)),
+    *("--hostname", "sandbox", "--new-session"),
+)
+NAMESPACES = ("--unshare-user", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")  # of a fork server
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, real folders on others
 # These contain no secrets, and programs break without them.
@@ -104,15 +112,25 @@ class BubblewrapBackend:
         more = (_folder_name(n) for n in range(len(spec.folders)))
         folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared", "etc", *more)
         sandbox = SupervisedSandbox(folder, env, home=HOME, workdir=spec.workdir or WORKDIR, shared=SHARED)
-        filters = [seccomp.open_filter(rules)] if (rules := seccomp.build_filter()) else []
+        filters = _open_filters()
+        warm: WarmStart | None = None
         try:
             _write_etc(folder / "etc")
+            warm = await self._find_server(spec)
             options = [*_bwrap_options(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
             for fd in filters:
                 options += ["--seccomp", str(fd)]
             command = [bwrap or "bwrap", *options, "--", python, "-I", "-S", "-X", "utf8", SUPERVISOR_INSIDE]
-            await sandbox.launch(command, spec, pass_fds=filters)
+            if warm is None:
+                await sandbox.launch(command, spec, pass_fds=filters)
+            else:
+                namespace = f"/proc/{os.getpid()}/fd/{warm.namespace}"
+                enter = ["nsenter", f"--user={namespace}", "--preserve-credentials", "--"]
+                await sandbox.launch([*enter, *command], spec, pass_fds=filters)
+                sandbox.use_server(warm, inside=True)
         except BaseException:
+            if warm is not None:
+                warm.close()
             await run_to_completion(sandbox.stop())
             raise
         finally:
@@ -120,44 +138,54 @@ class BubblewrapBackend:
                 os.close(fd)
         return sandbox
 
+    async def _find_server(self, spec: SandboxSpec) -> WarmStart | None:
+        """Find a fork server for the sandbox. It cannot enter the host's network, and only enters sandboxes below its user namespace."""
+        preload = spec.preload
+        if preload is None:
+            return None
+        if spec.network != "none" or not shutil.which("nsenter"):
+            count_plain("nsenter is not installed" if spec.network == "none" else "the sandbox has the host's network")
+            return None
+        source = next((mount.source for mount in spec.mounts if mount.target == preload.folder), preload.folder)
+        key = f"{KIND} {spec.mounts}"
+        return await find_server(key, preload, Path(source), lambda program: self._prepare_server(program, spec))
+
+    def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
+        """Plan a fork server in a sandbox of its own, which has no network, no processes and nothing of a rollout.
+
+        It must be in the host's process namespace, or it could not enter that of a sandbox. It sees no processes, because it has no
+        /proc. Sandboxes are created below its user namespace. It has no privileges itself, but as the owner it may enter them.
+        """
+        folder = create_folder(self.root, KIND, "etc", "scratch", "scratch/home", "scratch/tmp", "scratch/work")
+        _write_etc(folder / "etc")
+        scratch = f"/{folder.name}"
+        options = [*NAMESPACES, "--unshare-net", *IDENTITY, *_system_options(folder, online=False), "--dir", HOME]
+        options += ["--dir", "/tmp", "--bind", str(folder / "scratch"), scratch]  # noqa: S108
+        options += ["--ro-bind", str(SUPERVISOR), SUPERVISOR_INSIDE, "--ro-bind", str(FORK_SERVER), FORK_SERVER_INSIDE]
+        for mount in spec.mounts:
+            options += ["--ro-bind", mount.source, mount.target]
+        filters = _open_filters()
+        for fd in filters:
+            options += ["--seccomp", str(fd)]
+        return ServerProcess(
+            command=("bwrap", *options, "--remount-ro", "/", "--", preload.python, FORK_SERVER_INSIDE),
+            env={"PATH": PATH, "LANG": "C.UTF-8", **preload.env},
+            supervisor=SUPERVISOR_INSIDE,
+            scratch=scratch,
+            folder=folder,
+            pass_fds=tuple(filters),
+        )
+
     async def sweep(self) -> int:
         return await folders.sweep_folders(self.root, KIND)
 
 
 def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
     """Build bwrap's options, which define what is visible inside."""
-    options = [
-        "--unshare-all",
-        "--unshare-user",
-        "--disable-userns",
-        "--die-with-parent",
-        "--as-pid-1",
-        "--new-session",
-    ]
-    options += [
-        "--cap-drop",
-        "ALL",
-        "--uid",
-        str(USER_ID),
-        "--gid",
-        str(USER_ID),
-        "--hostname",
-        "sandbox",
-        "--clearenv",
-    ]
-    if spec.network == "open":
-        options += ["--share-net"]
-    options += ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--proc", "/proc", *_cover_kernel_files()]
-    for name in SYSTEM:
-        place = Path("/", name)
-        if place.is_symlink():
-            options += ["--symlink", str(place.readlink()), str(place)]
-        elif place.is_dir():
-            options += ["--ro-bind", str(place), str(place)]
-    options += ["--ro-bind", str(folder / "etc"), "/etc"]
-    for name in (*ETC, *(ETC_ONLINE if spec.network == "open" else ())):
-        if Path("/etc", name).exists():
-            options += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+    online = spec.network == "open"
+    options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1"]
+    options += [*IDENTITY, "--clearenv", *(["--share-net"] if online else [])]
+    options += [*_system_options(folder, online=online), "--proc", "/proc", *_cover_kernel_files()]
     further = ((_folder_name(n), target) for n, target in enumerate(spec.folders))
     for part, target in (("home", HOME), ("tmp", "/tmp"), ("work", spec.workdir or WORKDIR), *further):  # noqa: S108
         options += ["--bind", str(folder / part), target]
@@ -166,6 +194,28 @@ def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
     for mount in spec.mounts:
         options += ["--bind" if mount.writable else "--ro-bind", mount.source, mount.target]
     return options
+
+
+def _system_options(folder: Path, *, online: bool) -> list[str]:
+    """Build the options for programs, devices and /etc."""
+    options = ["--ro-bind", "/usr", "/usr", "--dev", "/dev"]
+    for name in SYSTEM:
+        place = Path("/", name)
+        if place.is_symlink():
+            options += ["--symlink", str(place.readlink()), str(place)]
+        elif place.is_dir():
+            options += ["--ro-bind", str(place), str(place)]
+    options += ["--ro-bind", str(folder / "etc"), "/etc"]
+    for name in (*ETC, *(ETC_ONLINE if online else ())):
+        if Path("/etc", name).exists():
+            options += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+    return options
+
+
+def _open_filters() -> list[int]:
+    """Return a descriptor of the system call filter, or nothing if this machine has none. The caller must close it."""
+    rules = seccomp.build_filter()
+    return [seccomp.open_filter(rules)] if rules else []
 
 
 def _check_mounts(spec: SandboxSpec) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders
-from turngate.sandboxes.base import NO_SETTINGS, SandboxSpec
+from turngate.sandboxes.base import NO_SETTINGS, Preload, SandboxSpec
 from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
+from turngate.sandboxes.warm_start import FORK_SERVER, ServerProcess, find_server
 
 KIND = "local"
 FALLBACK_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -70,10 +71,24 @@ class LocalBackend:
         command = [sys.executable, "-I", "-S", "-X", "utf8", str(SUPERVISOR)]
         try:
             await sandbox.launch(command, spec, str(folder))
+            if spec.preload is not None:
+                source = Path(spec.preload.folder)
+                if (warm := await find_server(KIND, spec.preload, source, self._prepare_server)) is not None:
+                    sandbox.use_server(warm, inside=False)
         except BaseException:
             await run_to_completion(sandbox.stop())
             raise
         return sandbox
+
+    def _prepare_server(self, preload: Preload) -> ServerProcess:
+        folder = folders.create_folder(self.root, KIND, "scratch", "scratch/home", "scratch/tmp", "scratch/work")
+        return ServerProcess(
+            command=(preload.python, str(FORK_SERVER)),
+            env={"PATH": os.environ.get("PATH") or FALLBACK_PATH, "LANG": "C.UTF-8", **preload.env},
+            supervisor=str(SUPERVISOR),
+            scratch=str(folder / "scratch"),
+            folder=folder,
+        )
 
     async def sweep(self) -> int:
         return await folders.sweep_folders(self.root, KIND)

@@ -100,10 +100,9 @@ class PosixSandbox(ABC):
         stdout: str = "",
         stderr: str = "",
     ) -> Job:
-        redirected = ["/bin/sh", "-c", REDIRECT, "sh", stdout, stderr, *command] if stdout or stderr else command
-        with _open_devnull() as null:
+        with open_devnull() as null:
             fd = null.fileno()
-            return await self._spawn(redirected, env, cwd, fd, fd, fd)
+            return await self._spawn(redirect(command, stdout, stderr), env, cwd, fd, fd, fd)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         command = ["/bin/sh", "-c", WRITE, "sh", _check_path(path), f"{mode:o}"]
@@ -151,10 +150,14 @@ class PosixSandbox(ABC):
             tar.seek(0)
             return (*skipped, *await unpack_in_thread(tar, folder))
 
+    def build_env(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the whole environment of a command."""
+        return {**self.env, "HOME": self.home, **(env or {})}
+
     async def _spawn(
         self, command: Sequence[str], env: Mapping[str, str] | None, cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        full_env = {**self.env, "HOME": self.home, **(env or {})}
+        full_env = self.build_env(env)
         if not command or any("\0" in word for word in (*command, cwd, *full_env, *full_env.values())):
             raise SandboxError(
                 "a command must not be empty, and its arguments and variables must not contain a NUL character"
@@ -183,7 +186,7 @@ class PosixSandbox(ABC):
         else:
             out, err = TruncatedOutput(keep), TruncatedOutput(keep)
         try:
-            with _open_devnull() as null:
+            with open_devnull() as null:
                 source = (stdin or null).fileno()
                 job = await self._spawn(command, env, cwd, source, out.write_end, err.write_end)
             await out.start_reading()
@@ -196,6 +199,11 @@ class PosixSandbox(ABC):
         finally:
             out.close()
             err.close()
+
+
+def redirect(command: Sequence[str], stdout: str, stderr: str) -> list[str]:
+    """Return a command whose output is written to the named files."""
+    return ["/bin/sh", "-c", REDIRECT, "sh", stdout, stderr, *command] if stdout or stderr else list(command)
 
 
 async def _wait_or_kill(job: Job, timeout_s: float | None, overflowed: asyncio.Event) -> tuple[int, bool]:
@@ -310,7 +318,7 @@ class _PipeReader(asyncio.Protocol):
             self.output.finished.set_result(None)
 
 
-def _open_devnull() -> IO[bytes]:
+def open_devnull() -> IO[bytes]:
     return open(os.devnull, "r+b", 0)
 
 

@@ -18,13 +18,48 @@ from pathlib import Path
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxStuck
-from turngate.sandboxes import cgroups, folders, supervisor
-from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.posix import KILLED, PosixSandbox
+from turngate.sandboxes import cgroups, folders, supervisor, warm_start
+from turngate.sandboxes.base import Job, SandboxSpec
+from turngate.sandboxes.posix import KILLED, PosixSandbox, open_devnull, redirect
+from turngate.sandboxes.warm_start import ForkedProcess, ForkFailed, ForkServer, WarmStart
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
 KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+
+
+class Control:
+    """Our end of the socket pair that connects us with a supervisor. The supervisor ends when it is closed."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._closed = False
+
+    async def wait_until_ready(self) -> bool:
+        """Wait for the supervisor. Return whether it has started."""
+        try:
+            async with asyncio.timeout(START_S):
+                return await asyncio.get_running_loop().sock_recv(self._ours, 64) == b"ready"
+        except (OSError, TimeoutError):
+            return False
+
+    async def send(self, message: Mapping[str, str | int], fds: Sequence[int] = ()) -> None:
+        """Send a message to the supervisor."""
+        while not self._closed:
+            try:
+                socket.send_fds(self._ours, [json.dumps(message).encode()], fds)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+            except OSError:
+                break
+        raise SandboxGone("the sandbox has ended")
+
+    def close(self) -> None:
+        self._closed = True
+        self._ours.close()
+        self.theirs.close()
 
 
 class SupervisedSandbox(PosixSandbox):
@@ -35,10 +70,13 @@ class SupervisedSandbox(PosixSandbox):
         self.env = env
         self.home, self.workdir = home, workdir
         self._shared = shared
-        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
+        self._control = Control()
         self._process: asyncio.subprocess.Process | None = None
-        self._stopped = False
+        self._spec = SandboxSpec()
+        self._warm: WarmStart | None = None
+        self._forked: list[
+            tuple[Control, ForkedProcess]
+        ] = []  # more supervisors, of programs forked from a fork server
 
     @property
     def id(self) -> str:
@@ -50,7 +88,7 @@ class SupervisedSandbox(PosixSandbox):
 
     async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()) -> None:
         """Start the supervisor by running `command` with the supervisor's arguments appended."""
-        fd = self._theirs.fileno()
+        fd = self._control.theirs.fileno()
         log = self.folder / "supervisor.log"
         try:
             with log.open("wb") as out:
@@ -70,71 +108,143 @@ class SupervisedSandbox(PosixSandbox):
         except OSError as error:
             raise SandboxError(f"cannot start the sandbox: {command[0]}: {error.strerror}") from error
         finally:
-            self._theirs.close()
-        try:
-            async with asyncio.timeout(START_S):
-                ready = await asyncio.get_running_loop().sock_recv(self._control, 64)
-        except (OSError, TimeoutError):
-            ready = b""
-        if ready != b"ready":
-            reason = log.read_text(errors="replace").strip()[-500:]
+            self._control.theirs.close()
+        if not await self._control.wait_until_ready():
+            reason = (await asyncio.to_thread(log.read_text, errors="replace")).strip()[-500:]
             raise SandboxError(f"the sandbox did not start: {reason or f'no response within {START_S:.0f} s'}")
+        self._spec = spec
         first = self._process.pid  # only bwrap and the supervisor are running at this point
         cgroups.apply_limits(self.id, spec.resources, [first, *supervisor.descendants(first)])
+
+    def use_server(self, warm: WarmStart, *, inside: bool) -> None:
+        """Let a fork server start the preloaded program. `inside`: in the namespaces of the supervisor."""
+        assert self._process is not None
+        self._warm = warm
+        if inside:
+            warm.sandbox = os.pidfd_open(supervisor.descendants(self._process.pid)[-1])
+
+    async def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        stdout: str = "",
+        stderr: str = "",
+    ) -> Job:
+        if self._warm is not None and self._warm.matches(command):
+            full_env = self.build_env(env)
+            if reason := self._warm.find_obstacle(full_env, self.folder / "home", self.home):
+                warm_start.count_plain(reason)
+            else:
+                with suppress(ForkFailed):
+                    return await self._start_warm(self._warm, command, full_env, cwd or self.workdir, stdout, stderr)
+        return await super().start(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+
+    async def _start_warm(
+        self, warm: WarmStart, command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str
+    ) -> SupervisedJob:
+        """Start the preloaded program. Raise `ForkFailed` if it could not be forked."""
+        order = {
+            "command": redirect(command, stdout, stderr),  # if the fork server's process cannot become the program
+            "env": {**env, "PWD": cwd},  # which the shell of a plain start sets
+            "cwd": cwd,
+            "preloaded": {"argv": list(command), "stdout": stdout, "stderr": stderr},
+        }
+        control = self._control if warm.sandbox is not None else await self._fork_supervisor(warm)
+        with open_devnull() as null:
+            fd = null.fileno()
+            job = await self._send_order(control, order, [fd, fd, fd], warm)
+        warm_start.counts["warm"] += 1
+        return job
+
+    async def _fork_supervisor(self, warm: WarmStart) -> Control:
+        """Fork a supervisor from a fork server, which can run the preloaded program without an exec."""
+        control = Control()
+        env = {"PATH": os.defpath, folders.SANDBOX_ENV: self.id}
+        rest = [str(self.folder)]
+        argv = [warm.preload.python, str(SUPERVISOR), str(self._spec.life_s), *rest]
+        message = {"do": "supervise", "env": env, "argv": argv, "life_s": self._spec.life_s, "folders": rest}
+        try:
+            with tempfile.TemporaryFile() as log:
+                process = await warm.server.fork(message, [control.theirs.fileno(), log.fileno()])
+        except BaseException:
+            control.close()
+            raise
+        control.theirs.close()
+        self._forked.append((control, process))
+        if not await control.wait_until_ready():
+            raise ForkFailed("a supervisor did not start")
+        cgroups.apply_limits(self.id, self._spec.resources, [process.pid])
+        return control
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> SupervisedJob:
-        name = secrets.token_hex(8)
         order = {"command": list(command), "env": dict(env), "cwd": cwd}
+        return await self._send_order(self._control, order, [stdin, stdout, stderr])
+
+    async def _send_order(
+        self, control: Control, order: Mapping[str, object], streams: Sequence[int], warm: WarmStart | None = None
+    ) -> SupervisedJob:
+        name = secrets.token_hex(8)
         read_end, write_end = os.pipe()
         try:
             with tempfile.TemporaryFile() as file:  # an environment may be larger than one message
                 file.write(json.dumps(order).encode())
                 file.seek(0)
-                await self.send({"job": name}, [file.fileno(), stdin, stdout, stderr, write_end])
+                fds = [file.fileno(), *streams, write_end]
+                if warm is None or warm.sandbox is None:
+                    await control.send({"job": name}, fds)
+                else:
+                    await self._fork_guard(warm.server, name, warm.sandbox, fds)
         except BaseException:
             os.close(read_end)
             raise
         finally:
             os.close(write_end)
-        return await SupervisedJob.start(self, name, read_end)
+        return await SupervisedJob.start(control, name, read_end)
 
-    async def send(self, message: Mapping[str, str | int], fds: Sequence[int] = ()) -> None:
-        """Send a message to the supervisor."""
-        while not self._stopped:
-            try:
-                socket.send_fds(self._control, [json.dumps(message).encode()], fds)
-                return
-            except BlockingIOError:
-                await asyncio.sleep(0.01)
-            except OSError:
-                break
-        raise SandboxGone("the sandbox has ended")
+    async def _fork_guard(self, server: ForkServer, job: str, sandbox: int, fds: Sequence[int]) -> None:
+        """Fork the guard of a command inside the sandbox. It starts the command once the supervisor has adopted it."""
+        guard = await server.fork({"do": "guard"}, [sandbox, *fds])
+        try:
+            cgroups.apply_limits(self.id, self._spec.resources, [guard.pid])
+            await self._control.send({"job": job, "guard": guard.inner_pid}, [fds[-1], guard.handshake.fileno()])
+        finally:
+            guard.close()
 
     async def stop(self) -> None:
         await run_to_completion(self._stop())
 
     async def _stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self._control.close()  # makes the supervisor end
-            self._theirs.close()
+        for control in (self._control, *(control for control, _ in self._forked)):
+            control.close()  # makes the supervisor end
+        if self._warm is not None:
+            self._warm.close()
         if self._process:
-            try:
-                await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
+            await _wait_for_end(self._process)
+        for _, process in self._forked:
+            await _wait_for_end(process)
+            process.close()
         await asyncio.to_thread(folders.remove_folder, self.folder)
+
+
+async def _wait_for_end(process: asyncio.subprocess.Process | ForkedProcess) -> None:
+    """Wait until a supervisor has ended. It is killed if that takes too long."""
+    try:
+        await asyncio.wait_for(process.wait(), KILL_TIMEOUT_S)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 class SupervisedJob:
     """A command. Its guard reports the start and the exit code through a pipe, which closes when all its processes have ended."""
 
-    def __init__(self, sandbox: SupervisedSandbox, name: str) -> None:
-        self._sandbox = sandbox
+    def __init__(self, control: Control, name: str) -> None:
+        self._control = control
         self._name = name
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[bool] = loop.create_future()
@@ -142,8 +252,8 @@ class SupervisedJob:
         self._gone: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def start(cls, sandbox: SupervisedSandbox, name: str, status: int) -> SupervisedJob:
-        job = cls(sandbox, name)
+    async def start(cls, control: Control, name: str, status: int) -> SupervisedJob:
+        job = cls(control, name)
         pipe = os.fdopen(status, "rb", 0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: _StatusPipe(job), pipe)
         try:
@@ -179,7 +289,7 @@ class SupervisedJob:
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
             if wait_s and not self._gone.done():
                 with suppress(SandboxError):  # the command ended with its sandbox
-                    await self._sandbox.send({"job": self._name, "signal": int(number)})
+                    await self._control.send({"job": self._name, "signal": int(number)})
                 await asyncio.wait([self._gone], timeout=wait_s)
         if not self._gone.done():
             raise SandboxStuck(f"a process in the sandbox is still alive {KILL_TIMEOUT_S:.0f} s after it was killed")

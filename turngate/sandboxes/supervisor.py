@@ -7,6 +7,8 @@ end of FD closes because the owner stopped the sandbox or died, or after LIFE_S,
 
 `python3 supervisor.py --lead COMMAND …` runs one command on the host that ends when stdin closes. Tunnels use it.
 
+A fork server (`fork_server.py`) also uses the functions of this file: a command that it has preloaded runs without an exec.
+
 Standard library only, Python 3.8 and newer, one thread.
 """
 
@@ -36,11 +38,16 @@ OWNER_FILE = "owner"  # the file in a sandbox's folder that names its owner
 ORPHANS_S = 5.0  # how long to wait for killed orphans to disappear
 
 Guards = Dict[str, Tuple[int, int]]  # per job: the guard's process id and our copy of its status pipe
+RunCommand = Callable[[Any, int, int, int], None]  # the order, stdin, stdout and stderr; does not return
 
 
-def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    deadline = time.monotonic() + float(sys.argv[2])
+class TakeOver(BaseException):
+    """Raised in the process of a command, to unwind its stack: the fork server's first frame then runs the command."""
+
+
+def supervise(control: socket.socket, life_s: float, folders: list[str], run: RunCommand) -> None:
+    """Start commands with `run` until the other end of `control` closes or the time is up, then kill everything."""
+    deadline = time.monotonic() + life_s
     os.umask(0o022)
     _prctl(SET_CHILD_SUBREAPER, 1)
     _prctl(SET_DUMPABLE, 0)  # commands run as the same user, and must not inspect this process
@@ -63,14 +70,16 @@ def main() -> None:
             if not message:
                 break
             order = json.loads(message)
-            if fds:
-                _start_guard(control, order["job"], fds, guards)
+            if "guard" in order:
+                _adopt_guard(order["job"], order["guard"], fds, guards)
+            elif fds:
+                _start_guard(control, order["job"], fds, guards, run)
             elif order["job"] in guards:
                 guard = guards[order["job"]][0]
                 signal_descendants(guard, order["signal"])
                 _send_signal(guard, signal.SIGCONT)  # the command may have stopped its guard
     kill_everything()
-    for folder in sys.argv[3:]:
+    for folder in folders:
         remove_folder(folder)
 
 
@@ -134,23 +143,49 @@ def _find_orphans(guards: Set[int]) -> list[int]:
 # ---- one command ----
 
 
-def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
+def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards, run: RunCommand) -> None:
     """Fork the guard of one command. We also keep the status pipe open, because the command may outlive its guard."""
     guard = _fork(*fds[3:])
     if guard == 0:
-        try:
+
+        def become_guard() -> None:
             control.close()
             for _, pipe in guards.values():
                 os.close(pipe)
-            _run_guard(*fds)
-        finally:
-            os._exit(1)
+            run_guard(fds, run)
+
+        _call_and_exit(become_guard, 1)
     for fd in fds[:-1]:
         os.close(fd)
     if guard < 0:
         os.close(fds[-1])
     else:
         guards[job] = guard, fds[-1]
+
+
+def _adopt_guard(job: str, guard: int, fds: list[int], guards: Guards) -> None:
+    """Treat a process that a fork server made our child as the guard of a command, and let it start the command."""
+    status, waiting = fds
+    try:
+        if os.waitpid(guard, os.WNOHANG) == (0, 0):
+            guards[job] = guard, status
+            os.write(waiting, b"go")
+    except OSError:  # it has ended
+        pass
+    os.close(waiting)
+    if job not in guards:
+        os.close(status)
+
+
+def _call_and_exit(call: Callable[[], None], code: int) -> None:
+    """Call a function in a forked child, and exit with `code`. Only `TakeOver` leaves this function."""
+    try:
+        call()
+    except TakeOver:
+        raise
+    except BaseException:  # noqa: S110  a child must not return into its parent's code
+        pass
+    os._exit(code)
 
 
 def _fork(stderr: int, status: int) -> int:
@@ -163,8 +198,9 @@ def _fork(stderr: int, status: int) -> int:
         return -1
 
 
-def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
+def run_guard(fds: list[int], run: RunCommand) -> None:
     """Start the command, report its exit code, and exit once all its processes have ended."""
+    order_fd, stdin, stdout, stderr, status = fds
     signal.set_wakeup_fd(-1)
     _prctl(SET_CHILD_SUBREAPER, 1)
     with os.fdopen(order_fd, "rb") as file:
@@ -173,10 +209,7 @@ def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int)
     if command < 0:
         return
     if command == 0:
-        try:
-            _exec_command(order, stdin, stdout, stderr)
-        finally:
-            os._exit(CANNOT_RUN)
+        _call_and_exit(lambda: run(order, stdin, stdout, stderr), CANNOT_RUN)
     os.write(status, STARTED)
     for fd in (stdin, stdout, stderr):
         os.close(fd)
@@ -191,25 +224,31 @@ def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int)
             os.write(status, b"%d\n" % code)
 
 
-def _exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
+def exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
     """Replace this process with the command. Signal handlers, descriptors and, by default, the session are reset first."""
-    if session:
-        os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own 0, 1 and 2 are open
-        os.dup2(fd, target)
-    command, where = order["command"], order["cwd"]
-    try:
-        os.chdir(where)
-    except OSError as error:
-        _exit_with_error(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
+    prepare_process(order, stdin, stdout, stderr, session=session)
+    command = order["command"]
     try:
         os.execvpe(command[0], command, order["env"])
     except FileNotFoundError:
         _exit_with_error(f"{command[0]}: not found", NOT_FOUND)
     except OSError as error:
         _exit_with_error(f"cannot run {command[0]}: {error.strerror}", CANNOT_RUN)
+
+
+def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
+    """Reset what a command inherits: its session, signal handlers, standard descriptors and working folder."""
+    if session:
+        os.setsid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own 0, 1 and 2 are open
+        os.dup2(fd, target)
+    where = order["cwd"]
+    try:
+        os.chdir(where)
+    except OSError as error:
+        _exit_with_error(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
 
 
 def _exit_with_error(why: str, code: int) -> None:
@@ -238,7 +277,7 @@ def run_led_command(command: list[str]) -> None:
         try:
             signal.set_wakeup_fd(-1)
             nothing = os.open(os.devnull, os.O_RDONLY)
-            _exec_command({"command": command, "cwd": ".", "env": dict(os.environ)}, nothing, 1, 2, session=False)
+            exec_command({"command": command, "cwd": ".", "env": dict(os.environ)}, nothing, 1, 2, session=False)
         finally:
             os._exit(CANNOT_RUN)
     while True:
@@ -401,6 +440,11 @@ def _try_call(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
     except OSError:
         return 0
     return 1
+
+
+def main() -> None:
+    """Be the first process of a sandbox."""
+    supervise(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3:], exec_command)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,360 @@
+"""Warm starts: a Python agent is forked from a process that has already imported the agent's libraries (`fork_server.py`).
+
+The first sandbox that could use a server does without one, because a single rollout would gain nothing. From the second on, one server
+per installation, environment and kind of sandbox serves all sandboxes of this process. It ends with this process, or when it is idle.
+A start that the server cannot serve is a plain one; `counts` has the numbers, by reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from turngate.errors import SandboxError
+from turngate.sandboxes import fork_server, supervisor
+from turngate.sandboxes.base import Preload
+
+log = logging.getLogger(__name__)
+
+SETTING = "TURNGATE_WARM_STARTS"  # a variable: "on" (the default) or "off"
+FORK_SERVER, SUPERVISOR = Path(fork_server.__file__), Path(supervisor.__file__)
+PLAIN_STARTS = 1  # before a server is started
+IMPORT_S = 60.0  # for a server to import its modules
+IDLE_S = 120.0  # without sandboxes, a server exits
+ANSWER_S = 20.0  # for a forked process to be ready
+RESTARTS = 3  # of a server that has died
+POLL_S = 0.02
+# Read by the interpreter or by libraries in C, so reads of them are not seen. They must be the same as the server's.
+START_VARIABLES = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "OPENSSL_", "SSL_", "RUST_", "OMP_")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
+
+counts: Counter[str] = Counter()  # starts of this process: "warm", or the reason for a plain one
+
+
+class ServerProcess(msgspec.Struct, frozen=True):
+    """How to run a fork server. Paths are as the server sees them."""
+
+    command: tuple[str, ...]  # gets the number of a socket as its last argument
+    env: Mapping[str, str]
+    supervisor: str  # the file supervisor.py
+    scratch: str  # a folder with the empty folders `home`, `tmp` and `work`
+    folder: Path | None = None  # on the host, to be removed after the imports
+    pass_fds: tuple[int, ...] = ()  # closed when the server has started
+
+
+class ForkAnswer(msgspec.Struct, frozen=True):
+    """A forked process reports its id in its own namespace, or why it failed."""
+
+    pid: int = 0
+    error: str = ""
+
+
+class ImportReport(msgspec.Struct, frozen=True):
+    """A server reports why it cannot serve, or the variables that its imports have read, with their values."""
+
+    fault: str
+    reads: dict[str, str | None]
+
+
+class ForkServer:
+    """One fork server. Its socket needs no event loop, because batches in different loops share it."""
+
+    def __init__(self, preload: Preload, start: ServerProcess) -> None:
+        self.fault = ""  # why it cannot serve
+        self.is_ready = False
+        self.pid = 0
+        self.namespace = -1  # a descriptor of its user namespace
+        self._start = start
+        self._reads: dict[str, str | None] = {}
+        self._lock = threading.Lock()
+        self._deadline = time.monotonic() + IMPORT_S
+        self._log = os.memfd_create("fork-server", os.MFD_CLOEXEC)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._control.setblocking(False)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  our own program
+                [*start.command, str(theirs.fileno())],
+                env={**start.env, "HOME": f"{start.scratch}/home", "TMPDIR": f"{start.scratch}/tmp"},  # noqa: S108
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(), *start.pass_fds),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            for fd in start.pass_fds:
+                os.close(fd)
+        order = {
+            "folder": preload.folder,
+            "modules": preload.modules,
+            "supervisor": start.supervisor,
+            "scratch": start.scratch,
+            "idle_s": IDLE_S,
+        }
+        self._send(order)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, 0 if it was idle."""
+        return self._process.poll()
+
+    async def wait_until_ready(self) -> bool:
+        """Wait until the imports are done. Return whether it can serve; otherwise `fault` says why not."""
+        while not (self.is_ready or self.fault):
+            with self._lock:
+                if not (self.is_ready or self.fault):
+                    self._receive_report()
+            if not (self.is_ready or self.fault):
+                await asyncio.sleep(POLL_S)
+        return not self.fault
+
+    def _receive_report(self) -> None:
+        try:
+            text, pid = _receive(self._control)
+        except BlockingIOError:
+            if time.monotonic() > self._deadline:
+                self._give_up(f"its imports took longer than {IMPORT_S:.0f} s")
+            return
+        except OSError:
+            text, pid = b"", 0
+        printed = os.pread(self._log, 500, 0).decode(errors="replace").strip()
+        if not text:
+            self._give_up(f"it ended during its imports: {printed[-300:] or 'no output'}")
+            return
+        report = msgspec.json.decode(text, type=ImportReport)
+        if fault := report.fault or (f"an import prints: {printed[:200]}" if printed else ""):
+            self._give_up(fault)
+        elif len(list(Path(f"/proc/{pid}/task").iterdir())) > 1:
+            self._give_up("an import starts threads")
+        else:
+            self.pid, self._reads = pid, report.reads
+            self.namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+            self.is_ready = True
+            self._remove_scratch()
+
+    def _give_up(self, fault: str) -> None:
+        self.fault = fault
+        self._process.kill()  # it has no children yet
+        self.close()
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._start.folder is not None:
+            supervisor.remove_folder(str(self._start.folder))
+
+    def find_difference(self, env: Mapping[str, str]) -> str:
+        """Return why a process with this environment cannot be forked, or an empty string."""
+        for name, value in self._reads.items():
+            if env.get(name) != value:
+                return f"{name} differs from its value during the imports"
+        for name in {*env, *self._start.env}:
+            if name.startswith(START_VARIABLES) and env.get(name) != self._start.env.get(name):
+                return f"{name} must be set when Python starts"
+        return ""
+
+    def hold(self) -> socket.socket:
+        """Keep the server alive until the returned socket is closed."""
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(OSError):  # a server that has ended is noticed when it should fork
+            self._send({"do": "hold"}, [theirs.fileno()])
+        return ours
+
+    async def fork(self, message: Mapping[str, object], fds: Sequence[int]) -> ForkedProcess:
+        """Fork a process. Raise `ForkFailed` if the server or the process cannot."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.setblocking(False)
+        with theirs:
+            try:
+                self._send(message, [theirs.fileno(), *fds])
+            except OSError as error:
+                ours.close()
+                raise ForkFailed("the fork server has ended") from error
+        deadline = time.monotonic() + ANSWER_S
+        try:
+            while True:
+                try:
+                    text, pid = _receive(ours)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise ForkFailed(f"no answer within {ANSWER_S:.0f} s") from None
+                    await asyncio.sleep(0.002)
+            answer = (
+                msgspec.json.decode(text, type=ForkAnswer) if text else ForkAnswer(error="the forked process ended")
+            )
+            if answer.error:
+                raise ForkFailed(answer.error)
+            return ForkedProcess(pid, answer.pid, ours)
+        except BaseException:
+            ours.close()
+            raise
+
+    def _send(self, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+
+    def close(self) -> None:
+        """Let the server end, and release what belongs to it."""
+        if self._log < 0:
+            return
+        self._control.close()
+        self._process.wait()
+        os.close(self._log)
+        self._log = -1
+        if self.namespace >= 0:
+            os.close(self.namespace)
+
+
+class WarmStart:
+    """A sandbox's right to start one program from a fork server. The server stays until it is closed."""
+
+    def __init__(self, server: ForkServer, preload: Preload) -> None:
+        self.server = server
+        self.preload = preload
+        self.namespace = os.dup(server.namespace)  # of the user namespace; it outlives the server
+        self.sandbox: int | None = None  # a descriptor of its first process, if the program must enter its namespaces
+        self._lease = server.hold()
+
+    def matches(self, command: Sequence[str]) -> bool:
+        return tuple(command[:2]) == (self.preload.python, self.preload.folder)
+
+    def find_obstacle(self, env: Mapping[str, str], home: Path, inside: str) -> str:
+        """Return why the program needs a plain start, or an empty string. `home` is the home on the host, `inside` in the sandbox."""
+        if env["HOME"] != inside:
+            return "HOME is not the sandbox's"
+        if os.path.lexists(home / ".local" / "lib"):
+            return "HOME contains Python packages"  # which Python looks for when it starts
+        return self.server.find_difference(env)
+
+    def close(self) -> None:
+        self._lease.close()
+        for fd in (self.namespace, self.sandbox):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.namespace, self.sandbox = -1, None
+
+
+class ForkFailed(Exception):
+    """A fork server could not fork a process. A plain start follows, and is counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        count_plain(f"the fork server failed: {reason}")
+
+
+class ForkedProcess:
+    """A process that a fork server has forked. It is not our child."""
+
+    def __init__(self, pid: int, inner_pid: int, handshake: socket.socket) -> None:
+        self.pid = pid
+        self.inner_pid = inner_pid  # its id in its own namespace
+        self.handshake = handshake
+        self._fd = os.pidfd_open(pid)
+
+    async def wait(self) -> int:
+        """Wait until it has ended. Its exit code is unknown."""
+        if self._fd >= 0:
+            ended = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._fd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(self._fd)
+        return 0
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.handshake.close()
+
+
+def _receive(control: socket.socket) -> tuple[bytes, int]:
+    """Receive a message and the id of the process that sent it."""
+    text, ancillary, _, _ = control.recvmsg(1 << 18, socket.CMSG_SPACE(_CREDENTIALS.size))
+    return text, next(
+        (_CREDENTIALS.unpack(data)[0] for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS), 0
+    )
+
+
+# ---- the servers of this process ----
+
+_servers: dict[tuple[object, ...], ForkServer] = {}
+_requests: Counter[tuple[object, ...]] = Counter()
+_crashes: Counter[tuple[object, ...]] = Counter()
+
+
+async def find_server(
+    kind: str, preload: Preload, source: Path, prepare: Callable[[Preload], ServerProcess]
+) -> WarmStart | None:
+    """Return the right to use a server, or None for a plain start. `source` is the host's folder of the installation."""
+    setting = os.environ.get(SETTING) or "on"
+    if setting not in ("on", "off"):
+        raise SandboxError(f"{SETTING} must be on or off, not {setting!r}")
+    if setting == "off":
+        return None
+    try:
+        status = (source / "__main__.py").stat()
+    except OSError:
+        return None
+    # A new installation has new files, so a server of an older one is never used.
+    version = (str(source), status.st_dev, status.st_ino, status.st_mtime_ns)
+    key = (os.getpid(), kind, *version, msgspec.json.encode(preload, order="sorted"))
+    _requests[key] += 1
+    if _requests[key] <= PLAIN_STARTS:
+        counts["the first"] += 1
+        return None
+    server = _servers.get(key)
+    if server is not None and server.is_ready and (code := server.exit_code) is not None:
+        server.close()
+        server = None
+        _crashes[key] += code != 0
+    if _crashes[key] > RESTARTS:
+        count_plain("the fork server has died too often")
+        return None
+    if server is None:
+        try:
+            server = _servers[key] = ForkServer(preload, prepare(preload))
+        except (OSError, SandboxError) as error:
+            count_plain(f"the fork server did not start: {error}")
+            return None
+    if await server.wait_until_ready():
+        return WarmStart(server, preload)
+    count_plain(server.fault)
+    return None
+
+
+def close_servers() -> None:
+    """Let all servers of this process end now. Those that are in use end with their sandboxes."""
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+    _requests.clear()
+
+
+def count_plain(reason: str) -> None:
+    """Count a plain start. The first one of its kind is logged."""
+    counts[reason] += 1
+    if counts[reason] == 1:
+        log.warning("agents start without a fork server: %s", reason)
