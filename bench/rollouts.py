@@ -6,6 +6,11 @@ Runs batches of rollouts whose agent does nothing (`true`), for each sandbox wit
 engine in a separate process. So all of the cost is ours: the runner, the sandbox, the relay and the gateway. With `--agent`, a real agent
 makes one call: compare it with a run without, to see what starting that agent costs.
 
+    python bench/rollouts.py --parts mini-swe-agent pi … [--alone 5] [--only local …]
+
+Runs real agents one at a time, and splits their CPU time into the agent's start-up, the agent, sandbox, relay and grading, beside the
+agent's own command without Turngate. TURNGATE_WARM_STARTS=off shows the same with plain starts.
+
     rollouts/min     of the whole machine, with --concurrency agents
     runner           CPU ms per rollout of the process that runs the batch, all threads
     sandboxes        CPU ms per rollout of its ended child processes: supervisors, relays, shells, docker's client.
@@ -32,6 +37,7 @@ from pathlib import Path
 import msgspec
 from overhead import calibrate
 from processes import Process, free_port
+from rollout_parts import Parts, measure_alone, measure_parts, show_parts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -132,6 +138,25 @@ def _read_cpu(gateway: Process) -> tuple[float, float, float]:
     return time.process_time(), children.ru_utime + children.ru_stime, gateway.cpu_s()
 
 
+async def measure_agent(gateway: Process, key: str, folder: Path, sandbox: str, name: str, alone: int) -> Parts:
+    """Measure a real agent by part."""
+    root, spec = f"http://127.0.0.1:{gateway.port}", find_agent(name).spec
+    installed = ensure_installed(spec)
+    async with GatewayClient(root, key) as client, GatewayConnector(root) as connector:
+
+        async def batch(part: str, graded: bool) -> list[str]:
+            count = 1 if part == "first" else alone
+            plan = _plan(folder / part, sandbox, name, graded=graded, count=count, running=1)
+            result = await run_batch(plan, client, connector)
+            _check(result, graded=graded)
+            return [rollout.session for rollout in result.finished]
+
+        costs = await measure_parts(client, installed, batch, gateway.cpu_s, gateway.pid)
+        host = installed.use_host_python()
+        alone_ms = await measure_alone(client, root, spec, host, alone)
+    return Parts(agent=name, sandbox=sandbox, alone_ms=alone_ms, rollouts=alone, **costs)
+
+
 def show(results: list[Result]) -> None:
     names = (
         "sandbox",
@@ -172,9 +197,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SANDBOXES), default=list(SANDBOXES))
     parser.add_argument("--agent", default=NOTHING, help="run this agent, which makes one call [none]")
     parser.add_argument("--no-grader", action="store_true", help="skip the batches with a grader")
+    parser.add_argument(
+        "--parts", nargs="+", metavar="AGENT", help="measure these agents by part, one rollout at a time"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: list[Result] = []
+    parts: list[Parts] = []
     with tempfile.TemporaryDirectory(prefix="turngate-bench-") as name:
         script = Path(name) / "script.json"
         script.write_text('["Done."]', encoding="utf-8")
@@ -187,15 +216,23 @@ def main() -> None:
                 if reason := SANDBOXES[sandbox]():
                     print(f"bench: skipping {sandbox}: {reason}", file=sys.stderr)
                     continue
+                for agent in args.parts or ():
+                    folder = Path(name) / f"{sandbox}-{agent}"
+                    parts.append(asyncio.run(measure_agent(gateway, key, folder, sandbox, agent, args.alone)))
+                if args.parts:
+                    continue
                 for graded in (False,) if args.no_grader else (False, True):
                     folder = Path(name) / f"{sandbox}-{graded}"
                     measuring = measure(gateway, key, folder, sandbox, graded=graded, args=args)
                     results.append(asyncio.run(measuring))
         finally:
             gateway.stop()
-    show(results)
+    if args.parts:
+        show_parts(parts)
+    else:
+        show(results)
     if args.json:
-        args.json.write_bytes(msgspec.json.encode(results))
+        args.json.write_bytes(msgspec.json.encode(parts or results))
 
 
 if __name__ == "__main__":
