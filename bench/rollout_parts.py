@@ -66,14 +66,16 @@ class ProcessWatch(threading.Thread):
         self.ignored = ignored
         self.points: dict[tuple[str, int], list[tuple[float, float]]] = {}  # by part and process: time and CPU seconds
         self.own_s = 0.0  # what this thread took
+        self._parts: dict[int, str] = {}  # known ones: a program may change its command line later
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(PERIOD_S):
             now = time.time()
             for pid in supervisor.descendants(os.getpid()):
-                part = self._find_part(pid) if pid != self.ignored else ""
+                part = self._parts.get(pid) or (self._find_part(pid) if pid != self.ignored else "")
                 if part:
+                    self._parts[pid] = part
                     try:
                         self.points.setdefault((part, pid), []).append((now, cpu_s(pid)))
                     except OSError:  # it has ended
