@@ -100,6 +100,9 @@ async def test_open_session_takes_no_outcome() -> None:
         ({"task": None}, "task"),
         ({"score": 1}, "score"),
         ({"data": "x" * MAX_BYTES}, "data"),
+        ({"group": "a\0b"}, "group"),
+        ({"group": "g" * 2001}, "group"),
+        ({"task": "ü" * 1001}, "task"),
     ],
 )
 async def test_invalid_outcome_names_its_field(change: Any, param: str) -> None:
@@ -108,6 +111,14 @@ async def test_invalid_outcome_names_its_field(change: Any, param: str) -> None:
         response = await put_outcome(g, session.id, {**GRADED, **change})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
         assert (await g.show(session.id))["outcome"] is None and outcome_events(g) == []
+
+
+async def test_stop_with_null_character_is_refused() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        response = await g.admin.post(f"/admin/sessions/{session.id}/seal", json={"stop": "a\0b"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
+        assert (await g.show(session.id))["status"] == "open"
 
 
 @pytest.mark.parametrize("reward", ["1e999", "-1e999", "NaN", "Infinity"])

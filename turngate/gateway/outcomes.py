@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from turngate.errors import Conflict
+from turngate.errors import BadRequest, Conflict
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.sessions import Sessions
@@ -14,6 +14,9 @@ from turngate.store.events import new_event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
+
+
+_MAX_NAME_BYTES = 2000
 
 
 class OutcomeRecorder:
@@ -45,6 +48,8 @@ class OutcomeRecorder:
         if row.config.rollout:  # the settings of a named session decide which attempt it is
             outcome = msgspec.structs.replace(outcome, attempt=row.config.attempt)
         written = outcome.encode()
+        _check_name(outcome.group, "group")
+        _check_name(outcome.task, "task")
         live = self._sessions.find_live(session_id)
         if (live.status if live else row.status) == "open":
             raise Conflict(f"session {session_id} is still open; seal it before recording its outcome")
@@ -57,3 +62,11 @@ class OutcomeRecorder:
         self._events.wake(session_id)
         self._feeds.wake()
         return self._attempts.find_exclusion(row.key)
+
+
+def _check_name(name: str, field: str) -> None:
+    """Raise `BadRequest` for a name that the shared store cannot index."""
+    if "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
+        raise BadRequest(
+            f"{field} must have at most {_MAX_NAME_BYTES} bytes in UTF-8, and no null characters", param=field
+        )

@@ -153,6 +153,8 @@ class AdminRoutes:
 
     async def seal(self, request: Request) -> Response:
         body = await decode_body(request, SealBody)
+        if "\0" in body.stop:
+            raise BadRequest("stop must not contain null characters", param="stop")
         session = await self._sessions.seal(request.path_params["id"], body.stop)
         return json_response(self._directory.describe(session))
 
