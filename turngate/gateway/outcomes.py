@@ -15,7 +15,6 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
 
-
 _MAX_NAME_BYTES = 2000
 
 
