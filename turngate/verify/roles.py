@@ -88,7 +88,8 @@ class _Roots:
             return None
         if cause == "tools" and offers_tools(root, self._messages):
             earlier = [r for r in earlier if offers_tools(r, self._messages)]
-        return max(earlier, key=lambda r: (_resemblance(r, root), r.id), default=None)
+        alike = [r.id for r in self._alike(root)]
+        return max(earlier, key=lambda r: (_resemblance(r, root, r.id in alike), r.id), default=None)
 
     def _only_looks_shorter(self, root: StoredContext, earlier: list[StoredContext]) -> bool:
         """Return whether an old trace without tools recorded a compaction only because the request was shorter."""
@@ -269,8 +270,11 @@ def _split(meanings: bytes) -> Iterable[bytes]:
     return {meanings[at : at + _DIGEST] for at in range(0, len(meanings), _DIGEST)}
 
 
-def _resemblance(earlier: StoredContext, root: StoredContext) -> int:
-    """Return a score of how likely `root` continues an earlier conversation, given its recorded cause."""
+def _resemblance(earlier: StoredContext, root: StoredContext, is_alike: bool) -> int:
+    """Return a score of how likely `root` continues an earlier conversation, given its recorded cause.
+
+    `is_alike` says whether both have the same tools and system prompt, or the same tools and none.
+    """
     same_question = _question(earlier) == _question(root)
     match root.info.cause:
         case "tools":
@@ -278,6 +282,6 @@ def _resemblance(earlier: StoredContext, root: StoredContext) -> int:
         case "system":
             fits = same_question
         case _:
-            fits = _same_start(earlier, root)
+            fits = is_alike or _same_start(earlier, root)
     same_thread = root.info.signals.thread == earlier.info.signals.thread
     return 4 * fits + 2 * same_thread + (fits and same_question)
