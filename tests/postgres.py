@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.needs import require, uses
+from tests.ports import free_port
 from tests.speed import scaled
-from tests.vllm import free_port
 from tools import base_image, parts
 
 USER = "turngate"  # the database role

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from tests.needs import require, uses
+from tests.ports import free_port
 from tests.speed import scaled
 from tools import parts
 
@@ -36,12 +36,6 @@ class Model:
     url: str
     folder: Path
     max_context: int = CONTEXT
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Servers:

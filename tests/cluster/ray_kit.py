@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.needs import require, uses
+from tests.ports import free_port
 from tests.speed import scaled
-from tests.vllm import free_port
 from tools import parts
 from tools.tier import descendants
 

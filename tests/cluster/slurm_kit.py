@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.needs import require, uses
+from tests.ports import free_port
 from tests.speed import scaled
-from tests.vllm import free_port
 
 START_S = 30.0
 CONFIG = """

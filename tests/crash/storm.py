@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines.scripted import derive_logprobs
 
@@ -47,9 +47,7 @@ class Server:
         self.folder = folder
         self.durability = durability
         self.workers = workers
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         (folder / "script.json").write_text(json.dumps(REPLIES))
         self.process: subprocess.Popen[bytes] | None = None
@@ -72,18 +70,24 @@ class Server:
                 argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN}
             )
 
-    async def ready(self, client: httpx.AsyncClient, limit_s: float = 30) -> None:
+    async def ready(self, limit_s: float = 30) -> None:
+        """Wait until the gateway answers on a new connection; an older one may still lead to a worker of the killed front."""
         end = time.monotonic() + scaled(limit_s)
-        while time.monotonic() < end:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                raise AssertionError(f"the gateway did not start:\n{(self.folder / 'log').read_text()[-2000:]}")
-            try:
-                if (await client.get(f"{self.url}/health")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                await asyncio.sleep(0.02)
+        async with httpx.AsyncClient(timeout=scaled(30), limits=httpx.Limits(max_keepalive_connections=0)) as client:
+            while time.monotonic() < end:
+                self.check()
+                try:
+                    if (await client.get(f"{self.url}/health")).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    await asyncio.sleep(0.02)
         raise AssertionError("the gateway was not ready in time")
+
+    def check(self) -> None:
+        """Raise an error if the gateway has exited by itself."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise AssertionError(f"the gateway has exited:\n{(self.folder / 'log').read_text()[-2000:]}")
 
     def kill_worker(self, rng: random.Random) -> None:
         """Kill a random worker; the front restarts it."""
@@ -194,7 +198,7 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
         server.start()
         try:
             async with httpx.AsyncClient(timeout=scaled(30), limits=httpx.Limits(max_connections=None)) as client:
-                await server.ready(client)
+                await server.ready()
                 admin = {"authorization": f"Bearer {ADMIN}"}
                 opened = [
                     (await client.post(f"{server.url}/admin/sessions", json={}, headers=admin)).json()
@@ -211,7 +215,7 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                     await asyncio.sleep(rng.uniform(0.05, 0.5))
                     server.kill()
                     server.start()
-                    await server.ready(client)
+                    await server.ready()
                 await asyncio.sleep(0.5)
                 await _wait_for_answers(agents_at_work, tasks)
                 over.set()
@@ -219,7 +223,7 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                 turns = 0
                 for agent in agents_at_work:
                     turns += check_trace(
-                        agent, await _read_trace(client, f"{server.url}/admin/sessions/{agent.session}/trace")
+                        agent, await _read_trace(client, server, f"/admin/sessions/{agent.session}/trace")
                     )
                 received = sum(len(agent.received) for agent in agents_at_work)
                 await verify_all(server.folder / "data", agents)
@@ -239,12 +243,13 @@ async def _wait_for_answers(agents_at_work: list[Agent], tasks: list[asyncio.Tas
         await asyncio.sleep(0.05)
 
 
-async def _read_trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+async def _read_trace(client: httpx.AsyncClient, server: Server, path: str) -> dict[str, Any]:
     """Read a trace; retry while its worker is starting, or while the workers of a killed front are ending."""
     end = time.monotonic() + scaled(60)
     while True:
+        server.check()
         try:
-            response = await client.get(url, headers={"authorization": f"Bearer {ADMIN}"})
+            response = await client.get(server.url + path, headers={"authorization": f"Bearer {ADMIN}"})
         except httpx.TransportError:
             assert time.monotonic() < end, "the gateway does not answer"
         else:

@@ -19,8 +19,8 @@ from tests.docs.engine import SOLUTION, SolvingEngine, StandInApi
 from tests.docs.pages import SETTINGS, UNRUN
 from tests.docs.script import PORTS, Script, Setting, write_command
 from tests.docs.workspace import environment, prepare
-from tests.engines.standins import free_ports
 from tests.needs import AGENTS, HEAVY
+from tests.ports import free_ports
 from tests.speed import scaled
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -137,17 +136,3 @@ async def collect(chunks: AsyncIterator[Chunk]) -> Chunk:
         finish = chunk.finish
         prompt = prompt or chunk.prompt
     return Chunk(ids, logprobs, finish, prompt)
-
-
-def free_port() -> int:
-    """Find a port that nothing listens on."""
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """Find different ports that nothing listens on."""
-    with ExitStack() as stack:
-        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in bound]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, event, free_port, serving
+from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, event, serving
+from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.http import EngineClient, EventParser, align_logprobs, error_from_status, extract_message

@@ -18,10 +18,10 @@ from tests.engines.standins import (
     answer_with,
     collect,
     event,
-    free_port,
     make_request,
     serving,
 )
+from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.base import Engine, Health

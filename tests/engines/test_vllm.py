@@ -19,10 +19,10 @@ from tests.engines.standins import (
     answer_with,
     collect,
     event,
-    free_port,
     make_request,
     serving,
 )
+from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines.base import Chunk
 from turngate.engines.vllm import VLLM

@@ -199,7 +199,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
         async with GatewayClient(server.url, ADMIN) as client:
             server.start()
             try:
-                await _ready(server)
+                await server.ready()
                 await client.open_feed("storm", CONFIG)
                 runner.start()
                 trainer.start()
@@ -217,7 +217,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                     else:
                         server.kill()
                         server.start()
-                        await _ready(server)
+                        await server.ready()
                 await _wait_for_lines(folder / "trained", len(read_trained(folder / "trained")) + 3)
                 (folder / "over").touch()
                 await _wait_for_exit(runner)
@@ -239,12 +239,6 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 for program in (runner, trainer):
                     program.end()
                 server.kill()
-
-
-async def _ready(server: Server) -> None:
-    """Use a new connection: on an old one, workers of a killed front may still answer for a moment."""
-    async with httpx.AsyncClient(timeout=scaled(30)) as http:
-        await server.ready(http)
 
 
 def next_group(folder: Path, lane: int) -> int:

@@ -20,8 +20,9 @@ import httpx
 import openai
 import pytest
 
+from tests.ports import free_port
 from tests.speed import scaled
-from tests.vllm import Model, Servers, free_port
+from tests.vllm import Model, Servers
 from turngate.engines.base import Generate
 from turngate.engines.vllm import VLLM
 from turngate.render import Tokenizer

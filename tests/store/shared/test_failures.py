@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.postgres import PostgresServer, start_postgres
 from tests.store.kit import event, open_shared
-from tests.vllm import free_port
 from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError, StoreError
 from turngate.store.shared.failures import describe_error

@@ -14,11 +14,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests.ports import free_port
 from tests.postgres import USER, PostgresServer
 from tests.speed import scaled
 from tests.store.kit import event, finish_rollout, open_shared
 from tests.store.shared.test_concurrency import run_writers
-from tests.vllm import free_port
 from turngate.store.sqlite import Store
 
 

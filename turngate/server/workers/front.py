@@ -42,7 +42,7 @@ HEAD_BYTES = 32 * 1024
 HEAD_S = 5.0  # after this long, the connection is handed over with a partial head
 WAIT_S = 30.0  # time a connection waits for its worker to restart
 STOP_S = 12.0  # time a worker may take to stop
-LOCK_WAIT_S = 10.0  # time to wait for the workers of a killed front to exit
+LOCK_WAIT_S = 60.0  # time to wait for the workers of a killed front to exit; a busy machine can take long
 BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # delays before restarting a worker that keeps dying
 STABLE_S = 10.0  # a worker that ran this long is restarted without delay
 PATH_BYTES = 100  # maximum length of a Unix socket's path; the system allows 107
@@ -371,6 +371,7 @@ class WorkerProcess:
 def _lock_data(data: Path) -> Iterator[IO[bytes]]:
     """Lock the data folder. Wait for the workers of a killed front, which hold the lock until they exit."""
     end = time.monotonic() + LOCK_WAIT_S
+    waiting = False
     while True:
         try:
             held = lock_folder(data)
@@ -378,6 +379,9 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
         except DataFolderInUse:
             if not has_stale_note(data) or time.monotonic() > end:
                 raise
+            if not waiting:
+                waiting = True
+                log.warning("the workers of a killed gateway still use the data folder; waiting until they exit")
             time.sleep(0.1)
     with held:
         yield held
