@@ -17,6 +17,7 @@ import httpx
 from tests.speed import scaled
 from tests.store.kit import open_shared
 from tests.workers.test_processes import ServeProcess, start_process
+from turngate.common.database_url import parse_database_url
 from turngate.errors import Conflict
 from turngate.store.shared.store import SharedStore
 
@@ -56,6 +57,14 @@ def start_cell(data: Path, shared: str, *arguments: str, lease_s: float = LEASE_
     command = ["-m", "turngate", "cell", "--port", "0", "--data", str(data), "--shared", shared]
     command += ["--lease-s", str(lease_s), "--cell-name", data.name, *arguments]
     with start_process(CellProcess, command, data) as running:
+        yield running
+
+
+@contextmanager
+def start_shared_gateway(cwd: Path, shared: str) -> Iterator[CellProcess]:
+    """Start a gateway on the shared store itself."""
+    data = cwd / parse_database_url(shared).folder
+    with start_process(CellProcess, ["-m", "turngate", "serve", "--port", "0", "--data", shared], data, cwd) as running:
         yield running
 
 

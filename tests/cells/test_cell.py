@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cells.kit import CutOffProxy, delivered, give_up, open_shared_store, start_cell, wait_for
+from tests.cells.kit import (
+    CutOffProxy,
+    delivered,
+    give_up,
+    open_shared_store,
+    start_cell,
+    start_shared_gateway,
+    wait_for,
+)
 from tests.postgres import PostgresServer, start_postgres
 from tests.speed import scaled
 from tests.workers.test_processes import ENV, ROOT
@@ -140,6 +148,30 @@ def test_a_cell_stops_while_the_shared_store_does_not_answer(
         proxy.close()
     with start_cell(tmp_path / "a", postgres_url), open_shared_store(postgres_url) as shared:
         wait_for(lambda: shared.find(session) is not None)
+
+
+def test_a_gateway_on_a_shared_store_that_does_not_answer_says_so_recovers_and_stops(
+    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    proxy = CutOffProxy(postgres_server.port)
+    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
+    try:
+        with start_shared_gateway(tmp_path, url) as gateway:
+            assert gateway.request("GET", "/admin/sessions").is_success
+            proxy.cut()
+            refused = gateway.request("GET", "/admin/sessions")
+            assert refused.status_code == 503 and "answer" in refused.text
+            assert gateway.request("GET", "/health").is_success
+            refused = gateway.request("PUT", "/admin/feeds/f", json={"n": 1})
+            assert refused.status_code == 503 and "does not answer" in refused.text
+            proxy.mend()
+            wait_for(lambda: gateway.request("GET", "/admin/sessions").is_success)
+            proxy.cut()
+            gateway.process.terminate()
+            assert gateway.process.wait(scaled(25)) == 0, gateway.log.read_text()
+            assert "Traceback" not in gateway.log.read_text()
+    finally:
+        proxy.close()
 
 
 def test_a_cell_refuses_an_attempt_that_is_superseded_in_the_shared_store(

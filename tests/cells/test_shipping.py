@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,34 @@ def test_a_replaced_outcome_is_shipped_again(cell: Store, shared: SharedStore) -
     outcome = shared.outcomes.find(there.key)
     assert outcome == cell.outcomes.find(key)
     assert _kinds(shared, "s").count("outcome") == 2
+
+
+def test_an_old_copy_of_a_folder_does_not_bring_back_an_old_outcome(
+    cell: Store, shared: SharedStore, tmp_path: Path
+) -> None:
+    key = finish_rollout(cell, "s", "g")
+    with closing(sqlite3.connect(tmp_path / "a" / "turngate.db")) as source:
+        (tmp_path / "copy").mkdir()
+        with closing(sqlite3.connect(tmp_path / "copy" / "turngate.db")) as target:
+            source.backup(target)
+    put_outcome(cell, key, "s", "g", task="again")
+    ship(cell, shared)
+    there = shared.find("s")
+    assert there is not None
+    newest = shared.outcomes.find(there.key)
+    old = Store(tmp_path / "copy")
+    try:
+        old.outbox.start("a", ())
+        for _ in range(4):  # its newest event gets a higher number than that of the new outcome
+            assert ship(old, shared) == 1 and shared.outcomes.find(there.key) == newest
+            old.events.add(event("s", "stage"))
+            with old.database.writing() as db:
+                db.execute("UPDATE outbox SET due=0")
+        put_outcome(old, key, "s", "g", task="third")
+        ship(old, shared)
+        assert shared.outcomes.find(there.key) == old.outcomes.find(key) != newest
+    finally:
+        old.close()
 
 
 def test_a_change_while_a_session_is_shipped_is_shipped_too(cell: Store, shared: SharedStore) -> None:

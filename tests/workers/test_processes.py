@@ -93,13 +93,13 @@ def start_serve(
 
 
 @contextmanager
-def start_process(kind: type[Serving], command: Sequence[str], data: Path) -> Iterator[Serving]:
+def start_process(kind: type[Serving], command: Sequence[str], data: Path, cwd: Path = ROOT) -> Iterator[Serving]:
     """Start a gateway with the arguments of Python, and stop it with its workers. Its log is next to the data folder."""
     data.parent.mkdir(parents=True, exist_ok=True)
     log = data.with_name(data.name + ".log")
     with log.open("a") as stderr:
         before = stderr.tell()
-        process = subprocess.Popen([sys.executable, *command], stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
+        process = subprocess.Popen([sys.executable, *command], stderr=stderr, stdout=stderr, cwd=cwd, env=ENV)
     running = kind(process, log, data)
     pids: list[int] = []
     try:

@@ -49,7 +49,7 @@ from turngate.server.engine_factory import (
 )
 from turngate.server.hosted_projects import HostedProjects
 from turngate.server.model_calls import respond_error
-from turngate.server.project_gateway import ProjectGateway
+from turngate.server.project_gateway import ANSWER_S, ProjectGateway
 from turngate.server.routing import dialect_of
 from turngate.server.websocket import refuse_upgrade
 from turngate.store.location import count_unfinished, open_store
@@ -58,6 +58,7 @@ from turngate.store.shared.store import SharedStore
 from turngate.telemetry.metrics import Metrics
 
 log = logging.getLogger("turngate")
+_STOP_S = 10.0  # after this, a gateway that stops no longer waits for the shared store
 
 
 class Gateway(ProjectGateway):
@@ -79,7 +80,7 @@ class Gateway(ProjectGateway):
         self.shard = shard
         self.metrics = Metrics()
         refuse_project_store(config.data)
-        self.store = open_store(config.data, config.durability, shard)
+        self.store = open_store(config.data, config.durability, shard, answer_s=ANSWER_S)
         try:
             config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.admin_key = admin_key(config.folder)
@@ -227,8 +228,8 @@ class Gateway(ProjectGateway):
             await self.gate.close()
 
     async def stop(self) -> None:
-        if self.cell is not None:
-            self.cell.limit_stop()
+        uses_shared = self.cell is not None or self.config.is_shared
+        limit = asyncio.get_running_loop().call_later(_STOP_S, self._interrupt_stores) if uses_shared else None
         await self.metrics_endpoint.stop()
         await self.stop_tasks()
         await self.updates.close()
@@ -243,7 +244,18 @@ class Gateway(ProjectGateway):
         if self.cell is not None:
             await self.cell.stop()
         await self.hosted.stop()
+        if limit is not None:
+            limit.cancel()
         self.store.close()
+
+    def _interrupt_stores(self) -> None:
+        """Stop although the shared store does not answer."""
+        log.warning("the shared store does not answer; stopping without it")
+        for project in (self, *self.hosted):
+            if isinstance(project.store, SharedStore):
+                project.store.database.interrupt()
+        if self.cell is not None:
+            self.cell.interrupt()
 
     def find_project(self, name: str) -> ProjectGateway:
         return self if name == DEFAULT_PROJECT else self.hosted.open(name)

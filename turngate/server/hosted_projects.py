@@ -15,7 +15,7 @@ import msgspec
 from turngate.engines.project_engine import ProjectEngine
 from turngate.errors import TurngateError
 from turngate.server.asgi import Scope
-from turngate.server.project_gateway import ProjectGateway
+from turngate.server.project_gateway import ANSWER_S, ProjectGateway
 from turngate.server.web.login import COOKIE
 from turngate.store.location import open_store
 from turngate.store.projects import DEFAULT_PROJECT, PROJECT_NAME, locate_project, unknown_project
@@ -47,7 +47,7 @@ class HostedProject(ProjectGateway):
         self.updates, self.barrier, self.engine_changes = host.updates, host.barrier, host.engine_changes
         if not self.config.is_shared:
             Path(self.config.data).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.store = open_store(self.config.data, self.config.durability, self.shard)
+        self.store = open_store(self.config.data, self.config.durability, self.shard, answer_s=ANSWER_S)
         self._store_renderer()
         self._compose_sessions()
         self._compose_routes()

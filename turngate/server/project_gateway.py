@@ -76,6 +76,7 @@ from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
+ANSWER_S = 10.0  # time that the shared store may take to answer; the event loop waits for it
 _SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
 _TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 

@@ -14,10 +14,12 @@ from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
 
-def open_store(data: str, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> Store:
-    """Open a store for reading and writing, creating it if necessary."""
+def open_store(
+    data: str, durability: Durability = "process", shard: Shard = SINGLE_SHARD, *, answer_s: float | None = None
+) -> Store:
+    """Open a store for reading and writing, creating it if necessary. With `answer_s`, a shared store that takes longer to answer fails."""
     if is_database_url(data):
-        return SharedStore(parse_database_url(data))
+        return SharedStore(parse_database_url(data), answer_s=answer_s)
     return Store(Path(data), durability, shard)
 
 

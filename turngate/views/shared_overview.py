@@ -63,7 +63,7 @@ class SharedOverview:
 
     def _update(self, store: SharedStore, seconds: float) -> bool:
         if self._updater is None:
-            self._updater = ListUpdater(SharedStore(store.url))
+            self._updater = ListUpdater(store.open_again())
         return self._updater.update(seconds)
 
     # ── rollouts ────────────────────────────────────────────────────────────────────────────────────────────────

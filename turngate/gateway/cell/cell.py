@@ -39,7 +39,6 @@ from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
 _LAST_SHIPMENTS_S = 5.0  # time to ship due sessions when the cell stops
-_STOP_S = 10.0  # after this, a cell that stops no longer waits for the shared store
 _TOKENIZER_SETTINGS = ("tokenizer:", "renderer:")
 
 
@@ -66,7 +65,6 @@ class Cell:
         self._followed: SharedStore | None = None
         self._follow_lock = threading.Lock()
         self._opened: list[SharedStore] = []
-        self._stop_limit: asyncio.TimerHandle | None = None
 
     def create_fence(self, version: int, model: str) -> LeasedFence:
         return LeasedFence(self.permit, version, model)
@@ -149,12 +147,8 @@ class Cell:
         await self.guard.stop_foreign_sessions()
         self._watching = asyncio.create_task(self.guard.run())
 
-    def limit_stop(self) -> None:
-        """Let the cell stop even if the shared store does not answer. Call this before anything that waits for it."""
-        self._stop_limit = asyncio.get_running_loop().call_later(_STOP_S, self._interrupt)
-
-    def _interrupt(self) -> None:
-        log.warning("the shared store does not answer; stopping without it")
+    def interrupt(self) -> None:
+        """Fail whatever waits for the shared store, which does not answer."""
         for store in self._opened:
             store.database.interrupt()
 
@@ -168,8 +162,6 @@ class Cell:
             stopped = (asyncio.to_thread(shipper.stop, _LAST_SHIPMENTS_S) for shipper in self._shippers)
             await asyncio.gather(*stopped)
             await asyncio.to_thread(self._keeper.stop)
-        if self._stop_limit is not None:
-            self._stop_limit.cancel()
         for store in self._opened:
             store.close()
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turngate.common.database_url import ENCODE_HINT, DatabaseUrl
@@ -17,6 +19,7 @@ from turngate.errors import ConfigError, StoreError
 from turngate.store.connection import Durability
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.shared import tables
+from turngate.store.shared.answer_limit import AnswerLimit
 from turngate.store.shared.failures import describe_error
 from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.translation import translate_statement
@@ -24,7 +27,8 @@ from turngate.store.shared.translation import translate_statement
 if TYPE_CHECKING:
     import psycopg
 
-_BEGIN = "BEGIN; SET LOCAL lock_timeout='20s'; SET LOCAL idle_in_transaction_session_timeout='60s'"
+_LOCK_S = 20  # time to wait for a lock
+_BEGIN = "BEGIN; SET LOCAL lock_timeout='{}s'; SET LOCAL idle_in_transaction_session_timeout='60s'"
 _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 
@@ -81,11 +85,14 @@ class SharedDatabase:
     durability: Durability = "disk"  # PostgreSQL syncs every commit
     version = SCHEMA_VERSION
 
-    def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
+    def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
+        """Connect to the database. A statement that takes longer than `answer_s` fails; None: it may take as long as it needs."""
         self.url = url
+        lock_s = _LOCK_S if answer_s is None else max(1, round(answer_s * 0.8))
+        begin = _BEGIN.format(lock_s)
         # Each transaction chooses the schema anew, since PgBouncer may give it another connection.
         self._use_schema = tables.use_schema(url.schema) if url.schema else ""
-        self._begin_write = f"{_BEGIN}; {self._use_schema}" if url.schema else _BEGIN
+        self._begin_write = f"{begin}; {self._use_schema}" if url.schema else begin
         self._psycopg = import_psycopg()
         self._read_only = read_only
         self._writer: psycopg.Connection | None = None
@@ -94,6 +101,8 @@ class SharedDatabase:
         self._reader_mutex = threading.RLock()
         self._in_snapshot = False
         self._closed = False
+        self._limit: AnswerLimit | None = None
+        self.others: weakref.WeakSet[SharedDatabase] = weakref.WeakSet()  # to interrupt together with this one
         try:
             self._open()
         except self._psycopg.Error as error:
@@ -102,6 +111,9 @@ class SharedDatabase:
         except BaseException:
             self.close()
             raise
+        if answer_s is not None:  # only now, because an upgrade of the tables may take long
+            self._disconnect()
+            self._limit = AnswerLimit(answer_s, url.name)
 
     def _open(self) -> None:
         if not self._read_only:
@@ -122,6 +134,9 @@ class SharedDatabase:
 
     def close(self) -> None:
         self._closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         for db in (self._writer, self._reader):
             if db is not None:
                 db.close()
@@ -129,6 +144,8 @@ class SharedDatabase:
 
     def interrupt(self) -> None:
         """Fail whatever waits for PostgreSQL in other threads, and refuse further use."""
+        for other in list(self.others):
+            other.interrupt()
         self._closed = True
         for db in (self._writer, self._reader):
             # Closing a connection would not wake the thread that waits for it.
@@ -269,8 +286,10 @@ class SharedDatabase:
     def _connect(self) -> psycopg.Connection:
         if self._closed:
             raise StoreError("the shared store is closed")
+        limit = self._limit
+        connect = self._psycopg.connect if limit is None else partial(limit.connect, self._psycopg)
         try:
-            db: psycopg.Connection = self._psycopg.connect(
+            db: psycopg.Connection = connect(
                 self.url.value,
                 autocommit=True,
                 prepare_threshold=None,

@@ -93,8 +93,14 @@ class _Known(msgspec.Struct, frozen=True):
 
     key: int
     cell: str
-    newest: int  # number of its newest event
+    newest: int  # number of its newest event in the cell's store
     outcome: bytes | None
+
+    def is_replaced_by(self, shipment: Shipment) -> bool:
+        """Return whether a shipment has an outcome that was recorded after this one. The folder of a cell may be an old copy."""
+        if shipment.outcome is None or shipment.outcome[1] == self.outcome:
+            return False
+        return self.outcome is None or any(event[2] == "outcome" for event in shipment.events_after(self.newest))
 
 
 class _Writing(msgspec.Struct, frozen=True):
@@ -125,7 +131,7 @@ class _Writing(msgspec.Struct, frozen=True):
             (shipment, shipment.outcome[1])
             for shipment in self.shipments
             if shipment.outcome is not None
-            and (shipment.id not in self.known or self.known[shipment.id].outcome != shipment.outcome[1])
+            and (shipment.id not in self.known or self.known[shipment.id].is_replaced_by(shipment))
         ]
 
 
@@ -239,6 +245,15 @@ class ShipmentWriter:
             if secret != secrets[name]:
                 raise ConflictingShipment(name)
             known[name] = _Known(key, cell, newest, outcome)
+        old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
+        if old:
+            log.warning(
+                "the shared store has %d sessions in a newer state, such as %s; the older one is ignored; "
+                "does this cell run on an old copy of its folder?",
+                len(old),
+                min(old),
+            )
+        shipments = [shipment for shipment in shipments if shipment.id not in old]
         states = dict(cells.fetchall())
         if earlier := {one.cell for one in known.values() if one.cell} - {shipment.cell for shipment in shipments}:
             states |= dict(lock_cells(db, earlier).fetchall())
@@ -277,7 +292,7 @@ class ShipmentWriter:
             db.execute("DELETE FROM tool_calls WHERE session=?", (key,))
             columns = ("session", *SESSION_TABLES["tool_calls"])
             _insert(db, "tool_calls", columns, [(key, *row) for row in shipment.others["tool_calls"]])
-            if shipment.outcome is not None and shipment.outcome[1] != writing.known[shipment.id].outcome:
+            if shipment.outcome is not None and writing.known[shipment.id].is_replaced_by(shipment):
                 db.execute(_REPLACE_OUTCOME, (key, *shipment.outcome))
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────

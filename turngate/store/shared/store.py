@@ -20,12 +20,18 @@ class SharedStore(Store):
 
     database: SharedDatabase
 
-    def __init__(self, url: DatabaseUrl, *, read_only: bool = False) -> None:
+    def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
         self.url = url
-        self._use(SharedDatabase(url, read_only=read_only))
+        self._use(SharedDatabase(url, read_only=read_only, answer_s=answer_s))
 
     def open_reader(self) -> SharedStore:
-        return SharedStore(self.url, read_only=True)
+        return self.open_again(read_only=True)
+
+    def open_again(self, *, read_only: bool = False) -> SharedStore:
+        """Open the same store over connections of its own. Interrupting this store interrupts that one, too."""
+        store = SharedStore(self.url, read_only=read_only)
+        self.database.others.add(store.database)
+        return store
 
     def _add_tables(self, version: int) -> None:
         super()._add_tables(version)

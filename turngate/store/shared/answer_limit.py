@@ -1,0 +1,58 @@
+"""A limit on the time that PostgreSQL may take to answer, for a gateway whose event loop would stand still meanwhile.
+
+After a server did not answer, calls fail at once for a few seconds, and then one of them tries again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from turngate.errors import StoreError
+
+if TYPE_CHECKING:
+    import psycopg
+
+CONNECT_S = 2  # the least that libpq accepts
+_PAUSE_S = 5.0
+
+
+class AnswerLimit:
+    """The limit for all connections of one database."""
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+        self._silent_until = 0.0
+
+    def connect(self, driver: Any, address: str, **settings: Any) -> psycopg.Connection:
+        """Connect with psycopg (`driver`). Raise `StoreError` without trying if the server was silent a moment ago."""
+        if time.monotonic() < self._silent_until:
+            raise StoreError(f"{self._name} does not answer; it is tried again every {_PAUSE_S:.0f} s")
+        limit = self
+
+        class LimitedConnection(driver.Connection):  # type: ignore[misc]  # imported only if it is used
+            def wait(self, waits: Any, *arguments: Any, **options: Any) -> Any:
+                return super().wait(limit._apply(driver, self, waits), *arguments, **options)
+
+        try:
+            return LimitedConnection.connect(address, **{**settings, "connect_timeout": CONNECT_S})  # type: ignore[no-any-return]
+        except driver.errors.ConnectionTimeout:
+            self._silent_until = time.monotonic() + _PAUSE_S
+            raise
+
+    def _apply(self, driver: Any, db: psycopg.Connection, waits: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run psycopg's generator, which yields what it waits for. It is resumed with 0 if that has not happened yet."""
+        end = time.monotonic() + self._seconds
+        try:
+            state = next(waits)
+            while True:
+                ready = yield state
+                state = waits.send(ready)
+                if not ready and time.monotonic() > end:
+                    db.pgconn.finish()  # its answer could only be taken for that of the next statement
+                    self._silent_until = time.monotonic() + _PAUSE_S
+                    raise driver.OperationalError(f"no answer within {self._seconds:.0f} s")
+        except StopIteration as stop:
+            return stop.value
