@@ -140,7 +140,7 @@ SESSION_ATTACKS: dict[tuple[str, str], Attack] = {
         for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"))
     },
 }
-OPEN_ROUTES = {"/health", "/", "/s/{id}", "/page", "/page/login", "/page/logout", "/page/{name:path}"}
+OPEN_ROUTES = {"/health", "/openapi.json", "/", "/s/{id}", "/page", "/page/login", "/page/logout", "/page/{name:path}"}
 
 
 def app_routes(g: Running) -> Iterator[tuple[str, str]]:

@@ -589,7 +589,7 @@ async def test_session_events_come_from_owner() -> None:
 
 def test_old_multi_worker_cursors_are_read() -> None:
     def read(cursor: str) -> int:
-        return read_cursor(Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}))
+        return read_cursor(Request({"type": "http", "headers": []}), cursor)
 
     assert [read(""), read("9"), read("5.7"), read("7.5.6")] == [0, 9, 5, 5]
     with pytest.raises(BadRequest, match=r"after must be the id of an event, not '5.x'"):

@@ -119,6 +119,18 @@ class Dialect(Protocol):
         """Request field that contains the conversation."""
 
     @property
+    def request_type(self) -> type:
+        """The type of a request's body."""
+
+    @property
+    def error_type(self) -> type:
+        """The type of an error's body."""
+
+    @property
+    def key_header(self) -> str:
+        """Request header for the key besides `Authorization`, or empty if there is none."""
+
+    @property
     def request_id_header(self) -> str:
         """Response header for the provider's request id, or empty if it has none."""
 

@@ -23,14 +23,14 @@ from turngate.dialects.chat_reply import (
     encode_reply,
 )
 from turngate.dialects.chat_tools import ChatTools, decode_function_call, decode_tool_choice
-from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
+from turngate.dialects.openai import FORWARDED_HEADERS, OpenAIErrorBody, encode_model, encode_model_list, error_body
 from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
     bearer_token,
+    body_error,
     call_fields_from_headers,
     describe_error,
-    error_field,
     field_error,
     is_given,
     placeholder,
@@ -83,7 +83,7 @@ class _WireMessage(msgspec.Struct):
     function_call: _Function | None = None
 
 
-class _Request(msgspec.Struct):
+class ChatRequest(msgspec.Struct):
     messages: list[msgspec.Raw]
     model: str = ""
     stream: bool | None = None
@@ -116,7 +116,7 @@ class _Request(msgspec.Struct):
     reasoning_effort: str | None = None
 
 
-_request = msgspec.json.Decoder(_Request)
+_request = msgspec.json.Decoder(ChatRequest)
 _message = msgspec.json.Decoder(_WireMessage)
 
 _MAX_TOP_LOGPROBS = 20
@@ -161,6 +161,9 @@ class Chat:
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
     path_prefix = "/"
     list_field = "messages"
+    request_type = ChatRequest
+    error_type = OpenAIErrorBody
+    key_header = ""
     request_id_header = "x-request-id"
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -170,7 +173,7 @@ class Chat:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(describe_error(error), param=error_field(error)) from None
+            raise body_error(error) from None
         except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_unsupported(request)
@@ -333,7 +336,7 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
     return "\n".join(texts), unsupported
 
 
-def _refuse_unsupported(request: _Request) -> None:
+def _refuse_unsupported(request: ChatRequest) -> None:
     if request.n is not None and request.n != 1:
         raise field_error("n", f"must be 1, not {request.n}; send the call several times instead")
     if request.logit_bias:
@@ -350,7 +353,7 @@ def _refuse_unsupported(request: _Request) -> None:
         raise field_error("web_search_options", "is not supported; declare your own search tool instead")
 
 
-def _decode_top_logprobs(request: _Request) -> int | None:
+def _decode_top_logprobs(request: ChatRequest) -> int | None:
     """Decode how many alternatives to report per token. None means that no log-probabilities are requested."""
     count = request.top_logprobs
     if count is not None and not 0 <= count <= _MAX_TOP_LOGPROBS:
@@ -362,7 +365,7 @@ def _decode_top_logprobs(request: _Request) -> int | None:
     return None
 
 
-def _max_tokens(request: _Request) -> int | None:
+def _max_tokens(request: ChatRequest) -> int | None:
     name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     value = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if value is not None and value < 1:
@@ -370,7 +373,7 @@ def _max_tokens(request: _Request) -> int | None:
     return value
 
 
-def _decode_tools(request: _Request) -> tuple[Constraint | None, ChatTools | None]:
+def _decode_tools(request: ChatRequest) -> tuple[Constraint | None, ChatTools | None]:
     """Decode which tool the reply must call, if any, and the tools that the model sees."""
     tools = ChatTools(bytes(request.tools)) if _is_list_given(request.tools) else None
     if not is_given(request.functions):
@@ -406,7 +409,7 @@ class _ResponseFormat(msgspec.Struct):
     json_schema: _JsonSchema | None = None
 
 
-def _decode_response_format(request: _Request) -> Constraint | None:
+def _decode_response_format(request: ChatRequest) -> Constraint | None:
     if not is_given(request.response_format):
         return None
     try:

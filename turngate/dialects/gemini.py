@@ -7,7 +7,7 @@ invalid one is rejected by name in Google's own error format. As in Google's API
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypedDict, TypeVar, cast
 
 import msgspec
 import orjson
@@ -22,7 +22,14 @@ from turngate.dialects.gemini_history import (
     read_json,
     to_camel,
 )
-from turngate.dialects.gemini_reply import GeminiReplyOptions, GeminiStream, encode_reply, error_body, error_status
+from turngate.dialects.gemini_reply import (
+    GeminiErrorBody,
+    GeminiReplyOptions,
+    GeminiStream,
+    encode_reply,
+    error_body,
+    error_status,
+)
 from turngate.dialects.gemini_tools import GeminiTools, to_json_schema
 from turngate.dialects.wire import (
     bearer_token,
@@ -71,7 +78,19 @@ class _Config(msgspec.Struct, rename="camel"):
     thinking_config: Json = msgspec.field(default_factory=dict)
 
 
-_CONFIG_FIELD = "generationConfig"
+class GeminiRequest(TypedDict, total=False):
+    """The fields of a request. Requests to count tokens may have all of them in `generateContentRequest`."""
+
+    contents: msgspec.Raw
+    systemInstruction: msgspec.Raw
+    tools: msgspec.Raw
+    toolConfig: msgspec.Raw
+    generationConfig: msgspec.Raw
+    cachedContent: msgspec.Raw
+    generateContentRequest: msgspec.Raw
+
+
+_CONFIG_FIELD: Literal["generationConfig"] = "generationConfig"
 _SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
 _NAMES = {name: f"{_CONFIG_FIELD}.{to_camel(name)}" for name in _SAMPLING}
 _VERSIONS = ("v1beta", "v1", "v1alpha")
@@ -93,10 +112,13 @@ class Gemini:
     )
     path_prefix = "/v1beta"
     list_field = "contents"
+    request_type = GeminiRequest
+    error_type = GeminiErrorBody
+    key_header = "x-goog-api-key"
     request_id_header = ""
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return headers.get("x-goog-api-key", "").strip() or query.get("key", "").strip() or bearer_token(headers)
+        return headers.get(self.key_header, "").strip() or query.get("key", "").strip() or bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
         request = _decode_request(wire)
@@ -171,7 +193,7 @@ def _model_to_wire(name: str) -> Json:
     }
 
 
-def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
+def _decode_request(wire: WireRequest) -> GeminiRequest:
     try:
         request = read_fields(wire.body, "The body")
     except BadRequest as error:
@@ -180,10 +202,10 @@ def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
         request = read_fields(request["generateContentRequest"], "generateContentRequest")
     if "cachedContent" in request:
         raise field_error("cachedContent", "is not supported; send all contents instead")
-    return request
+    return cast(GeminiRequest, request)
 
 
-def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> GeminiHistory:
+def _decode_history(request: GeminiRequest, wire: WireRequest) -> GeminiHistory:
     new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
     contents = [*wire.known_items, *new]
     if not contents:
@@ -192,7 +214,7 @@ def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> Gemin
     return GeminiHistory(contents, b"" if system is None else build_system_content(system), before=wire.history)
 
 
-def _decode_config(request: dict[str, msgspec.Raw]) -> _Config:
+def _decode_config(request: GeminiRequest) -> _Config:
     config = _convert_fields(
         read_json(request[_CONFIG_FIELD], _CONFIG_FIELD) if _CONFIG_FIELD in request else {}, _Config, _CONFIG_FIELD
     )
@@ -252,7 +274,7 @@ def _template_hints(thinking: _Thinking) -> dict[str, Json]:
     return hints
 
 
-def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
+def _decode_tools(request: GeminiRequest, config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
     """Decode the offered tools and the required shape of the output."""
     raw = bytes(request.get("tools", b"[]"))
     tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
@@ -273,7 +295,7 @@ _MODE = f"{_CALLING}.mode"
 _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
-def _decode_calling_config(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
+def _decode_calling_config(request: GeminiRequest) -> tuple[str, dict[str, None]]:
     """Decode the function calling mode and the names of the allowed functions."""
     tool_config = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
     if "functionCallingConfig" not in tool_config:

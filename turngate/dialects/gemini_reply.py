@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NotRequired, TypedDict
 
 import msgspec
 import orjson
@@ -177,9 +178,20 @@ def error_status(error: TurngateError) -> tuple[int, str]:
     return _STATUS.get(error.status, (500, "INTERNAL"))
 
 
-def error_body(error: TurngateError) -> Json:
+class GeminiError(TypedDict):
+    code: int
+    message: str
+    status: str
+    details: NotRequired[list[Json]]
+
+
+class GeminiErrorBody(TypedDict):
+    error: GeminiError
+
+
+def error_body(error: TurngateError) -> GeminiErrorBody:
     code, status = error_status(error)
-    body = {"code": code, "message": _error_message(error), "status": status}
+    body: GeminiError = {"code": code, "message": _error_message(error), "status": status}
     details = _error_details(error)
     return {"error": {**body, "details": details} if details else body}
 

@@ -21,9 +21,8 @@ from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
     bearer_token,
+    body_error,
     call_fields_from_headers,
-    describe_error,
-    error_field,
     field_error,
     is_given,
     require_any_tool,
@@ -69,7 +68,7 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Request(msgspec.Struct):
+class MessagesRequest(msgspec.Struct):
     messages: list[msgspec.Raw]
     model: str = ""
     system: str | list[_SystemPart] | None = None
@@ -91,7 +90,7 @@ class _Request(msgspec.Struct):
     thread: msgspec.Raw = ABSENT
 
 
-_request = msgspec.json.Decoder(_Request)
+_request = msgspec.json.Decoder(MessagesRequest)
 
 
 class Messages:
@@ -106,16 +105,19 @@ class Messages:
     )
     path_prefix = "/v1/messages"
     list_field = "messages"
+    request_type = MessagesRequest
+    error_type = reply.MessagesErrorBody
+    key_header = "x-api-key"
     request_id_header = "request-id"
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return headers.get("x-api-key", "").strip() or bearer_token(headers)
+        return headers.get(self.key_header, "").strip() or bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(describe_error(error), param=error_field(error)) from None
+            raise body_error(error) from None
         except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_unsupported(request)
@@ -203,7 +205,7 @@ def _decode_system_prompt(system: str | list[_SystemPart] | None) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def _refuse_unsupported(request: _Request) -> None:
+def _refuse_unsupported(request: MessagesRequest) -> None:
     if not request.messages:
         raise field_error("messages", "must contain at least one message")
     if request.max_tokens is not None and request.max_tokens < 1:
@@ -229,7 +231,7 @@ def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hid
     return "hidden" if thinking.display == "omitted" else "shown"
 
 
-def _template_hints(request: _Request) -> dict[str, Json]:
+def _template_hints(request: MessagesRequest) -> dict[str, Json]:
     """Translate the request's thinking options into chat template arguments."""
     hints: dict[str, Json] = {}
     thinking, output = request.thinking, request.output_config
@@ -245,7 +247,7 @@ def _template_hints(request: _Request) -> dict[str, Json]:
     return hints
 
 
-def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
+def _decode_constraint(request: MessagesRequest, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
     """Decode the required shape of the output."""
     forced = _decode_tool_choice(request.tool_choice, tools, parallel=parallel)
     form, field = request.output_format, "output_format"

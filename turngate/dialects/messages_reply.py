@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict
 
 import msgspec
 import orjson
@@ -261,11 +261,24 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
             return 500, "api_error"
 
 
+class MessagesError(TypedDict):
+    type: str
+    message: str
+    details: NotRequired[dict[str, Json]]
+
+
+class MessagesErrorBody(TypedDict):
+    type: Literal["error"]
+    error: MessagesError
+    request_id: None
+
+
 def error_body(error: TurngateError) -> bytes:
-    body: dict[str, Json] = {"type": status_and_type(error)[1], "message": _error_message(error)}
+    body: MessagesError = {"type": status_and_type(error)[1], "message": _error_message(error)}
     if isinstance(error, ThreadsUnsupported):
         body["details"] = {"error_code": error.kind, "unsupported": ["thread"]}
-    return orjson.dumps({"type": "error", "error": body, "request_id": None})
+    whole: MessagesErrorBody = {"type": "error", "error": body, "request_id": None}
+    return orjson.dumps(whole)
 
 
 def _error_message(error: TurngateError) -> str:

@@ -6,6 +6,7 @@ A custom tool takes free text. The model sees it as a function with a single str
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypedDict
 
 import msgspec
 import orjson
@@ -28,9 +29,20 @@ _TYPES = {
 }
 
 
+class OpenAIError(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIErrorBody(TypedDict):
+    error: OpenAIError
+
+
 def error_body(
     error: TurngateError, *, message: str | None = None, param: str | None = None, code: str | None = None
-) -> Json:
+) -> OpenAIErrorBody:
     """Build the body of an error. `message`, `param` and `code` override the error's own values."""
     return {
         "error": {

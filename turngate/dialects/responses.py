@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import EarlierReply, Route, WireRequest
-from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
+from turngate.dialects.openai import FORWARDED_HEADERS, OpenAIErrorBody, encode_model, encode_model_list, error_body
 from turngate.dialects.responses_history import ResponsesHistory
 from turngate.dialects.responses_reply import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
 from turngate.dialects.responses_tools import ResponsesTools, flat_name, is_ignored
@@ -21,9 +21,9 @@ from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
     bearer_token,
+    body_error,
     call_fields_from_headers,
     describe_error,
-    error_field,
     field_error,
     is_given,
     one_line,
@@ -63,7 +63,7 @@ class _Text(msgspec.Struct):
     verbosity: str | None = None
 
 
-class _Request(msgspec.Struct):
+class ResponsesRequest(msgspec.Struct):
     model: str | None = None
     input: str | list[msgspec.Raw] | None = None
     instructions: str | None = None
@@ -92,7 +92,7 @@ class _Request(msgspec.Struct):
     moderation: msgspec.Raw = ABSENT
 
 
-_request = msgspec.json.Decoder(_Request)
+_request = msgspec.json.Decoder(ResponsesRequest)
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -108,6 +108,9 @@ class Responses:
     )
     path_prefix = "/v1/responses"
     list_field = "input"
+    request_type = ResponsesRequest
+    error_type = OpenAIErrorBody
+    key_header = ""
     request_id_header = "x-request-id"
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -117,7 +120,7 @@ class Responses:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(describe_error(error), param=error_field(error)) from None
+            raise body_error(error) from None
         except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_unsupported(request)
@@ -196,7 +199,7 @@ class Responses:
         return isinstance(error, ContextOverflow)
 
 
-def _refuse_unsupported(request: _Request) -> None:
+def _refuse_unsupported(request: ResponsesRequest) -> None:
     if is_given(request.conversation):
         raise field_error(
             "conversation", "is not supported; continue with previous_response_id, or send all items as input"
@@ -219,7 +222,7 @@ def _refuse_unsupported(request: _Request) -> None:
         raise field_error("moderation", "is not supported; leave it out")
 
 
-def _find_previous(request: _Request, wire: WireRequest) -> EarlierReply | None:
+def _find_previous(request: ResponsesRequest, wire: WireRequest) -> EarlierReply | None:
     """Find the response that the request continues. Return None if it continues none."""
     response_id = request.previous_response_id
     if not response_id:
@@ -234,7 +237,7 @@ def _find_previous(request: _Request, wire: WireRequest) -> EarlierReply | None:
     return previous
 
 
-def _decode_history(request: _Request, wire: WireRequest, previous: EarlierReply | None) -> ResponsesHistory:
+def _decode_history(request: ResponsesRequest, wire: WireRequest, previous: EarlierReply | None) -> ResponsesHistory:
     conversation = request.input
     items = (
         [bytes(item) for item in conversation]
@@ -262,7 +265,7 @@ def _build_message_item(role: str, text: str) -> bytes:
     return msgspec.json.encode({"role": role, "content": text})
 
 
-def _collect_tools(request: _Request, items: ResponsesHistory) -> bytes | None:
+def _collect_tools(request: ResponsesRequest, items: ResponsesHistory) -> bytes | None:
     """Collect the tools of the request and of its items in one list. Return None if there are none."""
     raw = bytes(request.tools) if is_given(request.tools) else b"[]"
     if items.offered:
@@ -284,14 +287,14 @@ def _template_hints(effort: str | None, verbosity: str | None) -> dict[str, Json
     return hints
 
 
-def _max_tokens(request: _Request) -> int | None:
+def _max_tokens(request: ResponsesRequest) -> int | None:
     value = request.max_output_tokens
     if value is not None and value < 1:
         raise field_error("max_output_tokens", f"must be at least 1, not {value}")
     return value
 
 
-def _decode_text(request: _Request) -> _Text:
+def _decode_text(request: ResponsesRequest) -> _Text:
     if not is_given(request.text):
         return _Text()
     try:
@@ -301,7 +304,7 @@ def _decode_text(request: _Request) -> _Text:
 
 
 def _decode_constraint(
-    request: _Request, text: _Text, offered: bytes | None, *, replaceable: bool
+    request: ResponsesRequest, text: _Text, offered: bytes | None, *, replaceable: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
     """Decode the required shape of the output and the tools that the model sees."""
     try:
@@ -385,7 +388,7 @@ def _decode_text_format(text: _Text) -> Constraint | None:
     return Constraint("json_schema", require_shallow(form.schema, "text.format.schema"))
 
 
-def _echo_request(request: _Request, reasoning: _Reasoning) -> bytes:
+def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
     """Encode the response fields that repeat the request, or that state what the gateway did instead.
 
     The result is a JSON object without its braces. Calls with the same frame share it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from turngate.types import Json, Message
 
 RESPONSE_PREFIX = "resp_tg"
 _INPUT_MARK = "_in"  # in the id of an input item that came without one
-_PAGE_SIZE, _MAX_PAGE = 20, 100
+PAGE_SIZE, _MAX_PAGE = 20, 100
 
 
 class _Output(msgspec.Struct):
@@ -42,7 +42,7 @@ class ItemPage(msgspec.Struct, frozen=True):
     """The page of a list that a request asks for."""
 
     after: str = ""
-    limit: int = _PAGE_SIZE
+    limit: int = PAGE_SIZE
     order: Literal["asc", "desc"] = "desc"
 
 
@@ -118,13 +118,10 @@ def encode_message(message: Message) -> list[bytes]:
     return [orjson.dumps(item) for item in items]
 
 
-def read_page(query: Mapping[str, str]) -> ItemPage:
-    limit, order = query.get("limit", str(_PAGE_SIZE)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-        raise field_error("limit", f"must be a whole number from 1 to {_MAX_PAGE}, not {limit[:100]!r}")
-    if order not in ("asc", "desc"):
-        raise field_error("order", f"must be 'asc' or 'desc', not {order[:100]!r}")
-    return ItemPage(query.get("after", ""), int(limit), "asc" if order == "asc" else "desc")
+def read_page(after: str = "", limit: int = PAGE_SIZE, order: Literal["asc", "desc"] = "desc") -> ItemPage:
+    if not 1 <= limit <= _MAX_PAGE:
+        raise field_error("limit", f"must be a whole number from 1 to {_MAX_PAGE}, not {limit}")
+    return ItemPage(after, limit, order)
 
 
 def encode_page(items: Sequence[bytes], page: ItemPage) -> bytes:

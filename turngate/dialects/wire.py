@@ -69,6 +69,12 @@ def error_field(error: msgspec.DecodeError) -> str | None:
     return found[1] if found else None
 
 
+def body_error(error: msgspec.ValidationError) -> BadRequest:
+    """Build the error about a request with a field of the wrong type, or with a body that is not an object."""
+    field, problem = error_field(error), describe_error(error)
+    return BadRequest(problem if field else f"The body must be a JSON object: {problem}", param=field)
+
+
 def field_error(field: str, problem: str) -> BadRequest:
     """Build an error about a field. `problem` completes a sentence that starts with the field's name."""
     return BadRequest(f"{field} {problem}", param=field)

@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.client.protocol import NewSession
+from turngate.client.protocol import EventReceipt, NewSession, ToolCallPage
 from turngate.errors import BadRequest, NotFound
 from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
@@ -22,14 +22,17 @@ from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, int_param, json_response, raw_json_response, read_cursor, route
+from turngate.server.decoding import Whole
+from turngate.server.http import json_response, raw_json_response, read_cursor, respond_created, route
+from turngate.server.operations import CreatedReply, Endpoint, EventStreamReply, JsonReply
 from turngate.store.outcomes import RecordedOutcome
+from turngate.store.tool_calls import HostToolCall
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
-from turngate.trace.session import SessionConfig
+from turngate.trace.session import SessionConfig, Status
 from turngate.types import Json, Mode
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
-from turngate.views.session_directory import SessionDirectory
+from turngate.views.session_directory import Description, SessionDirectory, Summary
 
 RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # events that a runner may add
 
@@ -68,6 +71,55 @@ class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reply: Json
 
 
+class SessionListQuery(msgspec.Struct, frozen=True):
+    """`before` is the key of the last session of the page before."""
+
+    status: Status | None = None
+    before: Whole | None = None
+    limit: Whole = 100
+
+
+class SamplesQuery(msgspec.Struct, frozen=True):
+    """With `all`, rows without trained tokens are listed, too."""
+
+    all: bool = False
+
+
+class RecordQuery(msgspec.Struct, frozen=True):
+    """With `replace`, an earlier outcome is replaced."""
+
+    replace: bool = False
+
+
+class ToolCallsQuery(msgspec.Struct, frozen=True):
+    after: Whole = 0
+    limit: Whole = 100
+
+
+class EventsQuery(msgspec.Struct, frozen=True):
+    """`after` is the id of the last event that was received. Without `wait`, the stream ends after the present events."""
+
+    after: str = ""
+    wait: bool = True
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    sessions: list[Summary]
+
+
+class DeletedSession(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool
+
+
+class OutcomeReply(msgspec.Struct, frozen=True):
+    """The reply to recording an outcome. `excluded` says why it does not count."""
+
+    id: str
+    outcome: RecordedOutcome
+    excluded: str
+
+
 class AdminRoutes:
     def __init__(
         self,
@@ -95,7 +147,7 @@ class AdminRoutes:
 
     def routes(self) -> list[Route]:
         session = "/admin/sessions/{id}"
-        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/admin/sessions", "POST", self.open),
             ("/admin/sessions", "GET", self.listing),
             (session, "GET", self.show),
@@ -111,10 +163,12 @@ class AdminRoutes:
             ("/admin/events", "GET", self.events),
             ("/admin/events", "POST", self.announce),
         ]
-        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
-    async def open(self, request: Request) -> Response:
-        body = await decode_body(request, OpenSessionBody)
+    async def open(
+        self, request: Request, body: OpenSessionBody
+    ) -> CreatedReply[NewSession[SessionConfig, RecordedOutcome]]:
+        """Open a session."""
         config = body.config(self._sessions.default_mode)
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
             # Stored with the session, so that spans of its turns keep this parent after a restart.
@@ -125,78 +179,75 @@ class AdminRoutes:
             await self._attempts.cancel_lower(config.rollout)
         if config.rollout:
             await self._attempts.require_current(session)
+        return respond_created(NewSession(**msgspec.structs.asdict(self._directory.describe(session)), api_key=secret))
+
+    async def listing(self, request: Request, query: SessionListQuery) -> JsonReply[SessionPage]:
+        """List sessions, newest first."""
+        limit = min(query.limit or 100, 1000)
         return json_response(
-            NewSession(**msgspec.structs.asdict(self._directory.describe(session)), api_key=secret), 201
+            SessionPage(self._directory.list_sessions(status=query.status, before=query.before, limit=limit))
         )
 
-    async def listing(self, request: Request) -> Response:
-        status = request.query_params.get("status")
-        if status not in (None, "open", "sealed", "cancelled"):
-            raise BadRequest(f"status must be one of open, sealed, cancelled, not {status!r}", param="status")
-        limit = int_param(request, "limit", 100)
-        before = int_param(request, "before")
-        return json_response(
-            {"sessions": self._directory.list_sessions(status=status, before=before, limit=min(limit or 100, 1000))}
-        )
-
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request) -> JsonReply[Description]:
+        """Return the state of a session."""
         return json_response(await self._directory.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
+        """Return the trace of a session: every node with its ids, log-probabilities and messages."""
         return raw_json_response(await self._session_views.build(request.path_params["id"], SessionView.encode_trace))
 
-    async def samples(self, request: Request) -> Response:
-        keep_empty = request.query_params.get("all", "") in ("1", "true")
+    async def samples(self, request: Request, query: SamplesQuery) -> Response:
+        """Return the training rows of a session."""
         return raw_json_response(
-            await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, keep_empty))
+            await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, query.all))
         )
 
-    async def seal(self, request: Request) -> Response:
-        body = await decode_body(request, SealBody)
+    async def seal(self, request: Request, body: SealBody) -> JsonReply[Description]:
+        """End a session. Calls in flight are aborted and recorded."""
         if "\0" in body.stop:
             raise BadRequest("stop must not contain null characters", param="stop")
         session = await self._sessions.seal(request.path_params["id"], body.stop)
         return json_response(self._directory.describe(session))
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request) -> JsonReply[Description]:
+        """End a session as cancelled."""
         session = await self._sessions.cancel(request.path_params["id"])
         return json_response(self._directory.describe(session))
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> JsonReply[DeletedSession]:
+        """End a session and delete everything recorded."""
         await self._sessions.delete(request.path_params["id"])
         self._note(request.state.caller, "session deleted", request.path_params["id"])
-        return json_response({"id": request.path_params["id"], "deleted": True})
+        return json_response(DeletedSession(request.path_params["id"], True))
 
-    async def record(self, request: Request) -> Response:
-        outcome = await decode_body(request, RecordedOutcome)
+    async def record(self, request: Request, query: RecordQuery, body: RecordedOutcome) -> JsonReply[OutcomeReply]:
+        """Record the outcome of a rollout."""
         session_id = request.path_params["id"]
-        replace = request.query_params.get("replace", "") in ("1", "true")
-        excluded = self._outcomes.record(session_id, outcome, replace=replace)
-        return json_response({"id": session_id, "outcome": outcome, "excluded": excluded})
+        excluded = self._outcomes.record(session_id, body, replace=query.replace)
+        return json_response(OutcomeReply(session_id, body, excluded))
 
-    async def tool_calls(self, request: Request) -> Response:
+    async def tool_calls(self, request: Request, query: ToolCallsQuery) -> JsonReply[ToolCallPage]:
+        """List the calls of host tools, oldest first."""
         session = self._sessions.find(request.path_params["id"])
-        limit = int_param(request, "limit", 100) or 100
-        calls = self._host_tools.list_calls(session, int_param(request, "after", 0) or 0, min(limit, 1000))
-        return json_response({"session": session.id, "calls": calls})
+        calls = self._host_tools.list_calls(session, query.after, min(query.limit or 100, 1000))
+        return json_response(ToolCallPage(session.id, calls))
 
-    async def answer_tool(self, request: Request) -> Response:
-        body = await decode_body(request, AnswerBody)
+    async def answer_tool(self, request: Request, body: AnswerBody) -> JsonReply[HostToolCall]:
+        """Answer a call of a host tool."""
         session = self._sessions.find(request.path_params["id"])
         return json_response(self._host_tools.answer(session, request.path_params["call"], body.reply))
 
-    async def announce(self, request: Request) -> Response:
-        body = await decode_body(request, EventBody)
-        return json_response({"seq": self._events.announce(body.session, body.kind, body.data)}, 201)
+    async def announce(self, request: Request, body: EventBody) -> CreatedReply[EventReceipt]:
+        """Add an event of a runner."""
+        return respond_created(EventReceipt(self._events.announce(body.session, body.kind, body.data)))
 
-    async def events(self, request: Request) -> Response:
+    async def events(self, request: Request, query: EventsQuery) -> EventStreamReply:
+        """Stream the events of a session or of all sessions."""
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
             raise NotFound(f"unknown session {redact_known(session_id)!r}; no session or event has this id")
-        wait = request.query_params.get("wait", "1") not in ("0", "false")
-        return StreamingResponse(
-            self._stream_events(session_id, read_cursor(request), wait),
-            media_type="text/event-stream",
+        return EventStreamReply(
+            self._stream_events(session_id, read_cursor(request, query.after), query.wait),
             headers={"cache-control": "no-cache"},
         )
 

@@ -6,13 +6,15 @@ from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import AttemptList, SupersededAttempt
 from turngate.errors import BadRequest
 from turngate.gateway.attempts import Attempts
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, json_response, route
+from turngate.server.http import json_response, route
+from turngate.server.operations import JsonReply
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import MAX_ATTEMPT, check_rollout, check_session_id
 
 
@@ -22,6 +24,12 @@ class SupersedeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout: str
     attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
     session: str = ""
+
+
+class AttemptsQuery(msgspec.Struct, frozen=True):
+    """`rollout` is the name of a rollout."""
+
+    rollout: str
 
 
 class AttemptRoutes:
@@ -35,14 +43,14 @@ class AttemptRoutes:
             route("/admin/attempts/supersede", "POST", self.supersede, self._auth),
         ]
 
-    async def listing(self, request: Request) -> Response:
-        rollout = request.query_params.get("rollout", "")
-        if not rollout:
+    async def listing(self, request: Request, query: AttemptsQuery) -> JsonReply[AttemptList]:
+        """List the attempts at a rollout."""
+        if not query.rollout:
             raise BadRequest("rollout is missing; pass the name of a rollout", param="rollout")
-        return json_response({"attempts": self._attempts.list_attempts(rollout)})
+        return json_response(AttemptList(self._attempts.list_attempts(query.rollout)))
 
-    async def supersede(self, request: Request) -> Response:
-        body = await decode_body(request, SupersedeBody)
+    async def supersede(self, request: Request, body: SupersedeBody) -> JsonReply[SupersededAttempt[RecordedOutcome]]:
+        """Give up an attempt at a rollout, unless it has an outcome."""
         if not body.rollout:
             raise BadRequest("rollout must not be empty; pass the name of the rollout", param="rollout")
         check_rollout(body.rollout)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.client.protocol import EnginesView
@@ -14,7 +11,8 @@ from turngate.config import check_engine_url
 from turngate.errors import BadRequest, ConfigError
 from turngate.gateway.engine_changes import REMOVE_S, EngineChanges
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, json_response, route
+from turngate.server.http import json_response, route
+from turngate.server.operations import Endpoint, JsonReply
 from turngate.server.weights import Limit, Version
 
 
@@ -54,31 +52,32 @@ class EngineRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        table: list[tuple[str, Literal["GET", "POST"], object]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/admin/engines", "GET", self.show),
             ("/admin/engines", "POST", self.add),
             ("/admin/engines/drain", "POST", self.drain),
             ("/admin/engines/remove", "POST", self.remove),
         ]
-        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request) -> JsonReply[EnginesView]:
+        """List the engines and their load."""
         view = await self._changes.show()
         if request.state.caller.project is not None:  # it learns only whether to send fewer calls
             view = EnginesView(engines=[], saturated=view.saturated)
         return json_response(view)
 
-    async def add(self, request: Request) -> Response:
-        body = await decode_body(request, AddEngineBody)
+    async def add(self, request: Request, body: AddEngineBody) -> JsonReply[EnginesView]:
+        """Add an engine."""
         body.check()
         return json_response(await self._changes.add(body.url, body.version))
 
-    async def drain(self, request: Request) -> Response:
-        body = await decode_body(request, DrainEngineBody)
+    async def drain(self, request: Request, body: DrainEngineBody) -> JsonReply[EnginesView]:
+        """Send no new sessions to an engine."""
         body.check()
         return json_response(await self._changes.drain(body.url))
 
-    async def remove(self, request: Request) -> Response:
-        body = await decode_body(request, RemoveEngineBody)
+    async def remove(self, request: Request, body: RemoveEngineBody) -> JsonReply[EnginesView]:
+        """Remove an engine after its calls in flight have ended."""
         body.check()
         return json_response(await self._changes.remove(body.url, body.limit_s, force=body.force))

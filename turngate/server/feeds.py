@@ -6,24 +6,57 @@ feeds are in the store.
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.client.protocol import FeedConfig
+from turngate.client.protocol import DeliveryPage, FeedConfig, FeedList, FeedView
 from turngate.errors import BadRequest
 from turngate.gateway.feeds import Feeds
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, int_param, json_response, route
+from turngate.server.decoding import Seconds, Whole
+from turngate.server.http import json_response, route
+from turngate.server.operations import Endpoint, JsonReply, MsgpackReply
 
 
 class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reader: str
     number: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class TakeOverQuery(msgspec.Struct, frozen=True):
+    """`after` is the last delivery that the trainer has processed, and `mark` identifies the feed that it read."""
+
+    after: Whole | None = None
+    mark: str = ""
+
+
+class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """`reader` is the token of the reader. The reply waits up to `wait` seconds for a delivery after the number `after`."""
+
+    reader: str = ""
+    after: Whole | None = None
+    wait: Seconds = 0.0
+    limit: Whole = 1
+
+
+class DeletedFeed(msgspec.Struct, frozen=True):
+    name: str
+    deleted: bool
+
+
+class NewFeedReader(msgspec.Struct, frozen=True):
+    reader: str
+    feed: FeedView
+
+
+class ClosedGroup(msgspec.Struct, frozen=True):
+    """A closed group, and the number of its delivery in each feed."""
+
+    group: str
+    deliveries: dict[str, int]
 
 
 class FeedRoutes:
@@ -33,7 +66,7 @@ class FeedRoutes:
 
     def routes(self) -> list[Route]:
         feed = "/admin/feeds/{name}"
-        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/admin/feeds", "GET", self.listing),
             (feed, "PUT", self.open),
             (feed, "GET", self.show),
@@ -43,59 +76,44 @@ class FeedRoutes:
             (f"{feed}/commit", "POST", self.commit),
             ("/admin/groups/{group:path}/close", "POST", self.close_group),
         ]
-        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
-    async def listing(self, request: Request) -> Response:
-        return json_response({"feeds": self._feeds.list_feeds()})
+    async def listing(self, request: Request) -> JsonReply[FeedList]:
+        """List the feeds."""
+        return json_response(FeedList(self._feeds.list_feeds()))
 
-    async def open(self, request: Request) -> Response:
-        return json_response(
-            await self._feeds.open(request.path_params["name"], await decode_body(request, FeedConfig))
-        )
+    async def open(self, request: Request, body: FeedConfig) -> JsonReply[FeedView]:
+        """Create a feed, or return the one with these settings."""
+        return json_response(await self._feeds.open(request.path_params["name"], body))
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request) -> JsonReply[FeedView]:
+        """Return the state of a feed."""
         return json_response(self._feeds.show(request.path_params["name"]))
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> JsonReply[DeletedFeed]:
+        """Delete a feed."""
         name = request.path_params["name"]
         self._feeds.delete(name)
-        return json_response({"name": name, "deleted": True})
+        return json_response(DeletedFeed(name, True))
 
-    async def take_over(self, request: Request) -> Response:
-        view, reader = self._feeds.take_over(
-            request.path_params["name"], int_param(request, "after"), request.query_params.get("mark", "")
-        )
-        return json_response({"reader": reader, "feed": view})
+    async def take_over(self, request: Request, query: TakeOverQuery) -> JsonReply[NewFeedReader]:
+        """Become the reader of a feed."""
+        view, reader = self._feeds.take_over(request.path_params["name"], query.after, query.mark)
+        return json_response(NewFeedReader(reader, view))
 
-    async def deliveries(self, request: Request) -> Response:
+    async def deliveries(self, request: Request, query: DeliveriesQuery) -> MsgpackReply[DeliveryPage]:
+        """Return the next deliveries of a feed."""
         name = request.path_params["name"]
-        reader = request.query_params.get("reader", "")
-        if not reader:
+        if not query.reader:
             raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to obtain one", param="reader")
-        page = await self._feeds.page(
-            name,
-            reader,
-            after=int_param(request, "after"),
-            wait=_seconds_param(request, "wait"),
-            limit=int_param(request, "limit", 1) or 1,
-        )
-        return Response(page, media_type="application/msgpack")
+        page = await self._feeds.page(name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1)
+        return MsgpackReply(page)
 
-    async def commit(self, request: Request) -> Response:
-        commit = await decode_body(request, CommitBody)
-        return json_response(self._feeds.commit(request.path_params["name"], commit.reader, commit.number))
+    async def commit(self, request: Request, body: CommitBody) -> JsonReply[FeedView]:
+        """Commit the deliveries up to a number."""
+        return json_response(self._feeds.commit(request.path_params["name"], body.reader, body.number))
 
-    async def close_group(self, request: Request) -> Response:
+    async def close_group(self, request: Request) -> JsonReply[ClosedGroup]:
+        """Deliver a group although it is incomplete."""
         group = request.path_params["group"]
-        return json_response({"group": group, "deliveries": self._feeds.close_group(group)})
-
-
-def _seconds_param(request: Request, name: str) -> float:
-    text = request.query_params.get(name, "0")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise BadRequest(f"{name} must be a number of seconds, 0 or more, not {text!r}", param=name)
-    return seconds
+        return json_response(ClosedGroup(group, self._feeds.close_group(group)))

@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.client.protocol import (
@@ -26,18 +25,17 @@ from turngate.client.protocol import (
     RenewLeases,
     TakeCalls,
 )
-from turngate.common.validation import explain_error
-from turngate.engines.gate import Gate
+from turngate.engines.gate import Gate, QueueStatus
 from turngate.engines.gate_call import GateCall
-from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge, TurngateError
+from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TurngateError
 from turngate.server.asgi import DisconnectWatch
 from turngate.server.auth import Auth
+from turngate.server.decoding import MSGPACK
 from turngate.server.http import json_response, route
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE
+from turngate.server.operations import JsonReply, MsgpackReply
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json
 
 T = TypeVar("T")
-MSGPACK = "application/msgpack"
-MAX_BODY = 32_000_000  # four million tokens
 
 
 class GateRoutes:
@@ -49,18 +47,19 @@ class GateRoutes:
         call = "/admin/gate/calls/{call}"
         return [
             route("/admin/gate", "GET", self.show, self._auth),
-            route("/admin/gate/take", "POST", self.take, self._auth),
-            route("/admin/gate/renew", "POST", self.renew, self._auth),
-            route(f"{call}/answer", "POST", self.answer, self._auth),
-            route(f"{call}/fail", "POST", self.fail, self._auth),
-            route(f"{call}/give_back", "POST", self.give_back, self._auth),
+            route("/admin/gate/take", "POST", self.take, self._auth, body_media=MSGPACK),
+            route("/admin/gate/renew", "POST", self.renew, self._auth, body_media=MSGPACK),
+            route(f"{call}/answer", "POST", self.answer, self._auth, body_media=MSGPACK),
+            route(f"{call}/fail", "POST", self.fail, self._auth, body_media=MSGPACK),
+            route(f"{call}/give_back", "POST", self.give_back, self._auth, body_media=MSGPACK),
         ]
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request) -> JsonReply[QueueStatus]:
+        """Return how many calls wait at the gate."""
         return json_response(self._gate.queue_status())
 
-    async def take(self, request: Request) -> Response:
-        body = await decode_msgpack(request, TakeCalls)
+    async def take(self, request: Request, body: TakeCalls) -> MsgpackReply[LeasedCalls]:
+        """Take calls to answer."""
         calls: list[GateCall] = []
         if self._gate.closed:
             raise Stopping("the gateway is stopping; retry in a moment")
@@ -75,30 +74,29 @@ class GateRoutes:
             for call in calls:
                 with suppress(TurngateError):  # this call has ended, but the others must still be returned
                     self._gate.return_call(call.id, call.lease)
-            return Response(status_code=499)
+            return MsgpackReply(status_code=499)
         return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
 
-    async def answer(self, request: Request) -> Response:
-        body = await decode_msgpack(request, CallAnswer)
+    async def answer(self, request: Request, body: CallAnswer) -> MsgpackReply[dict[str, Json]]:
+        """Answer a call, whole or in chunks."""
         ids = _parse_array(body.ids, ID_DTYPE, "ids")
         logprobs = None if body.logprobs is None else _parse_array(body.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]
         self._gate.accept_piece(call, body.lease, body.at, ids, logprobs, body.finish, body.version)
         return _pack({})
 
-    async def fail(self, request: Request) -> Response:
-        body = await decode_msgpack(request, CallFailure)
+    async def fail(self, request: Request, body: CallFailure) -> MsgpackReply[dict[str, Json]]:
+        """Fail a call."""
         self._gate.fail_call(request.path_params["call"], body.lease, body.message, body.fault)
         return _pack({})
 
-    async def give_back(self, request: Request) -> Response:
-        body = await decode_msgpack(request, CallRelease)
+    async def give_back(self, request: Request, body: CallRelease) -> MsgpackReply[dict[str, Json]]:
+        """Give a call back."""
         self._gate.return_call(request.path_params["call"], body.lease)
         return _pack({})
 
-    async def renew(self, request: Request) -> Response:
+    async def renew(self, request: Request, body: RenewLeases) -> MsgpackReply[RenewedLeases]:
         """Renew the leases. Return the calls that have ended, each with the reason."""
-        body = await decode_msgpack(request, RenewLeases)
         over: dict[str, str] = {}
         for call, lease in body.leases.items():
             try:
@@ -108,45 +106,8 @@ class GateRoutes:
         return _pack(RenewedLeases(over))
 
 
-async def decode_msgpack(request: Request, kind: type[T]) -> T:
-    """Decode a request's body as `kind`. An empty body means all defaults."""
-    raw = b""
-    async for part in request.stream():
-        raw += part
-        if len(raw) > MAX_BODY:
-            raise TooLarge(f"the request body is larger than the limit of {MAX_BODY} bytes")
-    try:
-        return msgspec.msgpack.decode(raw or b"\x80", type=kind)
-    except msgspec.ValidationError as error:
-        message, field = explain_error(error, kind)
-        raise BadRequest(message, param=field) from None
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is not valid msgpack: {error}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        field = _find_undecodable(raw, kind)
-        reason = "is nested too deeply" if isinstance(error, RecursionError) else "contains text that is not UTF-8"
-        raise BadRequest(f"{field or 'the body'} {reason}", param=field) from None
-
-
-def _find_undecodable(raw: bytes, kind: type) -> str | None:
-    """Return the field that the decoder failed on, or None if it failed on the field names."""
-    try:
-        parts = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
-        known = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    for name, part in parts.items():
-        try:
-            msgspec.msgpack.decode(part, type=known.get(name, msgspec.Raw))
-        except (UnicodeDecodeError, RecursionError):
-            return name
-        except msgspec.DecodeError:
-            continue
-    return None
-
-
-def _pack(value: object) -> Response:
-    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
+def _pack(value: T) -> MsgpackReply[T]:
+    return MsgpackReply(msgspec.msgpack.encode(value))
 
 
 def _parse_array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:

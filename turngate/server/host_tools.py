@@ -6,6 +6,8 @@ Like model calls, these routes require the session's secret, and the path may na
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +29,9 @@ from turngate.server.asgi import (
 from turngate.server.auth import Auth
 from turngate.server.http import error_response, json_response
 from turngate.server.model_calls import respond_error
+from turngate.server.operations import ApiRoute, Operation
+from turngate.server.scopes import MODEL_CALLS
+from turngate.types import Json
 
 MAX_ARGUMENTS = 64 * 1024
 _chat = Chat()
@@ -38,9 +43,18 @@ class HostToolRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        return [Route(f"{area}/v1/tools", self.listing, methods=["GET"]) for area in ("", "/s/{id}", "/rollout/{id}")]
+        return [
+            ApiRoute(_describe(f"{area}/v1/tools", "GET", self.listing), self.listing)
+            for area in ("", "/s/{id}", "/rollout/{id}")
+        ]
+
+    @property
+    def call_operations(self) -> list[Operation]:
+        """The operations that `serve` serves."""
+        return [_describe(f"{area}/v1/tools/{{name}}", "POST", self.serve) for area in ("", "/s/{id}", "/rollout/{id}")]
 
     async def listing(self, request: Request) -> Response:
+        """List the host tools of the session."""
         try:
             key = _chat.read_key(request.headers, {})
             session = self._auth.session(key, request.path_params.get("id"))
@@ -52,7 +66,7 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """Serve one tool call: wait until the host answers or the client disconnects."""
+        """Call a host tool with its arguments, and wait until the host answers or the client disconnects."""
         try:
             headers = parse_headers(scope)
             session = self._auth.session(_chat.read_key(headers, {}), session_id)
@@ -71,6 +85,14 @@ class HostToolRoutes:
             await respond_error(send, _chat, error)
         except ClientDisconnect:
             return
+
+
+def _describe(path: str, method: str, endpoint: Callable[..., Any]) -> Operation:
+    scopes = MODEL_CALLS if "{id}" in path else frozenset()
+    body = None if method == "GET" else dict[str, Json]
+    return Operation(
+        path=path, method=method, access="session", scopes=scopes, summary=endpoint.__doc__ or "", body=body
+    )
 
 
 async def _read_arguments(receive: Receive, headers: dict[str, str]) -> bytes:

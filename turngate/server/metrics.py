@@ -13,7 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Literal, cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,6 +30,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import bearer_key, error_response
+from turngate.server.operations import ApiRoute, describe_operation
 from turngate.server.scopes import scopes_of
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.telemetry.metrics import (
@@ -47,6 +50,12 @@ Gauges = dict[str, Iterable[tuple[Labels, float]]]
 # Fetches the other workers' snapshots of a project or, for None, of all; None for a worker that does not answer.
 CollectOthers = Callable[[str | None], Awaitable[dict[int, MetricsSnapshot | None]]]
 _PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # about the process; not shown to projects
+
+
+class MetricsQuery(msgspec.Struct, frozen=True):
+    """With `by=worker`, every value has the number of its worker."""
+
+    by: Literal["worker", ""] = ""
 
 
 class MetricsEndpoint:
@@ -162,19 +171,25 @@ class MetricsEndpoint:
 
     def route(self) -> Route:
         scopes = scopes_of("GET", "/metrics")
+        media = CONTENT_TYPE.partition(";")[0]
+        operation = describe_operation("/metrics", "GET", self.read, "key", scopes=scopes, reply_media=media)
 
         async def serve(request: Request) -> Response:
             try:
                 sees_all = self._auth.require_metrics(bearer_key(request), scopes) and self._project == DEFAULT_PROJECT
-                project = None if sees_all else self._project
-                per_worker = request.query_params.get("by") == "worker"
-                others = await self.collect_others(project) if self.collect_others is not None else {}
-                text = await self._render(project, others, per_worker)
+                request.state.project = None if sees_all else self._project
+                return await self.read(request, **cast(Any, await operation.read_arguments(request)))
             except TurngateError as error:
                 return error_response(error)
-            return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
-        return Route("/metrics", serve, methods=["GET"])
+        return ApiRoute(operation, serve)
+
+    async def read(self, request: Request, query: MetricsQuery) -> Response:
+        """Return the metrics in the format of Prometheus."""
+        project = request.state.project
+        others = await self.collect_others(project) if self.collect_others is not None else {}
+        text = await self._render(project, others, query.by == "worker")
+        return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
     async def _render(self, project: str | None, others: dict[int, MetricsSnapshot | None], per_worker: bool) -> bytes:
         answered = {number: snapshot for number, snapshot in others.items() if snapshot is not None}

@@ -55,6 +55,7 @@ from turngate.server.gate import GateRoutes
 from turngate.server.host_tools import HostToolRoutes
 from turngate.server.metrics import MetricsEndpoint
 from turngate.server.model_calls import ModelCalls
+from turngate.server.openapi import OpenApiDocument
 from turngate.server.projects import ProjectRoutes
 from turngate.server.public import PublicRoutes
 from turngate.server.responses import ResponseRoutes
@@ -279,7 +280,8 @@ class ProjectGateway:
             ).routes(),
             *self.page.routes(),
         ]
-        return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
+        document = OpenApiDocument([*self._dialect_routes.operations, *self._host_tool_routes.call_operations], routes)
+        return Starlette(routes=[*routes, document.route()], exception_handlers={404: not_found, 405: not_found})
 
     def _require_room(self) -> None:
         """Raise an error if this gateway is a cell that may not open a session of this project now."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.client.protocol import AuditPage, DeletedProject, KeyList, ProjectList
+from turngate.client.protocol import AuditPage, DeletedProject, KeyList, KeyView, NewKey, ProjectList, ProjectView
 from turngate.errors import BadRequest
 from turngate.gateway.projects import MAX_GRACE_S, Projects
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, int_param, json_response, route
+from turngate.server.decoding import Whole
+from turngate.server.http import json_response, respond_created, route
+from turngate.server.operations import CreatedReply, Endpoint, JsonReply
 from turngate.store.projects import Caller, Quotas, ScopeName
 
 _Weight = Annotated[float, msgspec.Meta(gt=0)]
@@ -52,6 +53,26 @@ class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = DEFAULT_GRACE_S
 
 
+class DeleteProjectQuery(msgspec.Struct, frozen=True):
+    """With `force`, a project is deleted although it has open sessions."""
+
+    force: bool = False
+
+
+class KeysQuery(msgspec.Struct, frozen=True):
+    """`project` is the name of a project; without it, keys of all projects that the caller may see are listed."""
+
+    project: str = ""
+
+
+class AuditQuery(msgspec.Struct, frozen=True):
+    """`after` is the number of the last entry of the page before."""
+
+    project: str = ""
+    after: Whole = 0
+    limit: Whole = 100
+
+
 class ProjectRoutes:
     """Routes for one project. The operator reaches all projects through any of them."""
 
@@ -62,7 +83,7 @@ class ProjectRoutes:
 
     def routes(self) -> list[Route]:
         key = "/admin/keys/{prefix}"
-        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/admin/projects", "GET", self.listing),
             ("/admin/projects", "POST", self.create),
             ("/admin/projects/{name}", "PUT", self.change),
@@ -73,50 +94,54 @@ class ProjectRoutes:
             (f"{key}/revoke", "POST", self.revoke_key),
             ("/admin/audit", "GET", self.audit),
         ]
-        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
-    async def listing(self, request: Request) -> Response:
+    async def listing(self, request: Request) -> JsonReply[ProjectList]:
+        """List the projects."""
         return json_response(ProjectList(self._projects.list_projects(_caller(request))))
 
-    async def create(self, request: Request) -> Response:
-        body = await decode_body(request, CreateProjectBody)
-        return json_response(self._projects.create(_caller(request), body.name, body.weight, body.quotas), 201)
+    async def create(self, request: Request, body: CreateProjectBody) -> CreatedReply[ProjectView]:
+        """Create a project."""
+        return respond_created(self._projects.create(_caller(request), body.name, body.weight, body.quotas))
 
-    async def change(self, request: Request) -> Response:
-        body = await decode_body(request, ChangeProjectBody)
+    async def change(self, request: Request, body: ChangeProjectBody) -> JsonReply[ProjectView]:
+        """Change the weight and the quotas of a project."""
         if body.weight is None and body.quotas is None:
             raise BadRequest("nothing to change; set weight or quotas", param="quotas")
         name = request.path_params["name"]
         return json_response(self._projects.change(_caller(request), name, body.weight, body.quotas))
 
-    async def delete(self, request: Request) -> Response:
-        force = request.query_params.get("force", "") in ("1", "true")
+    async def delete(self, request: Request, query: DeleteProjectQuery) -> JsonReply[DeletedProject]:
+        """Delete a project and everything recorded for it."""
         name = request.path_params["name"]
-        await asyncio.to_thread(self._projects.delete, _caller(request), name, force=force)
+        await asyncio.to_thread(self._projects.delete, _caller(request), name, force=query.force)
         return json_response(DeletedProject(name))
 
-    async def list_keys(self, request: Request) -> Response:
-        project = request.query_params.get("project", "")
-        return json_response(KeyList(self._projects.list_keys(_caller(request), project)))
+    async def list_keys(self, request: Request, query: KeysQuery) -> JsonReply[KeyList]:
+        """List keys, without the keys themselves."""
+        return json_response(KeyList(self._projects.list_keys(_caller(request), query.project)))
 
-    async def create_key(self, request: Request) -> Response:
-        body = await decode_body(request, CreateKeyBody)
+    async def create_key(self, request: Request, body: CreateKeyBody) -> CreatedReply[NewKey]:
+        """Create a key."""
         project = body.project or self._project
         new = self._projects.create_key(_caller(request), project, body.scopes, body.note, body.expires_s)
-        return json_response(new, 201)
+        return respond_created(new)
 
-    async def rotate_key(self, request: Request) -> Response:
-        body = await decode_body(request, RotateKeyBody)
+    async def rotate_key(self, request: Request, body: RotateKeyBody) -> CreatedReply[NewKey]:
+        """Replace a key. The old one stays valid for a while."""
         prefix = request.path_params["prefix"]
-        return json_response(self._projects.rotate_key(_caller(request), prefix, body.grace_s), 201)
+        return respond_created(self._projects.rotate_key(_caller(request), prefix, body.grace_s))
 
-    async def revoke_key(self, request: Request) -> Response:
+    async def revoke_key(self, request: Request) -> JsonReply[KeyView]:
+        """Revoke a key."""
         return json_response(self._projects.revoke_key(_caller(request), request.path_params["prefix"]))
 
-    async def audit(self, request: Request) -> Response:
-        project = request.query_params.get("project", "")
-        after, limit = int_param(request, "after", 0) or 0, int_param(request, "limit", 100) or 100
-        return json_response(AuditPage(self._projects.list_entries(_caller(request), project, after, min(limit, 1000))))
+    async def audit(self, request: Request, query: AuditQuery) -> JsonReply[AuditPage]:
+        """Read the audit log, oldest first."""
+        limit = min(query.limit or 100, 1000)
+        return json_response(
+            AuditPage(self._projects.list_entries(_caller(request), query.project, query.after, limit))
+        )
 
 
 def _caller(request: Request) -> Caller:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -12,6 +13,7 @@ from turngate.engines.base import Engine, Health, Relay
 from turngate.errors import NotFound, TurngateError
 from turngate.server.auth import Auth
 from turngate.server.http import json_response, route
+from turngate.server.operations import ApiRoute, JsonReply, describe_operation
 from turngate.server.routing import dialect_of
 from turngate.server.web.files import SECURITY_HEADERS
 
@@ -25,6 +27,14 @@ _MODEL_BASES = (
     "/v1beta",
     "/s/{id}/v1beta",
 )
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether calls can be served. The status code is 200 or 503."""
+
+    status: str
+    engines: int  # that answer
+    engines_total: int
 
 
 class PublicRoutes:
@@ -41,22 +51,26 @@ class PublicRoutes:
     def routes(self) -> list[Route]:
         return [
             route("/health", "GET", self.health, None),
-            Route("/", self.start_page),
-            Route("/s/{id}", self.start_page),
-            *(Route(base + path, self.models) for base in _MODEL_BASES for path in ("/models", "/models/{model:path}")),
+            route("/", "GET", self.start_page, None),
+            route("/s/{id}", "GET", self.start_page, None),
+            *(self._model_route(base + path) for base in _MODEL_BASES for path in ("/models", "/models/{model:path}")),
         ]
 
-    async def health(self, request: Request) -> Response:
+    def _model_route(self, path: str) -> Route:
+        dialect = "gemini" if "/v1beta/" in path else "chat"  # unless the headers are those of another
+        return ApiRoute(describe_operation(path, "GET", self.models, "any key", dialect=dialect), self.models)
+
+    async def health(self, request: Request) -> JsonReply[HealthReply]:
         """Report whether calls can be served, for load balancers."""
         health = await self._engine_health()
         serves_calls = self._engine is not None or self._relay is not None  # not on a shared store
         ok = any(engine.ok for engine in health) or not serves_calls
         return json_response(
-            {
-                "status": "ok" if ok else "engine unavailable",
-                "engines": sum(engine.ok for engine in health),
-                "engines_total": len(health),
-            },
+            HealthReply(
+                status="ok" if ok else "engine unavailable",
+                engines=sum(engine.ok for engine in health),
+                engines_total=len(health),
+            ),
             200 if ok else 503,
         )
 
@@ -75,6 +89,7 @@ class PublicRoutes:
         return json_response({"turngate": "model calls are served here"})
 
     async def models(self, request: Request) -> Response:
+        """List the models, or return the one that the path names."""
         dialect = dialect_of(request)
         try:
             names = await self._model_names(dialect.read_key(request.headers, request.query_params), request)

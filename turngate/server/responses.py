@@ -6,21 +6,38 @@ Like model calls, these routes require the session's secret, and the path may na
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.dialects.responses import Responses
-from turngate.dialects.responses_items import encode_deleted, encode_page, read_page
+from turngate.dialects.responses_items import PAGE_SIZE, encode_deleted, encode_page, read_page
 from turngate.dialects.wire import field_error
 from turngate.errors import TurngateError
 from turngate.gateway.replies import ReplyArchive
 from turngate.server.auth import Auth
+from turngate.server.decoding import Whole
+from turngate.server.operations import ApiRoute, describe_operation
+from turngate.server.scopes import MODEL_CALLS
 from turngate.trace.session import Session
 
 _BASES = ("/v1", "", "/s/{id}/v1", "/s/{id}", "/rollout/{id}/v1", "/v1/rollouts/{id}/v1", "/v1/rollouts/{id}")
 _responses = Responses()
+
+
+class StoredResponseQuery(msgspec.Struct, frozen=True):
+    stream: bool = False
+
+
+class InputItemsQuery(msgspec.Struct, frozen=True):
+    """`after` is the id of the last item of the page before."""
+
+    after: str = ""
+    limit: Whole = PAGE_SIZE
+    order: Literal["asc", "desc"] = "desc"
 
 
 class ResponseRoutes:
@@ -31,34 +48,41 @@ class ResponseRoutes:
     def routes(self) -> list[Route]:
         actions = (("", "GET", self.read), ("/input_items", "GET", self.list_input), ("", "DELETE", self.delete))
         return [
-            Route(f"{base}/responses/{{response_id}}{path}", self._endpoint(action), methods=[method])
+            self._route(f"{base}/responses/{{response_id}}{path}", method, action)
             for base in _BASES
             for path, method, action in actions
         ]
 
-    def read(self, session: Session, request: Request) -> bytes:
-        if request.query_params.get("stream") == "true":
+    def read(self, session: Session, request: Request, query: StoredResponseQuery) -> bytes:
+        """Return a stored response."""
+        if query.stream:
             raise field_error("stream", "is not supported here, because the response is complete; leave it out")
         return self._archive.read(session, request.path_params["response_id"])
 
-    def list_input(self, session: Session, request: Request) -> bytes:
-        page = read_page(request.query_params)
+    def list_input(self, session: Session, request: Request, query: InputItemsQuery) -> bytes:
+        """List the input items of a stored response."""
+        page = read_page(query.after, query.limit, query.order)
         return encode_page(self._archive.list_input(session, request.path_params["response_id"]), page)
 
     def delete(self, session: Session, request: Request) -> bytes:
+        """Delete a stored response."""
         session.require_open()  # what an ended session has stored does not change
         response_id = request.path_params["response_id"]
         self._archive.delete(session, response_id)
         return encode_deleted(response_id)
 
-    def _endpoint(self, action: Callable[[Session, Request], bytes]) -> Callable[[Request], object]:
+    def _route(self, path: str, method: str, action: Callable[..., bytes]) -> Route:
+        scopes = MODEL_CALLS if "{id}" in path else frozenset()
+        operation = describe_operation(path, method, action, "session", scopes=scopes, dialect=_responses.name)
+
         async def serve(request: Request) -> Response:
             try:
                 key = _responses.read_key(request.headers, request.query_params)
                 session = self._auth.session(key, request.path_params.get("id"))
-                return Response(action(session, request), media_type="application/json")
+                content = action(session, request, **await operation.read_arguments(request))
+                return Response(content, media_type="application/json")
             except TurngateError as error:
                 body, status = _responses.encode_error(error), _responses.error_status(error)
                 return Response(body, status_code=status, media_type="application/json")
 
-        return serve
+        return ApiRoute(operation, serve)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import msgspec
 from starlette.requests import HTTPConnection, Request
 
-from turngate.dialects import DIALECTS, Dialect, Verb
+from turngate.dialects import DIALECTS, Dialect, Route, Verb
 from turngate.server.asgi import Scope
+from turngate.server.operations import Operation
+from turngate.server.scopes import MODEL_CALLS
 
 SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 # Headers that identify a dialect, because several dialects share paths such as /v1/models.
@@ -27,6 +29,14 @@ _CALL_SUFFIXES = (
 )
 
 
+_BASES = ("", "/s/{id}", "/rollout/{id}", "/v1/rollouts/{id}")
+_SUMMARIES: dict[Verb, str] = {
+    "generate": "Call the model.",
+    "stream": "Call the model, and stream the reply.",
+    "count": "Count the tokens of a prompt.",
+}
+
+
 class RouteMatch(msgspec.Struct, frozen=True):
     """The dialect, operation and model that a path identifies."""
 
@@ -40,7 +50,7 @@ class DialectRoutes:
     """The model-call routes of all dialects."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
-        routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
+        self._routes = routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
         self._plain = {
             route.path: RouteMatch(dialect, route.verb, socket=route.socket)
             for dialect, route in routes
@@ -52,6 +62,11 @@ class DialectRoutes:
             if "{" in route.path
         ]
 
+    @property
+    def operations(self) -> list[Operation]:
+        """The model calls as operations, with and without the session in the path."""
+        return [_describe_call(base, dialect, route) for base in _BASES for dialect, route in self._routes]
+
     def match(self, path: str) -> RouteMatch | None:
         route = self._plain.get(path)
         if route is not None:
@@ -60,6 +75,18 @@ class DialectRoutes:
             if match := pattern.fullmatch(path):
                 return msgspec.structs.replace(route, model=match[1])
         return None
+
+
+def _describe_call(base: str, dialect: Dialect, route: Route) -> Operation:
+    return Operation(
+        path=base + route.path,
+        method="POST",
+        access="session",
+        scopes=MODEL_CALLS if base else frozenset(),
+        summary=_SUMMARIES[route.verb] + " Calls may also arrive over a WebSocket at this path." * route.socket,
+        body=dialect.request_type,
+        dialect=dialect.name,
+    )
 
 
 def dialect_of(request: HTTPConnection) -> Dialect:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.client.protocol import PauseMode
+from turngate.client.protocol import FenceView, PauseMode
 from turngate.engines.weights import PolicyWeights
 from turngate.errors import BadRequest
 from turngate.gateway.projects import AuditNote
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.weights import WeightUpdates
+from turngate.gateway.weights import LoadReply, WeightsView, WeightUpdates
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, json_response, route
+from turngate.server.http import json_response, route
+from turngate.server.operations import Endpoint, JsonReply
 
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
@@ -82,34 +82,36 @@ class FenceRoutes:
         self._sessions = sessions
 
     def routes(self) -> list[Route]:
-        table: list[tuple[str, Literal["GET", "POST"], object]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/admin/fence", "GET", self.fence),
             ("/admin/fence/pause", "POST", self.pause),
             ("/admin/fence/resume", "POST", self.resume),
             ("/admin/weights", "GET", self.show),
             ("/admin/weights", "POST", self.load),
         ]
-        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
-    async def fence(self, request: Request) -> Response:
+    async def fence(self, request: Request) -> JsonReply[FenceView]:
+        """Return the policy version, and whether calls are paused."""
         view = await self._updates.describe_fence()
         if request.state.caller.project is not None:  # it sees only the calls of its project in this process
             view = msgspec.structs.replace(view, in_flight=sum(session.in_flight for session in self._sessions.live()))
         return json_response(view)
 
-    async def pause(self, request: Request) -> Response:
-        body = await decode_body(request, PauseBody)
+    async def pause(self, request: Request, body: PauseBody) -> JsonReply[FenceView]:
+        """Pause calls for an update."""
         return json_response(await self._updates.pause(body.mode, body.limit_s))
 
-    async def resume(self, request: Request) -> Response:
-        body = await decode_body(request, ResumeBody)
+    async def resume(self, request: Request, body: ResumeBody) -> JsonReply[FenceView]:
+        """Resume calls at a version."""
         return json_response(await self._updates.resume(body.version, body.model))
 
-    async def show(self, request: Request) -> Response:
+    async def show(self, request: Request) -> JsonReply[WeightsView]:
+        """Return the version of each replica."""
         return json_response(await self._updates.describe())
 
-    async def load(self, request: Request) -> Response:
-        body = await decode_body(request, WeightsBody)
+    async def load(self, request: Request, body: WeightsBody) -> JsonReply[LoadReply]:
+        """Load weights into every replica."""
         loaded = await self._updates.load(body.to_load(), body.mode, body.limit_s)
         source = body.lora_path or body.path
         self._note(request.state.caller, "weights loaded", f"version {body.version}", source=source)

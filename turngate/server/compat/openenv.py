@@ -25,7 +25,9 @@ from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, int_param, json_response, raw_json_response, route
+from turngate.server.decoding import Whole
+from turngate.server.http import json_response, raw_json_response, route
+from turngate.server.operations import JsonReply
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
@@ -70,6 +72,22 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
     provider: str | None = None
 
 
+class OpenEnvListQuery(msgspec.Struct, frozen=True):
+    """`before` is the key of the last session of the page before."""
+
+    before: Whole | None = None
+    limit: Whole = 100
+
+
+class OpenEnvRolloutQuery(msgspec.Struct, frozen=True):
+    include_discarded: bool = False
+    include_messages: bool = False
+
+
+class OpenEnvDeleted(msgspec.Struct, frozen=True):
+    deleted: bool
+
+
 class OpenEnvRoutes:
     def __init__(
         self,
@@ -98,8 +116,8 @@ class OpenEnvRoutes:
             route(f"{session}/trace_entries", "GET", self.trace_entries, self._auth),
         ]
 
-    async def open(self, request: Request) -> Response:
-        body = await decode_body(request, OpenEnvSessionBody)
+    async def open(self, request: Request, body: OpenEnvSessionBody) -> Response:
+        """Open a session."""
         for name in _ENGINE_FIELDS:
             if getattr(body, name) and (name, getattr(body, name)) != ("auth_header", "Authorization"):
                 raise BadRequest(
@@ -135,15 +153,15 @@ class OpenEnvRoutes:
             }
         )
 
-    async def listing(self, request: Request) -> Response:
-        limit = int_param(request, "limit", 100) or 100
-        before = int_param(request, "before")
-        listed = self._directory.list_sessions(before=before, limit=min(limit, 1000))
+    async def listing(self, request: Request, query: OpenEnvListQuery) -> Response:
+        """List the sessions that were opened through this API."""
+        listed = self._directory.list_sessions(before=query.before, limit=min(query.limit or 100, 1000))
         shapes = await self._session_views.shapes(listed[-1].key, listed[0].key) if listed else {}
         opened_here = [row for row in listed if _METADATA_KEY in row.config.metadata]
         return json_response({"sessions": [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
+        """Return the state of a session."""
         name = self._session_id(request)
         live = self._sessions.find_live(name)
 
@@ -160,10 +178,10 @@ class OpenEnvRoutes:
 
         return raw_json_response(await self._session_views.build(name, encode))
 
-    async def rollout(self, request: Request) -> Response:
+    async def rollout(self, request: Request, query: OpenEnvRolloutQuery) -> Response:
+        """Return the trace and the training rows of a session."""
         name = self._session_id(request)
-        query = request.query_params
-        discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
+        discarded, messages = query.include_discarded, query.include_messages
         live = self._sessions.find_live(name)
         limits_met = 0 if live is None else len(live.limits_announced)
         return raw_json_response(
@@ -173,17 +191,18 @@ class OpenEnvRoutes:
         )
 
     async def trace_entries(self, request: Request) -> Response:
+        """Return the turns of a session as training entries."""
         return raw_json_response(await self._session_views.build(self._session_id(request), _encode_entries))
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> JsonReply[OpenEnvDeleted]:
         """End the session and delete its recorded data. Deleting it again has no effect."""
         try:
             session_id = self._session_id(request)
             await self._sessions.delete(session_id)
         except NotFound:
-            return json_response({"deleted": False})
+            return json_response(OpenEnvDeleted(False))
         self._note(request.state.caller, "session deleted", session_id)
-        return json_response({"deleted": True})
+        return json_response(OpenEnvDeleted(True))
 
     def _session_id(self, request: Request) -> str:
         """Return the session's id. The path contains its secret, which clients use, or its id."""
@@ -261,10 +280,6 @@ def _check_sampling(field: str, values: dict[str, float], names: tuple[str, ...]
             f"{field}.top_k must be a whole number from -1 to {_MAX_INT}, not {top_k:g}", param=f"{field}.top_k"
         )
     return {**values, **({"top_k": max(0, int(top_k))} if "top_k" in values else {})}  # in OpenEnv, -1 means off
-
-
-def _is_true(text: str | None) -> bool:
-    return (text or "").lower() in ("1", "true", "yes", "on")
 
 
 # ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────

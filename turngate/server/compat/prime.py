@@ -25,7 +25,8 @@ from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import Endpoint, decode_body, error_response, json_response, raw_json_response
+from turngate.server.http import bearer_key, error_response, json_response, raw_json_response
+from turngate.server.operations import ApiRoute, Endpoint, JsonReply, describe_operation
 from turngate.server.scopes import scopes_of
 from turngate.trace.roles import OWN_ROLES, assign_roles
 from turngate.trace.sample import find_untrained
@@ -43,6 +44,20 @@ class RegisterBody(msgspec.Struct, frozen=True):
     sampling_params: dict[str, Any] = {}
     max_turns: int = -1
     max_seq_len: int | None = None
+
+
+class RegisteredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    rollout_id: str
+    status: str
+    model: str
+    max_turns: int
+    max_seq_len: int | None
+    api_key: str
+
+
+class PrimeRolloutState(msgspec.Struct, frozen=True):
+    rollout_id: str
+    status: str
 
 
 class PrimeRoutes:
@@ -63,20 +78,21 @@ class PrimeRoutes:
 
     def _route(self, path: str, method: str, endpoint: Endpoint) -> Route:
         scopes = scopes_of(method, path)
+        operation = describe_operation(path, method, endpoint, "key", scopes=scopes, invalid=Unprocessable)
 
         async def serve(request: Request) -> Response:
             try:
-                key = _chat.read_key(request.headers, {})
+                key = bearer_key(request)
                 if not self._auth.trusts(key, request.client.host if request.client else ""):
                     self._auth.require(key, scopes)
-                return await endpoint(request)
+                return await endpoint(request, **await operation.read_arguments(request))
             except TurngateError as error:
                 return error_response(error)
 
-        return Route(path, serve, methods=[method])
+        return ApiRoute(operation, serve)
 
-    async def register(self, request: Request) -> Response:
-        body = await decode_body(request, RegisterBody, wrong=Unprocessable)
+    async def register(self, request: Request, body: RegisterBody) -> JsonReply[RegisteredRollout]:
+        """Open a session for a rollout."""
         config = SessionConfig(
             model=body.model,
             mode=self._sessions.default_mode,
@@ -92,30 +108,32 @@ class PrimeRoutes:
         except BadRequest as error:
             raise Unprocessable(error.message, param=error.param) from None
         return json_response(
-            {
-                "rollout_id": session.id,
-                "status": "active",
-                "model": body.model,
-                "max_turns": body.max_turns,
-                "max_seq_len": body.max_seq_len,
-                "api_key": secret,
-            }
+            RegisteredRollout(
+                rollout_id=session.id,
+                status="active",
+                model=body.model,
+                max_turns=body.max_turns,
+                max_seq_len=body.max_seq_len,
+                api_key=secret,
+            )
         )
 
     async def trajectory(self, request: Request) -> Response:
+        """Return the turns of a rollout with their tokens."""
         return raw_json_response(await self._session_views.build(request.path_params["id"], _encode_trajectory))
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request) -> JsonReply[PrimeRolloutState]:
+        """Abort a rollout."""
         session = self._sessions.find(request.path_params["id"])
         # A completed rollout stays completed.
         end = self._sessions.seal if rollout_status(session) == "completed" else self._sessions.cancel
         session = await end(session.id)
-        return json_response({"rollout_id": session.id, "status": rollout_status(session)})
+        return json_response(PrimeRolloutState(session.id, rollout_status(session)))
 
-    async def unregister(self, request: Request) -> Response:
+    async def unregister(self, request: Request) -> JsonReply[PrimeRolloutState]:
         """End the rollout, and keep its trace until the session is deleted. Unregistering it again has no effect."""
         session = await self._sessions.seal(request.path_params["id"], "unregistered")
-        return json_response({"rollout_id": session.id, "status": rollout_status(session)})
+        return json_response(PrimeRolloutState(session.id, rollout_status(session)))
 
 
 def rollout_status(session: Session) -> str:

@@ -9,12 +9,12 @@ from functools import partial
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 from turngate.errors import NotFound, StoreError, TooManyRequests, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.sessions import Sessions
 from turngate.server.http import read_cursor
+from turngate.server.operations import EventStreamReply
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
 from turngate.store.sqlite import Store
@@ -25,6 +25,12 @@ _INTERVAL_S = 0.4  # minimum interval between updates; changes within it are sen
 _KEEP_ALIVE_S = 15.0
 _MAX_BEHIND = 10_000  # events; a client that is further behind must reload
 _MAX_STREAMS = 128
+
+
+class CursorQuery(msgspec.Struct, frozen=True):
+    """`after` is the id of the last event that was received; without it, the stream starts now."""
+
+    after: str = ""
 
 
 class EventStreamRoutes:
@@ -47,32 +53,32 @@ class EventStreamRoutes:
         self._describe_gateway = describe_gateway
         self._streams = 0
 
-    async def changes(self, request: Request) -> Response:
-        return self._respond(self._stream_changes(request, self._start_cursor(request)))
+    async def changes(self, request: Request, query: CursorQuery) -> EventStreamReply:
+        """Stream the changes to the lists."""
+        return self._respond(self._stream_changes(request, self._start_cursor(request, query.after)))
 
-    async def events(self, request: Request) -> Response:
+    async def events(self, request: Request, query: CursorQuery) -> EventStreamReply:
+        """Stream the events of a rollout."""
         session = request.path_params["id"]
         if not self._sessions.knows(session):
             raise NotFound(f"unknown rollout {session!r}")
-        return self._respond(self._stream_events(request, session, self._start_cursor(request)))
+        return self._respond(self._stream_events(request, session, self._start_cursor(request, query.after)))
 
-    def _start_cursor(self, request: Request) -> int:
+    def _start_cursor(self, request: Request, after: str) -> int:
         """Return the cursor after which to start: the client's last event or, if the client sends none, the newest event."""
-        has_cursor = request.headers.get("last-event-id") or request.query_params.get("after")
+        has_cursor = request.headers.get("last-event-id") or after
         newest = self._events.newest()
         if not has_cursor:
             return newest
-        cursor = read_cursor(request)
+        cursor = read_cursor(request, after)
         return (
             cursor if cursor <= newest else -_MAX_BEHIND
         )  # the store was restored from a backup: the client must reload
 
-    def _respond(self, stream: AsyncGenerator[bytes, None]) -> Response:
+    def _respond(self, stream: AsyncGenerator[bytes, None]) -> EventStreamReply:
         if self._streams >= _MAX_STREAMS:
             raise TooManyRequests("too many pages are open; close some of them", wait_s=5)
-        return StreamingResponse(
-            self._count(stream), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
-        )
+        return EventStreamReply(self._count(stream), headers={"x-accel-buffering": "no"})
 
     async def _count(self, stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
         self._streams += 1

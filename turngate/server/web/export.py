@@ -6,15 +6,16 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from turngate.errors import BadRequest, StoreError
+from turngate.errors import StoreError
 from turngate.gateway.projects import AuditNote
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
-from turngate.server.web.view_cache import FORMATS
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages
 from turngate.views.session import load_session_view
@@ -24,6 +25,17 @@ _CHUNK_BYTES = 256 * 1024
 Members = list[tuple[str, int]]  # session id and key
 
 
+class RolloutExportQuery(msgspec.Struct, frozen=True):
+    format: Literal["rows", "messages", "trace"] = "rows"
+
+
+class GroupExportQuery(msgspec.Struct, frozen=True):
+    """`group` is the name of a group."""
+
+    group: str = ""
+    format: Literal["rows", "messages"] = "rows"
+
+
 class ExportRoutes:
     def __init__(self, reader: PageReader, login: PageLogin, note: AuditNote) -> None:
         self._reader = reader
@@ -31,8 +43,9 @@ class ExportRoutes:
         self._note = note
         self._views = reader.views
 
-    async def export_rollout(self, request: Request) -> Response:
-        session, format = request.path_params["id"], _parse_format(request, FORMATS)
+    async def export_rollout(self, request: Request, query: RolloutExportQuery) -> Response:
+        """Download the training rows, messages or trace of a rollout."""
+        session, format = request.path_params["id"], query.format
         if format == "trace":
             trace = await self._reader.run(partial(_encode_trace, session=session))
             self._note(self._login.find_caller(request), "export made", session, format=format)
@@ -41,8 +54,9 @@ class ExportRoutes:
         self._note(self._login.find_caller(request), "export made", session, format=format)
         return await self._export(f"{session}.{format}.jsonl", format, [(session, dict(group)[session])], group)
 
-    async def export_group(self, request: Request) -> Response:
-        name, format = request.query_params.get("group", ""), _parse_format(request, ("rows", "messages"))
+    async def export_group(self, request: Request, query: GroupExportQuery) -> Response:
+        """Download the training rows or messages of a group."""
+        name, format = query.group, query.format
         group = await self._reader.run(partial(self._views.overview.members, name=name))
         self._note(self._login.find_caller(request), "export made", name, format=format)
         return await self._export(f"{name}.{format}.jsonl", format, group, group)
@@ -72,13 +86,6 @@ class ExportRoutes:
             )
             for line in await self._reader.run(query):
                 yield line
-
-
-def _parse_format(request: Request, known: tuple[str, ...]) -> str:
-    format = request.query_params.get("format", "rows")
-    if format not in known:
-        raise BadRequest(f"format must be one of {', '.join(known)}, not {format[:100]!r}", param="format")
-    return format
 
 
 def _encode_trace(store: Store, *, session: str) -> bytes:

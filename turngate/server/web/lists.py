@@ -4,22 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from turngate import __version__
-from turngate.errors import BadRequest
-from turngate.server.http import int_param, json_response
+from turngate.server.decoding import Whole
+from turngate.server.http import json_response
 from turngate.server.web.reader import PageReader
 from turngate.server.web.view_cache import summarize_drift
 from turngate.types import Json
 from turngate.views.filters import RolloutQuery
-from turngate.views.rollout_entry import STATUSES
+from turngate.views.rollout_entry import Status
 
-CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
 _MAX_ROWS = 500
 _MAX_UNREAD_TRACES = 512  # maximum to read for one group's advantages; no trainer's group is larger
+
+
+class RolloutListQuery(msgspec.Struct, frozen=True, rename={"kind": "class"}):
+    """Filters, order and page of a list. A filter may be repeated, and matches any of its values; `q` is text to search for."""
+
+    status: tuple[Status, ...] = ()
+    kind: tuple[Literal["graded", "agent failed", "invalid task", "infrastructure fault", "none"], ...] = ()
+    group: tuple[str, ...] = ()
+    task: tuple[str, ...] = ()
+    agent: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    mode: tuple[str, ...] = ()
+    q: str = ""
+    sort: str = ""
+    offset: Whole = 0
+    limit: Whole = 50
+
+
+class GroupQuery(msgspec.Struct, frozen=True):
+    """`name` is the name of a group."""
+
+    name: str = ""
+
+
+class TrainingQuery(msgspec.Struct, frozen=True):
+    """`group` is the start of the names of the groups; `buckets` is the number of points of a chart."""
+
+    group: str = ""
+    buckets: Whole = 120
+
+
+class FailuresQuery(msgspec.Struct, frozen=True):
+    """`group` is the start of the names of the groups."""
+
+    group: str = ""
 
 
 class ListRoutes:
@@ -31,24 +67,27 @@ class ListRoutes:
         self._describe_gateway = describe_gateway
 
     async def overview(self, request: Request) -> Response:
+        """Return counts, and the state of the gateway."""
         sums = await self._reader.run(self._views.overview.sums)
         return json_response({**sums, "turngate": __version__, "gateway": self._describe_gateway()})
 
-    async def rollouts(self, request: Request) -> Response:
-        filters = _parse_filters(request, "-opened")
+    async def rollouts(self, request: Request, query: RolloutListQuery) -> Response:
+        """List rollouts."""
+        filters = _to_filters(query, "-opened")
         return await self._reader.respond(lambda store: self._views.overview.rollouts(store, filters))
 
-    async def groups(self, request: Request) -> Response:
-        filters = _parse_filters(request, "-latest")
+    async def groups(self, request: Request, query: RolloutListQuery) -> Response:
+        """List groups."""
+        filters = _to_filters(query, "-latest")
         return await self._reader.respond(lambda store: self._views.overview.groups(store, filters))
 
-    async def group(self, request: Request) -> Response:
+    async def group(self, request: Request, query: GroupQuery) -> Response:
         """Show one group.
 
         A rollout's trace determines whether it contributes to the advantages. Each trace is read in its own query, so that other requests
         are served in between.
         """
-        name = request.query_params.get("name", "")
+        name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
         if len(self._views.unread(graded)) > _MAX_UNREAD_TRACES:
             return await self._reader.respond(lambda store: self._views.overview.group(store, name, {}))
@@ -58,9 +97,9 @@ class ListRoutes:
         }
         return await self._reader.respond(lambda store: self._views.overview.group(store, name, trains))
 
-    async def group_evidence(self, request: Request) -> Response:
+    async def group_evidence(self, request: Request, query: GroupQuery) -> Response:
         """Show the entropy and forks of a group's rollouts. Each is read in its own query, so that other requests are served in between."""
-        name = request.query_params.get("name", "")
+        name = query.name
         members = await self._reader.run(lambda store: self._views.overview.members(store, name))
         rollouts = []
         for session, key in members:
@@ -68,39 +107,27 @@ class ListRoutes:
             rollouts.append({"id": session, **facts})
         return json_response(summarize_drift(name, rollouts))
 
-    async def training(self, request: Request) -> Response:
-        prefix = request.query_params.get("group", "")
-        buckets = min(max(int_param(request, "buckets", 120) or 120, 1), 500)
-        return await self._reader.respond(lambda store: self._views.overview.training(store, prefix, buckets))
+    async def training(self, request: Request, query: TrainingQuery) -> Response:
+        """Return the progress of training."""
+        buckets = min(query.buckets or 120, 500)
+        return await self._reader.respond(lambda store: self._views.overview.training(store, query.group, buckets))
 
-    async def failures(self, request: Request) -> Response:
-        prefix = request.query_params.get("group", "")
-        return await self._reader.respond(lambda store: self._views.overview.failures(store, prefix))
+    async def failures(self, request: Request, query: FailuresQuery) -> Response:
+        """Return the failures by class and message."""
+        return await self._reader.respond(lambda store: self._views.overview.failures(store, query.group))
 
 
-def _parse_filters(request: Request, sort: str) -> RolloutQuery:
-    query = request.query_params
-
-    def values_of(name: str) -> tuple[str, ...]:
-        return tuple(value for value in query.getlist(name) if value)
-
-    def choices_of(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
-        values = values_of(name)
-        for value in values:
-            if value not in known:
-                raise BadRequest(f"{name} must be one of {', '.join(known)}, not {value[:100]!r}", param=name)
-        return values
-
+def _to_filters(query: RolloutListQuery, sort: str) -> RolloutQuery:
     return RolloutQuery(
-        status=choices_of("status", STATUSES),
-        kind=choices_of("class", CLASSES),
-        group=values_of("group"),
-        task=values_of("task"),
-        agent=values_of("agent"),
-        model=values_of("model"),
-        mode=values_of("mode"),
-        text=query.get("q", "")[:1000].casefold(),
-        sort=query.get("sort") or sort,
-        offset=int_param(request, "offset", 0) or 0,
-        limit=min(max(int_param(request, "limit", 50) or 50, 1), _MAX_ROWS),
+        status=query.status,
+        kind=query.kind,
+        group=query.group,
+        task=query.task,
+        agent=query.agent,
+        model=query.model,
+        mode=query.mode,
+        text=query.q[:1000].casefold(),
+        sort=query.sort or sort,
+        offset=query.offset,
+        limit=min(query.limit or 50, _MAX_ROWS),
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from turngate.errors import Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.sessions import Sessions
-from turngate.server.http import int_param, json_response, raw_json_response
+from turngate.server.decoding import Whole
+from turngate.server.http import json_response, raw_json_response
 from turngate.server.web.reader import PageReader
 from turngate.store.sqlite import Store
 from turngate.types import BATCH_STREAM, Json
@@ -21,6 +23,24 @@ from turngate.views.session import encode_json, encode_piece
 _ANSWER_S = 4.0  # time to wait for the batch's answer to a retry request
 
 
+class RolloutMessagesQuery(msgspec.Struct, frozen=True):
+    """The nodes after node `after`, of all branches or of one; or only one node."""
+
+    after: Whole = 0
+    limit: Whole = 50
+    branch: Whole | None = None
+    node: Whole | None = None
+
+
+class RolloutTokensQuery(msgspec.Struct, frozen=True):
+    """The tokens of a branch, from a token of a node."""
+
+    node: Whole | None = None
+    branch: Whole | None = None
+    token: Whole = 0
+    limit: Whole = 4000
+
+
 class RolloutRoutes:
     def __init__(self, reader: PageReader, sessions: Sessions) -> None:
         self._reader = reader
@@ -28,28 +48,30 @@ class RolloutRoutes:
         self._sessions = sessions
 
     async def show(self, request: Request) -> Response:
+        """Return the header of a rollout."""
         session = request.path_params["id"]
         live = self._sessions.find_live(session)
         state = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}
         return await self._reader.respond(lambda store: {**self._views.header(store, session), "live": state})
 
     async def tree(self, request: Request) -> Response:
+        """Return the tree of a rollout."""
         return await self._respond(request, lambda rollout: rollout.tree())
 
-    async def messages(self, request: Request) -> Response:
-        after = int_param(request, "after", 0) or 0
-        limit = min(max(int_param(request, "limit", 50) or 50, 1), 200)
-        branch, only = int_param(request, "branch"), int_param(request, "node")
+    async def messages(self, request: Request, query: RolloutMessagesQuery) -> Response:
+        """Return the messages of a rollout."""
+        limit = min(query.limit or 50, 200)
         return await self._respond(
-            request, lambda rollout: rollout.messages(after=after, limit=limit, branch=branch, only=only)
+            request,
+            lambda rollout: rollout.messages(after=query.after, limit=limit, branch=query.branch, only=query.node),
         )
 
-    async def tokens(self, request: Request) -> Response:
-        node, branch = int_param(request, "node"), int_param(request, "branch")
-        token = int_param(request, "token", 0) or 0
-        limit = min(max(int_param(request, "limit", 4000) or 4000, 1), 20_000)
+    async def tokens(self, request: Request, query: RolloutTokensQuery) -> Response:
+        """Return the tokens of a branch."""
+        limit = min(query.limit or 4000, 20_000)
         return await self._respond(
-            request, lambda rollout: rollout.tokens(node=node, token=token, limit=limit, branch=branch)
+            request,
+            lambda rollout: rollout.tokens(node=query.node, token=query.token, limit=limit, branch=query.branch),
         )
 
     async def _respond(self, request: Request, view: Callable[[RolloutView], dict[str, Json]]) -> Response:
@@ -74,11 +96,13 @@ class ActionRoutes:
         self._store = store
 
     async def cancel(self, request: Request) -> Response:
+        """Cancel a rollout."""
         self._require_open(request.path_params["id"])
         await self._sessions.cancel(request.path_params["id"])
         return await self._row(request)
 
     async def seal(self, request: Request) -> Response:
+        """Seal the session of a rollout."""
         self._require_open(request.path_params["id"])
         await self._sessions.seal(request.path_params["id"], "sealed by hand")
         return await self._row(request)

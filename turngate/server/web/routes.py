@@ -6,9 +6,6 @@ that owns it, which can also end it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Literal
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -23,19 +20,18 @@ from turngate.gateway.projects import AuditNote
 from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, error_response, json_response
+from turngate.server.http import error_response, json_response
+from turngate.server.operations import Access, ApiRoute, Endpoint, describe_operation
 from turngate.server.scopes import Scopes, scopes_of
 from turngate.server.web.event_streams import EventStreamRoutes
 from turngate.server.web.export import ExportRoutes
 from turngate.server.web.files import load_static_files
 from turngate.server.web.lists import ListRoutes
-from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same_origin, set_login_cookie
+from turngate.server.web.login import COOKIE_LIFETIME_S, PAGE_HEADER, PageLogin, require_same_origin, set_login_cookie
 from turngate.server.web.reader import PageReader
 from turngate.server.web.rollout import ActionRoutes, RolloutRoutes
 from turngate.store.sqlite import Store
 from turngate.types import Json
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class LoginBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +77,7 @@ class WebPage:
 
     def routes(self) -> list[Route]:
         rollout = "/page/api/rollouts/{id}"
-        table: list[tuple[str, Literal["GET", "POST"], Endpoint]] = [
+        table: list[tuple[str, str, Endpoint]] = [
             ("/page/api/me", "GET", self.show_login),
             ("/page/api/overview", "GET", self._lists.overview),
             ("/page/api/rollouts", "GET", self._lists.rollouts),
@@ -106,14 +102,15 @@ class WebPage:
             self._route("/page/login", "POST", self.log_in, needs_login=False),
             self._route("/page/logout", "POST", self.log_out, needs_login=False),
             *(self._route(path, method, endpoint) for path, method, endpoint in table),
-            Route("/page", self._redirect_to_page, methods=["GET"]),
+            self._route("/page", "GET", self._redirect_to_page, needs_login=False),
             self._route("/page/{name:path}", "GET", self.file, needs_login=False),
         ]
 
-    def _route(
-        self, path: str, method: Literal["GET", "POST"], endpoint: Endpoint, *, needs_login: bool = True
-    ) -> Route:
+    def _route(self, path: str, method: str, endpoint: Endpoint, *, needs_login: bool = True) -> Route:
         scopes: Scopes = scopes_of(method, path) if needs_login else frozenset()
+        headers = (PAGE_HEADER,) if method == "POST" else ()
+        access: Access = "page" if needs_login else "public"
+        operation = describe_operation(path, method, endpoint, access, scopes=scopes, headers=headers)
 
         async def serve(request: Request) -> Response:
             try:
@@ -121,31 +118,35 @@ class WebPage:
                     require_same_origin(request)
                 if needs_login:
                     self.login.require(request, scopes)
-                return await endpoint(request)
+                return await endpoint(request, **await operation.read_arguments(request))
             except TurngateError as error:
                 response = error_response(error)
                 if isinstance(error, TooManyRequests):
                     response.headers["retry-after"] = str(int(error.wait_s) + 1)
                 return response
 
-        return Route(path, serve, methods=[method])
+        return ApiRoute(operation, serve)
 
-    async def _redirect_to_page(self, request: Request) -> Response:
+    async def _redirect_to_page(self, request: Request) -> RedirectResponse:
+        """Redirect to the page."""
         return RedirectResponse("/page/", 307)
 
     async def file(self, request: Request) -> Response:
+        """Return a file of the page."""
         return self._files.serve(request, request.path_params["name"])
 
-    async def log_in(self, request: Request) -> Response:
-        body = await decode_body(request, LoginBody)
+    async def log_in(self, request: Request, body: LoginBody) -> Response:
+        """Log in to the page with a key. The reply sets a cookie."""
         token, end = self.login.log_in(request, body.key)
         return set_login_cookie(json_response({"expires": end}), request, token, COOKIE_LIFETIME_S)
 
     async def log_out(self, request: Request) -> Response:
+        """Log out."""
         self.login.log_out(request)
         return set_login_cookie(json_response({}), request, "", 0)
 
     async def show_login(self, request: Request) -> Response:
+        """Return when the login expires."""
         return json_response({"expires": self.login.require(request)})
 
     def _describe_gateway(self) -> dict[str, Json]:

@@ -19,7 +19,7 @@ from turngate.errors import Stopping
 from turngate.gateway.engine_changes import LocalEngines
 from turngate.server.app import Gateway
 from turngate.server.engines import EngineRoutes
-from turngate.server.http import decode_body, json_response, route
+from turngate.server.http import json_response, route
 from turngate.server.weights import FenceRoutes
 from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
 from turngate.telemetry.metrics import MetricsSnapshot
@@ -47,6 +47,10 @@ class WorkerEngine(msgspec.Struct, frozen=True):
     """A request to wait until the worker has no calls at an engine."""
 
     url: str
+
+
+class WorkerMetricsQuery(msgspec.Struct, frozen=True):
+    project: str | None = None  # None: all projects
 
 
 class Coordinator:
@@ -199,8 +203,7 @@ class Coordinator:
         await self._gateway.fence.drain()
         return self._fence_response()
 
-    async def worker_resume(self, request: Request) -> Response:
-        body = await decode_body(request, WorkerResume)
+    async def worker_resume(self, request: Request, body: WorkerResume) -> Response:
         self._gateway.fence.check(body.version, body.model)
         await self._gateway.replicas.prepare(body.version, check=body.check)
         self._gateway.fence.resume(body.version, body.model)
@@ -211,16 +214,14 @@ class Coordinator:
         await self._local_engines.sync()
         return self._fence_response()
 
-    async def worker_wait_for_engine(self, request: Request) -> Response:
-        body = await decode_body(request, WorkerEngine)
+    async def worker_wait_for_engine(self, request: Request, body: WorkerEngine) -> Response:
         await self._local_engines.wait_until_idle(body.url)
         return self._fence_response()
 
-    async def worker_metrics(self, request: Request) -> Response:
-        project = request.query_params.get("project")
-        if project is None:
+    async def worker_metrics(self, request: Request, query: WorkerMetricsQuery) -> Response:
+        if query.project is None:
             return json_response(await self._gateway.metrics_endpoint.snapshot())
-        return json_response(self._gateway.find_project(project).metrics_endpoint.project_snapshot())
+        return json_response(self._gateway.find_project(query.project).metrics_endpoint.project_snapshot())
 
     def _fence_response(self) -> Response:
         fence = self._gateway.fence

@@ -41,7 +41,8 @@ from turngate.server.asgi import (
     read_body,
     send_or_give_up,
 )
-from turngate.server.http import MAX_BODY, bearer_key
+from turngate.server.decoding import MAX_BODY
+from turngate.server.http import bearer_key
 from turngate.server.model_calls import respond_error
 from turngate.server.routing import SESSION_PREFIX, DialectRoutes, client_host, dialect_of
 from turngate.server.web.files import add_security_headers, is_page_path

@@ -1,0 +1,71 @@
+"""Parameters in the address of a request: which texts are read, and what an error says."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import pytest
+from starlette.datastructures import QueryParams
+
+from turngate.errors import BadRequest
+from turngate.server.decoding import Seconds, Whole, decode_query
+
+
+class ExampleQuery(msgspec.Struct, frozen=True, rename={"kind": "class"}):
+    name: str = ""
+    number: Whole = 7
+    other: Whole | None = None
+    wait: Seconds = 0.0
+    flag: bool = False
+    order: Literal["asc", "desc"] = "desc"
+    kind: tuple[Literal["a", "b"], ...] = ()
+
+
+class RequiredQuery(msgspec.Struct, frozen=True):
+    rollout: str
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ExampleQuery()),
+        ("unknown=1", ExampleQuery()),
+        ("name=a%20b&number=0&other=999999999999999999", ExampleQuery("a b", 0, 10**18 - 1)),
+        ("wait=1.5&order=asc", ExampleQuery(wait=1.5, order="asc")),
+        ("number=1&number=2", ExampleQuery(number=2)),
+        ("class=a&class=&class=b", ExampleQuery(kind=("a", "b"))),
+        *((f"flag={text}", ExampleQuery(flag=True)) for text in ("1", "true", "True", "yes", "on")),
+        *((f"flag={text}", ExampleQuery(flag=False)) for text in ("", "0", "false", "no", "off")),
+    ],
+)
+def test_texts_that_are_read(text: str, expected: ExampleQuery) -> None:
+    assert decode_query(QueryParams(text), ExampleQuery) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("number=x", "number must be a whole number, 0 or more, not 'x'"),
+        ("number=-1", "number must be a whole number, 0 or more, not '-1'"),
+        ("number=1000000000000000000", "number must be a whole number, 0 or more, not '1000000000000000000'"),
+        ("number=%D9%A3", "number must be a whole number, 0 or more, not '٣'"),
+        ("other=", "other must be a whole number, 0 or more, not ''"),
+        ("wait=nan", "wait must be a number of seconds, 0 or more, not 'nan'"),
+        ("wait=inf", "wait must be a number of seconds, 0 or more, not 'inf'"),
+        ("flag=maybe", "flag must be 1 or 0, not 'maybe'"),
+        ("order=up", "order must be one of asc, desc, not 'up'"),
+        ("class=a&class=c", "class must be one of a, b, not 'c'"),
+        ("order=" + "x" * 200, f"order must be one of asc, desc, not '{'x' * 100}'"),
+    ],
+)
+def test_errors_name_the_parameter(text: str, message: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        decode_query(QueryParams(text), ExampleQuery)
+    assert error.value.message == message
+    assert error.value.param == text.partition("=")[0]
+
+
+def test_missing_parameter_is_named() -> None:
+    with pytest.raises(BadRequest, match="rollout is missing; add it to the address"):
+        decode_query(QueryParams(""), RequiredQuery)

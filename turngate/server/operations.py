@@ -1,0 +1,119 @@
+"""The operations of the HTTP API: what each route takes and returns, read from the signature of its endpoint.
+
+An endpoint declares its input as parameters: `body` is decoded from the request's body, `query` from its address. `JsonReply[T]` as its
+return type declares the reply. The OpenAPI document is made of these declarations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from turngate.errors import BadRequest, TurngateError
+from turngate.server.decoding import MSGPACK, decode_body, decode_msgpack, decode_query
+from turngate.server.scopes import Scopes
+
+T = TypeVar("T")
+JSON = "application/json"
+CHUNK_BYTES = 256 * 1024
+Endpoint = Callable[..., Awaitable[Response]]
+# Who may call an operation. key: a key with one of the scopes. session: the session's secret or, if the path names the session, such a key.
+# page: a browser that is logged in to the page.
+Access = Literal["public", "key", "any key", "session", "page"]
+
+
+class JsonReply(Response, Generic[T]):
+    """A JSON response with a `T`. A large one is sent in chunks, so that other requests are served in between."""
+
+    media_type = JSON
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= CHUNK_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), CHUNK_BYTES):
+            part = self.body[start : start + CHUNK_BYTES]
+            more = start + CHUNK_BYTES < len(self.body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await asyncio.sleep(0)
+
+
+class CreatedReply(JsonReply[T]):
+    """A JSON response with a `T` that was created."""
+
+
+class EventStreamReply(StreamingResponse):
+    """A response of server-sent events."""
+
+    media_type = "text/event-stream"
+
+
+class MsgpackReply(Response, Generic[T]):
+    """A msgpack response with a `T`."""
+
+    media_type = MSGPACK
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """One route and method of the API. A type of None means that the operation does not declare it."""
+
+    path: str  # as Starlette writes it, such as `/admin/sessions/{id}/tools/{call:int}/answer`
+    method: str
+    access: Access
+    scopes: Scopes = frozenset()
+    summary: str = ""
+    body: type | None = None
+    body_media: str = JSON
+    query: type | None = None
+    reply: Any = None
+    reply_media: str = JSON
+    status: int = 200
+    dialect: str = ""  # whose errors and key headers it has; empty: those of the native API
+    headers: tuple[str, ...] = ()  # that a request must have
+    invalid: type[TurngateError] = BadRequest  # raised for an invalid body
+
+    async def read_arguments(self, request: Request) -> dict[str, object]:
+        """Decode what the endpoint declares."""
+        arguments: dict[str, object] = {}
+        if self.query is not None:
+            arguments["query"] = decode_query(request.query_params, self.query)
+        if self.body is not None and self.body_media == MSGPACK:
+            arguments["body"] = await decode_msgpack(request, self.body)
+        elif self.body is not None:
+            arguments["body"] = await decode_body(request, self.body, wrong=self.invalid)
+        return arguments
+
+
+class ApiRoute(Route):
+    """A Starlette route with the operation that it serves."""
+
+    def __init__(self, operation: Operation, serve: Callable[[Request], Awaitable[Response]]) -> None:
+        super().__init__(operation.path, serve, methods=[operation.method])
+        self.operation = operation
+
+
+def describe_operation(path: str, method: str, endpoint: Callable[..., Any], access: Access, **more: Any) -> Operation:
+    """Return the operation of an endpoint, from its signature and docstring. `more` are further fields."""
+    hints = get_type_hints(endpoint)
+    reply = hints.get("return")
+    kind = get_origin(reply) or reply
+    more = {"reply_media": getattr(kind, "media_type", None) or JSON, **more}
+    return Operation(
+        path=path,
+        method=method,
+        access=access,
+        summary=(endpoint.__doc__ or "").partition("\n")[0],
+        body=hints.get("body"),
+        query=hints.get("query"),
+        reply=(get_args(reply) or (None,))[0],
+        status=201 if kind is CreatedReply else 200,
+        **more,
+    )
