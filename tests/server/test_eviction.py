@@ -390,6 +390,22 @@ async def test_eviction_frees_trace_without_garbage_collection() -> None:
         assert len(await g.turns(ended.id)) == len(await g.turns(idle.id)) == 1
 
 
+async def test_longest_unused_sessions_above_the_limit_are_evicted() -> None:
+    async with gateway([say("One.")] * 6, max_loaded=2, rest_s=0) as g:
+        sessions = [await g.open() for _ in range(4)]
+        for session in sessions:
+            await g.ask(session.key, HI)
+        await g.app.evictor.sweep(time.time())
+        assert [live_session(g, s.id).is_evicted for s in sessions] == [True, True, False, False]
+        await g.ask(sessions[0].key, HI)
+        await g.app.evictor.sweep(time.time())
+        assert [live_session(g, s.id).is_evicted for s in sessions] == [False, True, True, False]
+        assert g.app.evictor.interval_s == 1.0
+        assert [len(await g.turns(s.id)) for s in sessions] == [2, 1, 1, 1]
+    with pytest.raises(ConfigError, match=r"max_loaded must be 0 \(no limit\) or greater, not -1"):
+        load_config(None, {"max_loaded": -1})
+
+
 async def test_zero_rest_s_disables_eviction(tmp_path: Path) -> None:
     async with gateway([say("One.")], rest_s=0) as g:
         session = await g.open()

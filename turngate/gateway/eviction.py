@@ -1,14 +1,16 @@
-"""Evict the traces of ended sessions, and of those idle for `rest_s` seconds, from memory. See docs/decisions/0013-eviction.md.
+"""Evict the traces of ended and idle sessions from memory. See docs/decisions/0013-eviction.md.
 
     a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
-An agent may run tests for an hour between two calls, or never call again.
+An agent may run tests for an hour between two calls, or never call again. If more than `max_loaded` sessions are in memory, those whose
+last call was longest ago are evicted sooner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import heapq
 import math
 import time
 from functools import cache, partial
@@ -22,15 +24,17 @@ from turngate.trace.tree import Trace
 _BATCH = 16  # sessions evicted in a row while turns wait; each takes 0.1 ms or more
 _TRIM_S = 10.0  # between two calls of `trim_memory`, which delays turns
 _SHORTEST_S = 0.01  # minimum interval between sweeps
+_COUNT_S = 1.0  # maximum interval between sweeps if the number of sessions in memory is limited
 
 
 class Evictor:
-    """Evicts sessions that had no call for `rest_s` seconds. With 0, evicts only ended sessions."""
+    """Evicts sessions that had no call for `rest_s` seconds, and the longest unused ones above `max_loaded`. 0 turns either off."""
 
-    def __init__(self, store: Store, sessions: Sessions, rest_s: float) -> None:
+    def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded: int = 0) -> None:
         self._store = store
         self._sessions = sessions
         self._rest_s = rest_s or math.inf
+        self._max_loaded = max_loaded or math.inf
         self._ended: list[Session] = []  # ended sessions that were still busy at the last sweep
         self._evicted = 0  # number evicted since the last trim
         self._trimmed = 0.0
@@ -38,14 +42,14 @@ class Evictor:
     @property
     def interval_s(self) -> float:
         """Seconds between sweeps."""
-        return min(30.0, max(_SHORTEST_S, self._rest_s / 4))
+        longest = 30.0 if self._max_loaded == math.inf else _COUNT_S
+        return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
     async def sweep(self, now: float) -> int:
         """Evict every session that can be evicted and return how many were."""
         ended, self._ended = self._ended + self._sessions.take_ended(), []
-        unused = [s for s in self._sessions.live() if not s.is_evicted and self._is_unused(s, now)]
         evicted = 0
-        for n, session in enumerate(unused + ended, 1):
+        for n, session in enumerate(self._choose(now) + ended, 1):
             evicted += self._evict(session, now)
             if n % _BATCH == 0:
                 await asyncio.sleep(0)
@@ -55,13 +59,22 @@ class Evictor:
             await asyncio.to_thread(trim_memory)
         return evicted
 
-    def _is_unused(self, session: Session, now: float) -> bool:
-        return session.status != "open" or now - session.last_used > self._rest_s
+    def _choose(self, now: float) -> list[Session]:
+        """Return the sessions to evict."""
+        loaded = [session for session in self._sessions.live() if not session.is_evicted]
+        unused = [s for s in loaded if s.status != "open" or now - s.last_used > self._rest_s]
+        excess = len(loaded) - len(unused) - self._max_loaded
+        if excess <= 0:
+            return unused
+        idle = {s.id: s for s in loaded if not s.busy}
+        for session in unused:
+            idle.pop(session.id, None)
+        return unused + heapq.nsmallest(int(excess), idle.values(), key=lambda s: s.last_used)
 
     def _evict(self, session: Session, now: float) -> bool:
         if session.busy and session.status != "open":
             self._ended.append(session)  # for the next sweep
-        if session.busy or not self._is_unused(session, now):
+        if session.busy or (session.status == "open" and session.last_used > now):  # used since it was chosen
             return False
         session.evict(partial(self._load_trace, session.key))
         return True
