@@ -80,11 +80,17 @@ class Agent:
         self.latencies: list[float] = []
 
     async def turn(self) -> None:
+        self._accept(*await self._call())
+
+    async def _call(self) -> tuple[int, bytes]:
         body = b'{"messages":[' + b",".join(self._messages) + self._tail
         self.sizes.append(len(body))
         began = time.perf_counter()
         status, reply = await self._http.send("POST", "/v1/chat/completions", body, self._key)
         self.latencies.append(time.perf_counter() - began)
+        return status, reply
+
+    def _accept(self, status: int, reply: bytes) -> None:
         if status != 200:
             raise SystemExit(f"bench: the gateway answered {status}: {reply[:500]!r}")
         self._append_reply(_collect_stream(reply) if self._stream else json.loads(reply)["choices"][0])

@@ -7,7 +7,8 @@ driver has prepared, in the requested form (`return_token_ids`, `return_tokens_a
 bytes with the last request of the same session. A prompt that is not the last prompt, the last answer and something new counts as broken.
 
 In addition to vLLM's routes, `GET /bench/report` returns what each session sent, and `GET /bench/pace/MS` sets the time between streamed
-tokens.
+tokens. `GET /bench/fault/KIND` makes calls fail from now on: `reset` closes the connection, `error` answers 500, `slow` answers late, and
+`none` ends it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import uvloop
 
 MODEL = "bench"
 MAX_MODEL_LEN = 1_000_000
+SLOW_S = 2.0
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _SESSION = re.compile(rb"\r\nx-session-id: *([^\r]+)", re.IGNORECASE)
 _PROMPT = b'"prompt":['
@@ -84,11 +86,14 @@ class Engine:
         self.answers = answers
         self.omit_prompt_ids = omit_prompt_ids
         self.pace_s = 0.0
+        self.fault = "none"
         self.sessions: dict[str, SessionLog] = {}
 
     def document(self, path: str) -> bytes:
         if path.startswith("/bench/pace/"):
             self.pace_s = float(path.rpartition("/")[2]) / 1000
+        if path.startswith("/bench/fault/"):
+            self.fault = path.rpartition("/")[2]
         if path == "/bench/report":
             seen = {name: _report(session) for name, session in self.sessions.items()}
             self.sessions = {}
@@ -148,6 +153,16 @@ class Connection(asyncio.Protocol):
         if method == b"GET":
             self._reply(self._engine.document(path.decode()))
             return
+        if self._engine.fault == "slow":
+            asyncio.get_running_loop().call_later(SLOW_S, self._answer, head, body)
+        elif self._engine.fault == "reset":
+            self._transport.abort()
+        elif self._engine.fault == "error":
+            self._transport.write(_ERROR)
+        else:
+            self._answer(head, body)
+
+    def _answer(self, head: bytes, body: bytes) -> None:
         start = body.find(_PROMPT) + len(_PROMPT)
         end = body.find(b"]", start)
         prompt, rest = body[start:end], body[end:] + body[:start]
@@ -176,6 +191,7 @@ class Connection(asyncio.Protocol):
         )
 
 
+_ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"

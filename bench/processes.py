@@ -100,6 +100,7 @@ class Gateway(Process):
         workers: int = 1,
         script: Path | None = None,
         shared: str = "",
+        arguments: Sequence[str] = (),
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
@@ -113,7 +114,7 @@ class Gateway(Process):
         command += ["--workers", str(workers)] if workers > 1 else []
         vllm = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
         command += [*(["--engine", "scripted", "--script", str(script)] if script else vllm), "--model", "bench"]
-        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
+        super().__init__([*command, "--tokenizer", str(tokenizer), *arguments], port, folder / f"{name}.log", env, tree)
 
 
 def cpu_s(pid: int) -> float:

@@ -33,8 +33,8 @@ async def _watch_loop() -> None:
             delays.append((waited, min(waited, (time.thread_time() - computed) * 1000)))
 
 
-async def _start_and_watch(self: Gateway) -> None:
-    await _start(self)
+async def _start_and_watch(self: Gateway, url: str = "") -> None:
+    await _start(self, url)
     self._watch = asyncio.create_task(_watch_loop())  # type: ignore[attr-defined]  # keeps a reference, so that it is not garbage-collected
 
 
