@@ -231,8 +231,13 @@ def _full_reply(sampled: SampledTokens) -> bytes:
         "prompt_token_ids": "@PROMPT@",
         "routed_experts": None,
     }
-    # `usage` has a fixed prompt length, because the gateway does not read it.
-    usage = {"prompt_tokens": 17_000, "total_tokens": 17_064, "completion_tokens": 64, "prompt_tokens_details": None}
+    # The gateway compares the number of sampled tokens, and does not read the length of the prompt.
+    usage = {
+        "prompt_tokens": 17_000,
+        "total_tokens": 17_064,
+        "completion_tokens": len(sampled.ids),
+        "prompt_tokens_details": None,
+    }
     response = {
         **_HEAD,
         "choices": [choice],

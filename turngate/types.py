@@ -31,6 +31,7 @@ BATCH_STREAM = "batch:"  # prefix of a batch's event stream; the batch id follow
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # as engines send it; fits into `ID_DTYPE`
 
 NO_IDS: Ids = np.empty(0, ID_DTYPE)
 

@@ -31,6 +31,30 @@ def event(value: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+def completion(
+    ids: list[int] | None, logprobs: list[float | None] | None = None, finish: str | None = None, **choice: Any
+) -> dict[str, Any]:
+    """One event of vLLM's `/v1/completions` stream."""
+    given = None
+    if logprobs is not None:
+        tokens = [f"t{token}" for token in ids or []]
+        tops = [None if value is None else {"x": value} for value in logprobs]
+        given = {"text_offset": [0] * len(tokens), "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
+    fields = {"index": 0, "text": "x", "logprobs": given, "finish_reason": finish, "stop_reason": None}
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+    return {**head, "choices": [{**fields, "token_ids": ids, **choice}]}
+
+
+def generated(ids: list[int], logprobs: list[float] | None, finish: str | None = None, **top: Any) -> dict[str, Any]:
+    """One event of a `/inference/v1/generate` stream."""
+    content = None
+    if logprobs is not None:
+        pairs = [{"token_id": token, "logprob": value, "rank": 1} for token, value in zip(ids, logprobs, strict=True)]
+        content = {"content": [{**pair, "top_logprobs": [pair]} for pair in pairs]}
+    choice = {"index": 0, "logprobs": content, "finish_reason": finish, "token_ids": ids, "weight_versions": None}
+    return {"request_id": "r", "usage": None, "choices": [choice], "output_mode": "tokens", **top}
+
+
 class StandIn:
     """One server. `answer` handles POSTs; GETs are served from `documents` by path."""
 

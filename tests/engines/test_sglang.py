@@ -239,6 +239,7 @@ async def test_null_logprobs_stay_null() -> None:
         (output([5], [[-0.1, 5, None]], 1, {"type": "odd"}), "'odd'"),
         ({"text": "only text"}, "meta_info"),
         ({"output_ids": [5], "meta_info": {}}, "cannot be decoded"),
+        (output([-5], [[-0.1, -5, None]], 1, STOP), "cannot be decoded"),
     ],
 )
 async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:

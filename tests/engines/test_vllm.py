@@ -18,7 +18,9 @@ from tests.engines.standins import (
     answer_stream,
     answer_with,
     collect,
+    completion,
     event,
+    generated,
     make_request,
     serving,
 )
@@ -38,30 +40,6 @@ from turngate.errors import (
 from turngate.types import Constraint, ReasoningTokens, Sampling
 
 pytestmark = pytest.mark.asyncio
-
-
-def completion(
-    ids: list[int] | None, logprobs: list[float | None] | None = None, finish: str | None = None, **choice: Any
-) -> dict[str, Any]:
-    """One event of vLLM's `/v1/completions` stream."""
-    given = None
-    if logprobs is not None:
-        tokens = [f"t{token}" for token in ids or []]
-        tops = [None if value is None else {"x": value} for value in logprobs]
-        given = {"text_offset": [0] * len(tokens), "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
-    fields = {"index": 0, "text": "x", "logprobs": given, "finish_reason": finish, "stop_reason": None}
-    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
-    return {**head, "choices": [{**fields, "token_ids": ids, **choice}]}
-
-
-def generated(ids: list[int], logprobs: list[float] | None, finish: str | None = None, **top: Any) -> dict[str, Any]:
-    """One event of a `/inference/v1/generate` stream."""
-    content = None
-    if logprobs is not None:
-        pairs = [{"token_id": token, "logprob": value, "rank": 1} for token, value in zip(ids, logprobs, strict=True)]
-        content = {"content": [{**pair, "top_logprobs": [pair]} for pair in pairs]}
-    choice = {"index": 0, "logprobs": content, "finish_reason": finish, "token_ids": ids, "weight_versions": None}
-    return {"request_id": "r", "usage": None, "choices": [choice], "output_mode": "tokens", **top}
 
 
 @asynccontextmanager
@@ -324,6 +302,9 @@ async def test_missing_logprobs_stay_none() -> None:
         (completion([5], [-0.1, -0.2], "stop"), "2 log-probabilities for 1 tokens"),
         (completion(None, None, "stop"), "return_tokens_as_token_ids"),
         (completion([5], [-0.1], "error"), "'error'"),
+        (completion([-5], [-0.1], "stop"), "cannot be decoded"),
+        (completion([2**31], [-0.1], "stop"), "cannot be decoded"),
+        ({**completion([5, 6], [-0.1, -0.2], "stop"), "usage": {"completion_tokens": 3}}, "2 tokens, but .* sampled 3"),
     ],
 )
 async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
@@ -333,6 +314,20 @@ async def test_inconsistent_response_raises(body: dict[str, Any], expected: str)
             with pytest.raises(EngineError, match=expected):
                 async with engine.generate(make_request(stream=stream)) as chunks:
                     await collect(chunks)
+
+
+async def test_repeated_or_missing_event_raises() -> None:
+    """Only the count at the end of the stream shows it."""
+    first, last = event(completion([5, 6], [-0.1, -0.2])), event(completion([7], [-0.3], "stop"))
+    usage = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}})
+    for parts, sent in (([first, first, last], 5), ([last], 1), ([first, last], 3)):
+        server = StandIn(answer_stream(*parts, 0.01, usage, DONE))
+        async with serving(server), engine_of(server) as engine:
+            if sent == 3:
+                assert (await whole_of(engine)).ids == [5, 6, 7]
+                continue
+            with pytest.raises(EngineError, match=f"sent {sent} tokens, but says that it sampled 3"):
+                await whole_of(engine)
 
 
 async def test_malformed_json_raises() -> None:

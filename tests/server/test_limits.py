@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import openai
 import pytest
 
-from tests.kit import CLIENT_MODES, Gated, Reply, gateway, say, tokenizer, until, user
+from tests.kit import CLIENT_MODES, Gated, Reply, gateway, renderer, say, tokenizer, until, user
 from tests.speed import scaled
+from tests.verify.kit import verify_all
 from turngate.engines.scripted import Scripted
 
 HI = [user("Hi")]
@@ -196,3 +198,19 @@ async def test_model_and_session_context_limits_both_apply() -> None:
         narrow, wide = await g.open(limits={"context_tokens": 30}), await g.open(limits={"context_tokens": 1000})
         assert (await g.ask(narrow.key, HI)).usage.total_tokens == 30
         assert (await g.ask(wide.key, HI)).usage.total_tokens == 40
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+async def test_clock_that_is_set_ends_no_session(
+    jump_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither the time limit nor the recorded times follow a jump of the machine's clock."""
+    real = time.time
+    async with gateway([say("One."), say("Two.")], data=tmp_path) as g:
+        session = await g.open(limits={"seconds": 600})
+        first = await g.ask(session.key, HI)
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+        assert (await g.ask(session.key, [*HI, first.message(), user("Go on")])).content == "Two."
+        await g.seal(session.id)
+        monkeypatch.undo()
+    verify_all(tmp_path, renderer=renderer())

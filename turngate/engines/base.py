@@ -65,6 +65,7 @@ class Chunk(msgspec.Struct, frozen=True):
     of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
     log-probabilities, if requested. `cached` is the number of prompt tokens that the engine had in its cache, if it reports it.
     `version_runs` lists the policy versions of all tokens of the reply so far as (version, tokens), if the engine reports them.
+    `counted` is the number of tokens that the engine says it has sampled in the whole reply, if it reports it.
     """
 
     ids: Sequence[int]
@@ -75,6 +76,7 @@ class Chunk(msgspec.Struct, frozen=True):
     alternatives: Sequence[Mapping[int, float]] | None = None
     cached: int | None = None
     version_runs: VersionRuns | None = None
+    counted: int | None = None
 
 
 def refuse_top_logprobs(name: str, request: Generate) -> None:

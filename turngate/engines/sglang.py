@@ -31,7 +31,7 @@ from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
-from turngate.types import Constraint, Sampling
+from turngate.types import Constraint, Sampling, TokenId
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class _Position(msgspec.Struct, array_like=True):
     """One sampled token: `[logprob, token_id, text]`. The text is not decoded."""
 
     logprob: float | None
-    token_id: int
+    token_id: TokenId
 
 
 class _Finish(msgspec.Struct):
@@ -64,7 +64,7 @@ class _Event(msgspec.Struct):
     """A response or a stream event."""
 
     meta_info: _Meta | None = None
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
     error: msgspec.Raw = msgspec.Raw()
 
 

@@ -28,7 +28,7 @@ from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, parse_vllm_metrics
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
-from turngate.types import Constraint, Json, Sampling
+from turngate.types import Constraint, Json, Sampling, TokenId
 
 Api = Literal["completions", "generate"]
 
@@ -41,7 +41,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 class _Position(msgspec.Struct):
     """One sampled token in the `generate` API."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float | None = None
 
 
@@ -55,7 +55,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str = ""
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None  # of the whole reply, at its end; only in the `generate` API
@@ -68,6 +68,7 @@ class _PromptDetails(msgspec.Struct):
 class _Usage(msgspec.Struct):
     """The usage at the end of a reply. vLLM reports cached tokens if it was started with `--enable-prompt-tokens-details`."""
 
+    completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -126,7 +127,7 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-_ids = msgspec.json.Decoder(list[int])
+_ids = msgspec.json.Decoder(list[TokenId])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 _decode_top = msgspec.json.Decoder(_TopEvent).decode
@@ -324,6 +325,7 @@ class VLLM:
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         cached: int | None = None
+        counted: int | None = None
         spans: list[VersionSpan] | None = None
         for event in self._client.decode_all(_decode_echo if echo else _decode, batch):
             if event.error and is_present(event.error):
@@ -342,15 +344,17 @@ class VLLM:
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
                     spans = choice.weight_versions
-            if event.usage is not None and event.usage.prompt_tokens_details is not None:
-                cached = event.usage.prompt_tokens_details.cached_tokens
+            if event.usage is not None:
+                counted = event.usage.completion_tokens
+                if event.usage.prompt_tokens_details is not None:
+                    cached = event.usage.prompt_tokens_details.cached_tokens
             if echo:
                 prompt = prompt or _prompt(event)
         ids += self._parse_names(names)
-        if not ids and finish is None and prompt is None and cached is None:
+        if not ids and finish is None and prompt is None and cached is None and counted is None:
             return None
         runs = self._expected.read_runs(spans, request)
-        return Chunk(ids, clean_logprobs(logprobs), finish, prompt, cached=cached, version_runs=runs)
+        return Chunk(ids, clean_logprobs(logprobs), finish, prompt, cached=cached, version_runs=runs, counted=counted)
 
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
         """Return the `count` most likely ids at each position of the events. vLLM also lists a sampled token that is not among them."""
@@ -406,7 +410,7 @@ class VLLMGeneration:
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
         self._reply: Reply
-        self._started = False  # whether anything was sampled
+        self._sampled = 0  # tokens received so far
         self._read = False  # whether the body of a non-streamed reply was read
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
@@ -431,23 +435,27 @@ class VLLMGeneration:
             alternatives = self._engine.alternatives(batch, self._request.top_logprobs)
             chunk = msgspec.structs.replace(chunk, alternatives=alternatives)
         self._reply.finished = chunk.finish is not None
-        self._started = self._started or bool(chunk.ids)
-        if chunk.finish == "abort" and not self._started:
+        self._sampled += len(chunk.ids)
+        if chunk.finish == "abort" and not self._sampled:
             raise make_abort_error(self._engine.name)
-        if self._reply.finished and chunk.cached is None and self._request.stream and not self._reply.done:
-            cached = await self._read_usage()
-            return chunk if cached is None else msgspec.structs.replace(chunk, cached=cached)
+        if self._reply.finished:
+            if chunk.counted is None and self._request.stream and not self._reply.done:
+                chunk = await self._read_usage(chunk)
+            if chunk.counted not in (None, self._sampled) and chunk.finish != "abort":
+                raise EngineError(
+                    f"{self._engine.name} sent {self._sampled} tokens, but says that it sampled {chunk.counted}"
+                )
         return chunk
 
-    async def _read_usage(self) -> int | None:
-        """Read the reply to its end, where the usage is. Leaving it would drain it in any case."""
+    async def _read_usage(self, chunk: Chunk) -> Chunk:
+        """Read the reply to its end, where the usage is, and add that to the last chunk. Leaving it would drain it in any case."""
         with suppress(TurngateError, TimeoutError):  # the generation is complete
             async with asyncio.timeout(http.DRAIN_S):
                 while (batch := await self._reply.batch()) is not None:
                     last = self._engine.chunk(batch, self._request)
-                    if last is not None and last.cached is not None:
-                        return last.cached
-        return None
+                    if last is not None and last.counted is not None:
+                        return msgspec.structs.replace(chunk, cached=last.cached, counted=last.counted)
+        return chunk
 
     async def _batch(self) -> list[bytes]:
         """Return the next events. A reply that is not streamed is a single event."""
@@ -458,7 +466,7 @@ class VLLMGeneration:
             self._read, batch = True, [await self._reply.document()]
         if batch is not None:
             return batch
-        if self._reply.done and not self._started:  # how a `completions` stream ends after an abort
+        if self._reply.done and not self._sampled:  # how a `completions` stream ends after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 import numpy as np
 
+from turngate.common import clock
 from turngate.engines.base import RelayChunk, VersionRuns
 from turngate.gateway.prompt import Prompt
 from turngate.telemetry.metrics import CallTiming
@@ -84,7 +84,7 @@ class TurnDraft:
         self.timing = timing
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
-        self.started = time.time()
+        self.started = clock.now()
         self.begun_at = version  # the policy version at the start of the call
         self.version_start = version
         self.version_end = version

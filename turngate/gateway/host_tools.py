@@ -7,12 +7,12 @@ latest when that time is up or when the session or the gateway ends.
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import lru_cache
 
 import msgspec
 
 from turngate.client.protocol import ToolCallView
+from turngate.common import clock
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.store.sqlite import Store
@@ -44,7 +44,7 @@ class HostTools:
         tool = self.find(session, name)
         arguments = await _check_arguments(tool, body)
         session.require_open()  # checking may have taken a while
-        session.last_used = time.time()
+        session.last_used = clock.now()
         key = idempotency_key[:MAX_KEY]
         known = self._calls.find_repeat(session.key, key) if key else None
         if known is not None and (known.tool, bytes(known.arguments)) != (tool.name, arguments):
@@ -72,7 +72,7 @@ class HostTools:
         self._waiting[pending] = self._waiting.get(pending, 0) + 1
         end = call.called + (tool.wait_s or 0)
         deadline = session.deadline()
-        left = (end if deadline is None else min(end, deadline)) - time.time()
+        left = (end if deadline is None else min(end, deadline)) - clock.now()
         try:
             await asyncio.wait([pending], timeout=max(0.0, left))
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from turngate.common import clock
 from turngate.errors import TurngateError
 from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
@@ -43,7 +44,7 @@ class Housekeeper:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
-            await self._evictor.sweep(time.time())
+            await self._evictor.sweep(clock.now())
             if self._event_s and time.time() - self._pruned > _PRUNE_S:
                 self._pruned = time.time()
                 self._prune_events(self._pruned - self._event_s)
@@ -58,7 +59,7 @@ class Housekeeper:
             log.warning("cannot remove old events: %s", error.message)
 
     async def _seal_idle(self) -> None:
-        for session_id in self._sessions.find_idle(time.time(), self._idle_s):
+        for session_id in self._sessions.find_idle(clock.now(), self._idle_s):
             try:
                 await self._sessions.seal(session_id, "idle")
             except TurngateError as error:

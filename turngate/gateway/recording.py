@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 import msgspec
 import numpy as np
 
+from turngate.common import clock
 from turngate.common.safe_text import make_encodable, sanitize_line
 from turngate.errors import StoreError, TurngateError
 from turngate.gateway.draft import TurnDraft
@@ -202,7 +202,7 @@ def _build_info(
         version_start=version_start,
         version_end=version_end,
         started=draft.started,
-        ended=time.time(),
+        ended=clock.now(),
         biases=draft.biases + draft.sampling.biases() + find_constraint_bias(draft.call),
         sampling=msgspec.json.encode(draft.sampling),
         reasoning_open=reasoning_open,

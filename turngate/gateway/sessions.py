@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from turngate.common import clock
 from turngate.common.sharding import SINGLE_SHARD, Shard, new_secret
 from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
@@ -62,7 +62,7 @@ class Sessions:
         self._on_end = on_end
         self._require_room = require_room
         self._project = project
-        self._started = time.time()
+        self._started = clock.now()
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
         self._by_secret: dict[bytes, str] = {
@@ -95,7 +95,7 @@ class Sessions:
             check_session_id(session_id, "id")
         secret = new_secret(session_id, "" if self._project == DEFAULT_PROJECT else self._project)
         digest = _digest(secret)
-        opened = time.time()
+        opened = clock.now()
         event = new_event(session_id, "opened", {"mode": config.mode, "model": config.model})
         try:
             key = self._store.add_session(session_id, digest, config, opened, self._vocabulary, event)
@@ -152,7 +152,7 @@ class Sessions:
             session = self._store.load(self.find_row(session_id))
             if session.status == "open" and self._shard.owns(session_id):
                 # Idle time starts now: the gateway may have been down for longer than the idle limit.
-                session.last_used = time.time()
+                session.last_used = clock.now()
                 self._live[session_id] = session
         return session
 
@@ -257,7 +257,7 @@ class Sessions:
             stop_reason = stop if stop in (STALE, SUPERSEDED) else session.stop or stop
             event = new_event(session_id, status, {"stop": stop_reason, "turns": session.turns})
             try:
-                self._store.close_session(session.key, status, stop_reason, time.time(), event)
+                self._store.close_session(session.key, status, stop_reason, clock.now(), event)
             except StoreError:
                 session.ending = ""  # the session did not end, so it must not look ended
                 raise

@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from turngate.common import clock
 from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest, check_echo
 from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavailable, NotFound, TurngateError
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
@@ -139,7 +140,7 @@ class TurnPipeline:
             raise Conflict(
                 "this session was recorded with a different tokenizer; use that tokenizer, or open a new session"
             )
-        session.last_used = time.time()
+        session.last_used = clock.now()
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names and not is_model_alias(session.config.signals, call.model):
             raise NotFound(
@@ -150,7 +151,7 @@ class TurnPipeline:
         self._recorder.require_writable()
 
     async def _run_admitted(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
-        session.require_within_limits(time.time(), session.in_flight)
+        session.require_within_limits(clock.now(), session.in_flight)
         if self._quota is not None and not self._quota.has_tokens:
             await self._quota.require_tokens()
         task = asyncio.current_task()
@@ -162,7 +163,7 @@ class TurnPipeline:
             else:
                 await self._run_in_turn(self._shares, session, call, emit, timing)
         finally:
-            session.end_call(task, time.time())
+            session.end_call(task, clock.now())
 
     async def _run_in_turn(
         self, shares: FairShares, session: Session, call: Call, emit: Emit, timing: CallTiming
@@ -190,7 +191,7 @@ class TurnPipeline:
         await self._pass_fence(session, timing)
         try:
             session.require_open()
-            session.require_within_limits(time.time(), session.in_flight - 1)
+            session.require_within_limits(clock.now(), session.in_flight - 1)
             run = self._run_observed if session.config.mode == "observe" else self._run_exact
             await run(session, call, emit, timing)
         finally:
@@ -506,4 +507,4 @@ def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
 
 def _to_loop_time(moment: float | None) -> float | None:
     """Convert a wall-clock time to the event loop's clock."""
-    return None if moment is None else moment - time.time() + asyncio.get_running_loop().time()
+    return None if moment is None else moment - clock.now() + asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from turngate.common import clock
 from turngate.store.connection import FOR_UPDATE, Connect
 from turngate.store.events import insert_event, new_event
 
@@ -55,7 +56,7 @@ class ToolCalls:
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
             if count >= most:
                 return None
-            now = time.time()
+            now = clock.now()
             answered = None if reply is None else now
             by: AnsweredBy = "" if reply is None else "tool"
             db.execute(
