@@ -4,6 +4,7 @@
 # make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed
 # make test-all   run all tests: about 40 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size
+# make chaos      inject every kind of fault at live gateways and check that nothing is lost (ten minutes; FAST=1: a sample in three; SEED=7; ROUNDS=3)
 # make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
@@ -23,7 +24,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist bench soak gauntlet clean
+.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist bench soak chaos gauntlet clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -92,6 +93,10 @@ bench: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python tools/tier.py soak
+
+# Faults of the disk need root, those of a cell PostgreSQL.
+chaos: $(READY)
+	@$(BIN)/python -m tests.chaos $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # Peers are installed on first use, each into its own environment under $$TURNGATE_CACHE/gauntlet.
 gauntlet: $(READY)

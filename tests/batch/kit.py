@@ -28,6 +28,7 @@ from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
 from turngate.rollout.spec import EndPolicy
+from turngate.sandboxes import folders
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
@@ -139,8 +140,8 @@ def storm(folder: Path, root: Path, scale: float) -> BatchPlan:
     )
 
 
-async def main(url: str, out: str, root: str, scale: str) -> int:
-    """Run a storm. Print the number of finished rollouts as it grows, then the reason if the batch stopped early."""
+async def run_plan(url: str, planned: BatchPlan) -> int:
+    """Run a batch. Print the number of finished rollouts as it grows, then the reason if the batch stopped early."""
     printed = 0
 
     def watch(tally: BatchProgress) -> None:
@@ -150,12 +151,35 @@ async def main(url: str, out: str, root: str, scale: str) -> int:
             print(printed, flush=True)
 
     async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, GatewayConnector(url) as connector:
-        result: BatchResult = await run_batch(storm(Path(out), Path(root), float(scale)), client, connector, watch)
+        result: BatchResult = await run_batch(planned, client, connector, watch)
     print(result.stopped, file=sys.stderr)
     return 0 if result.complete else 3
 
 
-if __name__ == "__main__":
+def sandbox_processes(root: Path) -> dict[int, str]:
+    """Return the processes of all sandboxes below a folder, with their command lines."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                environment = (process / "environ").read_bytes()
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if (
+                f"{folders.SANDBOX_ENV}=".encode() in environment
+                and str(root) in environment.decode("latin-1") + command
+            ):
+                found[int(process.name)] = command
+    return found
+
+
+def main(url: str, out: str, root: str, scale: str) -> int:
+    """Run a storm."""
     logging.basicConfig(level=logging.WARNING)
-    tempfile.tempdir = sys.argv[3]
-    sys.exit(asyncio.run(main(*sys.argv[1:])))
+    tempfile.tempdir = root
+    return asyncio.run(run_plan(url, storm(Path(out), Path(root), float(scale))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -25,14 +25,13 @@ from typing import Any
 import pytest
 
 from tests import kit
-from tests.batch.kit import ENDS, running_at_once, storm_tasks
+from tests.batch.kit import ENDS, running_at_once, sandbox_processes, storm_tasks
 from tests.batch.test_ledger import fill
 from tests.speed import SLOWNESS, scaled, slowness
 from turngate.client.keys import ADMIN_KEY
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.rollout.ledger import LedgerState, read_ledger
-from turngate.sandboxes import folders
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
 
@@ -134,7 +133,7 @@ async def test_batch_survives_faults_kill_and_full_disk(disk: Path, root: Path, 
         assert_sessions(state, sessions)
     ours = ("agent.py", f"turngate-{os.getuid()}")  # the second is where sandboxes put their folders
     assert [str(path) for path in root.rglob("*") if path.name not in ours] == []
-    assert sandbox_processes(root) == []
+    assert sandbox_processes(root) == {}
     assert list(out.glob("rollouts/*/work")) == []
 
 
@@ -185,17 +184,3 @@ async def every_session(gateway: kit.Running) -> dict[str, Any]:
         if len(page) < 1000:
             return found
         before = f"&before={page[-1]['key']}"
-
-
-def sandbox_processes(root: Path) -> list[str]:
-    """Return the command lines of all processes of sandboxes below a folder."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                environment = (process / "environ").read_bytes()
-                if f"{folders.SANDBOX_ENV}=local-".encode() in environment and str(root).encode() in environment:
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                pass
-    return found

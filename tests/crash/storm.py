@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy as np
 from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines.scripted import derive_logprobs
+from turngate.types import Ids
 
 ADMIN = "storm-admin-key-0123456789"
 REPLIES = [
@@ -41,34 +43,39 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "ob
 
 
 class Server:
-    """A `turngate serve` on a fixed port and data folder that can be killed and restarted."""
+    """A `turngate serve` on a fixed port and data folder that can be killed and restarted.
 
-    def __init__(self, folder: Path, durability: str, workers: int = 1) -> None:
+    `arguments` replace those of the scripted engine. `command` is `serve` or `cell`, `data` may be the URL of a shared store, and `env`
+    is added to the environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        durability: str,
+        workers: int = 1,
+        arguments: Sequence[str] | None = None,
+        command: str = "serve",
+        data: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
-        self.durability = durability
-        self.workers = workers
+        self.data = data or str(folder / "data")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        (folder / "script.json").write_text(json.dumps(REPLIES))
         self.process: subprocess.Popen[bytes] | None = None
+        self._env = {**os.environ, "TURNGATE_ADMIN_KEY": ADMIN, **(env or {})}
+        if arguments is None:
+            script = folder / "script.json"
+            script.write_text(json.dumps(REPLIES))
+            arguments = ["--script", str(script)]
+        self._argv = [sys.executable, "-m", "turngate", command, "--port", str(self.port), "--data", self.data]
+        self._argv += ["--durability", durability, *arguments]
+        self._argv += ["--workers", str(workers)] if workers > 1 else []
 
     def start(self) -> None:
-        argv = [
-            sys.executable,
-            "-m",
-            "turngate",
-            "serve",
-            "--port",
-            str(self.port),
-            "--data",
-            str(self.folder / "data"),
-        ]
-        argv += ["--script", str(self.folder / "script.json"), "--durability", self.durability]
-        argv += ["--workers", str(self.workers)] if self.workers > 1 else []
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
-                argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN}
-            )
+            self.process = subprocess.Popen(self._argv, stdout=log, stderr=log, env=self._env, cwd=self.folder)
 
     async def ready(self, limit_s: float = 30) -> None:
         """Wait until the gateway answers on a new connection; an older one may still lead to a worker of the killed front."""
@@ -167,18 +174,25 @@ class Agent:
         return {k: v for k, v in message.items() if v}
 
 
-def check_trace(agent: Agent, trace: dict[str, Any]) -> int:
-    """Check that all received answers are on one path, in order, with exact ids. Return the number of recorded turns."""
-    nodes = {node["id"]: node for node in trace["nodes"]}
+def walk_paths(trace: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Ids]]:
+    """Yield each node of a trace with all ids before it."""
     paths: dict[int | None, list[int]] = {None: []}
-    texts: dict[int | None, tuple[tuple[str, int], ...]] = {None: ()}
     for node in trace["nodes"]:
         before = paths[node["parent"]]
         paths[node["id"]] = [*before, *node["ids"]]
+        yield node, np.array(before, np.int32)
+
+
+def check_trace(agent: Agent, trace: dict[str, Any]) -> int:
+    """Check that all received answers are on one path, in order, with exact ids. Return the number of recorded turns."""
+    nodes = {node["id"]: node for node in trace["nodes"]}
+    texts: dict[int | None, tuple[tuple[str, int], ...]] = {None: ()}
+    for node, before in walk_paths(trace):
         texts[node["id"]] = texts[node["parent"]]
         if node["kind"] == "sampled":
-            expected = derive_logprobs(np.array(before, np.int32), node["ids"])
-            assert node["logprobs"] == expected, f"{agent.session}: node {node['id']} was sampled after other ids"
+            assert node["logprobs"] == derive_logprobs(before, node["ids"]), (
+                f"{agent.session}: node {node['id']} was sampled after other ids"
+            )
             message = node["message"]
             texts[node["id"]] += ((message.get("content", ""), len(message.get("tool_calls", []))),)
     expected_texts = tuple((m.get("content", ""), len(m.get("tool_calls", []))) for m in agent.received)
@@ -226,7 +240,7 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                         agent, await _read_trace(client, server, f"/admin/sessions/{agent.session}/trace")
                     )
                 received = sum(len(agent.received) for agent in agents_at_work)
-                await verify_all(server.folder / "data", agents)
+                await verify_all(server.data, agents)
                 return f"{kills} kills, {agents} agents, {received} answers received, {turns} turns recorded, none lost"
         finally:
             server.kill()
@@ -261,12 +275,20 @@ async def _read_trace(client: httpx.AsyncClient, server: Server, path: str) -> d
         await asyncio.sleep(0.1)
 
 
-async def verify_all(data: Path, sessions: int) -> None:
+async def verify_all(data: str, sessions: int) -> None:
     """Run `turngate verify` on all sessions; it must find no errors."""
-    argv = [sys.executable, "-m", "turngate", "verify", "--all", "--json", "--data", str(data)]
-    process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
-    output, _ = await process.communicate()
-    assert process.returncode == 0 and len(json.loads(output)["sessions"]) == sessions, output[:3000]
+    verdicts = await read_verdicts(data)
+    assert len(verdicts) == sessions and all(verdict["ok"] for verdict in verdicts), verdicts
+
+
+async def read_verdicts(data: str) -> list[dict[str, Any]]:
+    """Run `turngate verify` on all sessions and return its verdicts."""
+    argv = [sys.executable, "-m", "turngate", "verify", "--all", "--json", "--data", data]
+    process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = await process.communicate()
+    assert process.returncode in (0, 1), errors.decode()
+    verdicts: list[dict[str, Any]] = json.loads(output)["sessions"]
+    return verdicts
 
 
 if __name__ == "__main__":

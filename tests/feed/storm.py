@@ -47,6 +47,10 @@ def size(group: int) -> int:
     return N - 1 if group % 5 == 0 else N
 
 
+def reward_of(group: int, rollout: int) -> float:
+    return float((group * 7 + rollout * 3) % 5)
+
+
 class Runner:
     """Deterministic by group and rollout number, so that a restarted runner repeats its work."""
 
@@ -78,7 +82,7 @@ class Runner:
             await self.attempt(
                 f"{group}-{rollout}-fault", RecordedOutcome(kind="infrastructure fault", group=f"storm.{group}")
             )
-        reward = float((group * 7 + rollout * 3) % 5)
+        reward = reward_of(group, rollout)
         await self.attempt(
             f"{group}-{rollout}", RecordedOutcome(kind="graded", reward=reward, group=f"storm.{group}", task="t")
         )
@@ -203,7 +207,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 await client.open_feed("storm", CONFIG)
                 runner.start()
                 trainer.start()
-                await _wait_for_lines(folder / "trained", 1)
+                await wait_for_lines(folder / "trained", 1)
                 for n in range(kills):
                     await asyncio.sleep(rng.uniform(0.05, 0.6))
                     what = order[n % len(order)]
@@ -218,13 +222,13 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                         server.kill()
                         server.start()
                         await server.ready()
-                await _wait_for_lines(folder / "trained", len(read_trained(folder / "trained")) + 3)
+                await wait_for_lines(folder / "trained", len(read_trained(folder / "trained")) + 3)
                 (folder / "over").touch()
-                await _wait_for_exit(runner)
+                await wait_for_exit(runner)
                 groups = sorted(set().union(*(range(lane, next_group(folder, lane), LANES) for lane in range(LANES))))
                 view = await client.show_feed("storm")
                 assert view.waiting == () and view.newest == len(groups), (view, len(groups))
-                await _wait_for_lines(folder / "trained", view.newest)
+                await wait_for_lines(folder / "trained", view.newest)
                 trainer.kill()
                 lines = read_trained(folder / "trained")
                 check(lines, groups)
@@ -254,7 +258,7 @@ def check(lines: list[dict[str, Any]], groups: list[int]) -> None:
         assert entry["rows"] >= size(group)
 
 
-async def _wait_for_lines(path: Path, count: int, limit_s: float = 60) -> None:
+async def wait_for_lines(path: Path, count: int, limit_s: float = 60) -> None:
     limit = scaled(limit_s)
     end = time.monotonic() + limit
     while len(read_trained(path)) < count:
@@ -262,7 +266,7 @@ async def _wait_for_lines(path: Path, count: int, limit_s: float = 60) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _wait_for_exit(program: Program, limit_s: float = 60) -> None:
+async def wait_for_exit(program: Program, limit_s: float = 60) -> None:
     end = time.monotonic() + scaled(limit_s)
     assert program.process is not None
     while program.process.poll() is None:

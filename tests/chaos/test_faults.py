@@ -1,0 +1,38 @@
+"""A few faults of `make chaos`, with a fixed seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from tests.chaos.faults import list_faults
+from tests.chaos.sites import Site, open_single, open_workers
+from tests.chaos.suite import FAST, run_faults
+
+SINGLE = ("client: reset", "engine: truncation", "engine repeats an event", "gateway: kill -9")
+WORKERS = ("workers: kill -9 of a worker", "workers: SIGSTOP of the front")
+
+
+def test_catalog_has_forty_kinds() -> None:
+    names = [fault.name for fault in list_faults()]
+    assert len(set(names)) == len(names) >= 40
+
+
+@pytest.mark.process
+@pytest.mark.real
+@pytest.mark.full
+@pytest.mark.promise(5)
+@pytest.mark.parametrize(("open_place", "names"), [(open_single, SINGLE), (open_workers, WORKERS)])
+async def test_faults_break_no_promise(
+    open_place: Callable[[random.Random], AbstractAsyncContextManager[Site]], names: tuple[str, ...]
+) -> None:
+    faults = [fault for fault in list_faults() if fault.name in names]
+    assert len(faults) == len(names)
+    rng = random.Random(19)
+    rows = await run_faults(open_place(rng), faults, FAST, rng, lambda row: None)
+    for row in rows:
+        assert row.is_clean, (row.fault, row.notes)
+    assert sum(row.counts.errors_told + row.counts.broken_off for row in rows) > 0, "no fault had an effect"
