@@ -31,7 +31,7 @@ from turngate.types import Json
 pytestmark = pytest.mark.full
 MODELS = {"pi": "smollm2", "mini-swe-agent": "tiny-qwen3"}  # the second is for long prompts: vLLM echoes all of them
 TURNS = {"pi": 3, "mini-swe-agent": 2}  # session limits; both agents would continue
-TEMPERATURE = 0.2  # higher values keep this small model from ending its answers
+TEMPERATURES = {"pi": 0.2, "mini-swe-agent": 1.0}  # higher values keep the first model from ending its answers
 QUESTION = "What is the capital of France?"
 
 
@@ -60,7 +60,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         backend=backend,
         model=model.name,
         timeout_s=scaled(120),
-        session={"limits": {"turns": TURNS[agent]}, "max_tokens": 48, "sampling": {"temperature": TEMPERATURE}},
+        session={"limits": {"turns": TURNS[agent]}, "max_tokens": 48, "sampling": {"temperature": TEMPERATURES[agent]}},
         model_limits=ModelLimits(context_tokens=model.max_context, max_output_tokens=1024),
         folder=folder / "rollouts",
     )
@@ -77,11 +77,16 @@ def pairs() -> list[Any]:
     return [pytest.param(agent, MODELS[agent], marks=marks[agent], id=agent) for agent in MODELS]
 
 
-@pytest.mark.parametrize(("agent", "name"), pairs())
+@pytest.fixture
+def model(vllm: Servers, request: pytest.FixtureRequest) -> Model:
+    """A model whose server runs before the test looks for what rollouts leave behind."""
+    return vllm.get(request.param)
+
+
+@pytest.mark.parametrize(("agent", "model"), pairs(), indirect=["model"])
 async def test_captured_tokens_match_vllm(
-    vllm: Servers, agent: str, name: str, backend: Callable[[str], Backend], tmp_path: Path
+    model: Model, agent: str, backend: Callable[[str], Backend], tmp_path: Path
 ) -> None:
-    model = vllm.get(name)
     outcome, trace, samples = await rollout(model, agent, backend("local"), tmp_path)
     count = TURNS[agent]
     assert (outcome.status, outcome.stop) == ("limit", "turns"), outcome
@@ -100,7 +105,7 @@ async def test_captured_tokens_match_vllm(
             assert row.ids[span.start : span.end] == turn.ids.tolist()
         assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row.logprobs, row.mask, strict=True))
         for at in [n for n, sampled in enumerate(row.mask) if sampled][:: len(samples) * 3]:
-            again = score_token(model, row.ids[:at], row.ids[at])
+            again = score_token(model, row.ids[:at], row.ids[at], TEMPERATURES[agent])
             assert abs(again - row.logprobs[at]) < 2e-3, "vLLM scores the token differently"
     assert sum(sum(row.mask) for row in samples) == outcome.sampled_tokens > count
 
@@ -115,10 +120,14 @@ def prompt(nodes: dict[int, TraceNode], turn: TraceTurn) -> list[int]:
     return ids
 
 
-def score_token(model: Model, ids: list[int], token: int) -> float:
-    """Ask vLLM for the log-probability of a token after these ids."""
-    body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": TEMPERATURE, "logprobs": 20}
-    reply = httpx.post(
-        f"{model.url}/v1/completions", json={**body, "return_tokens_as_token_ids": True}, timeout=scaled(60)
-    ).json()
-    return float(reply["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
+def score_token(model: Model, ids: list[int], token: int, temperature: float) -> float:
+    """Ask vLLM for the log-probability of a token after these ids. At temperature 1, it need not be one of the likeliest."""
+    body = {"model": model.name, "max_tokens": 1, "temperature": temperature, "return_tokens_as_token_ids": True}
+    if temperature == 1.0:
+        body |= {"prompt": [*ids, token], "prompt_logprobs": 0}
+    else:
+        body |= {"prompt": ids, "logprobs": 20}
+    choice = httpx.post(f"{model.url}/v1/completions", json=body, timeout=scaled(60)).json()["choices"][0]
+    if temperature == 1.0:
+        return float(choice["prompt_logprobs"][-1][str(token)]["logprob"])
+    return float(choice["logprobs"]["top_logprobs"][0][f"token_id:{token}"])

@@ -360,6 +360,18 @@ def test_an_attempt_cannot_be_superseded_while_the_lease_of_its_cell_lasts(cell:
     assert states(shared, "other") == {"u": "superseded"}
 
 
+def test_a_restarted_cell_ships_ended_sessions_so_that_they_can_run_again(cell: Store, shared: SharedStore) -> None:
+    key = add_session(cell, "s", rollout="r", attempt=1)
+    ShipmentWriter(shared).announce(cell.outbox.find_unannounced(10))
+    cell.close_session(key, "sealed", "", time.time())  # its runner was killed before it recorded the outcome
+    shared.cells.register("b", "a", "http://cell", LEASE_S, ["a"])
+    with pytest.raises(Conflict, match="whose lease lasts"):
+        shared.attempts.supersede("r", 1, "s")
+    cell.outbox.start("b", ["a"])
+    assert ship(cell, shared) == 1
+    assert shared.attempts.supersede("r", 1, "s")[0].state == "superseded"
+
+
 def test_an_attempt_of_a_stopped_cell_is_superseded_alone(cell: Store, shared: SharedStore) -> None:
     for name in ("s", "t"):
         add_session(cell, name, rollout=name, attempt=1)

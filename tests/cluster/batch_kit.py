@@ -97,7 +97,10 @@ class Driver:
     def wait_for(self, reached: Callable[[], bool], limit_s: float = 120) -> None:
         deadline = time.monotonic() + scaled(limit_s)
         while not reached():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log()
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(self.log())
             time.sleep(0.2)
 
     def wait(self, limit_s: float | None = None) -> None:

@@ -19,7 +19,7 @@ from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.progress import BatchProgress
 
 pytestmark = [pytest.mark.needs("vllm", "tiny-qwen3"), pytest.mark.full]
-ROLLOUTS, RUNNING, TOKENS = 64, 32, 96
+ROLLOUTS, RUNNING, TOKENS = 64, 32, 192
 ENGINE_RUNS = 16  # sequences at once (`tools/parts.py`)
 
 

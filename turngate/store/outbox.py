@@ -277,6 +277,9 @@ class OutboxTable:
                 " WHERE due IS NULL AND session IN (SELECT key FROM sessions WHERE status<>'open')",
                 (ABANDONED_S,),
             )
+            # The runner may have ended with the previous cell. Until an ended session is shipped, its attempt cannot be superseded.
+            now = time.time()
+            db.execute("UPDATE outbox SET due=? WHERE due>?", (now, now))
         self.cell = cell
 
     def find_foreign(self, cell: str) -> list[str]:
