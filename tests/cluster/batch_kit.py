@@ -167,8 +167,10 @@ def check_results(server: PostgresServer, url: str, out: Path, total: int) -> Co
     assert len(finished) == total and {one.kind for one in finished.values()} == {"graded"}, finished
     rows = server.query("SELECT rollout, attempt, state, session FROM attempts", database).splitlines()
     attempts = [line.split("|") for line in rows]
-    settled = [rollout for rollout, _, state, _ in attempts if state == "settled"]
-    assert sorted(settled) == sorted(finished), "each rollout has exactly one attempt that counts"
+    settled = Counter(rollout for rollout, _, state, _ in attempts if state == "settled")
+    wrong = {name for name in {*finished, *settled} if settled[name] != 1 or name not in finished}
+    found = [(row, finished.get(row[0])) for row in attempts if row[0] in wrong]
+    assert not wrong, f"each rollout has exactly one attempt that counts: {found}"
     sessions = {session for _, _, state, session in attempts if state == "settled"}
     assert sessions == {one.session for one in finished.values()}
     return Counter(state for _, _, state, _ in attempts)
