@@ -8,6 +8,7 @@
 # make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
+# make sbom       write a bill of materials of Turngate and its agents to dist/sbom.cdx.json (OSV=FOLDER: look up known vulnerabilities)
 # make bench      measure the overhead of the gateway
 # make gauntlet   put Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, writes nothing)
 
@@ -24,7 +25,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist bench soak chaos gauntlet clean
+.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist sbom bench soak chaos gauntlet clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -86,6 +87,9 @@ docs: $(READY)
 # Needs the package index, for the dependencies of the empty environments.
 dist: $(READY)
 	@$(BIN)/python tools/dist.py
+
+sbom: $(READY)
+	@$(BIN)/python tools/sbom.py $(if $(OSV),--advisories $(OSV))
 
 bench: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers

