@@ -186,3 +186,15 @@ def test_commands_are_split_at_their_ends() -> None:
 )
 def test_invalid_code_is_found(code: str, problem: str) -> None:
     assert list(check_python(make_block(code, "python"))) == ([problem] if problem else [])
+
+
+def test_every_threat_has_a_test() -> None:
+    """Each row of the threat model names an attacker, an asset, a defense, and tests that exist."""
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = page.partition("## Threat model\n\n")[2].partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+    assert len(rows) >= 25 and all(len(row) == 4 and all(row) for row in rows)
+    for row in rows:
+        path, _, name = row[3].strip("`").partition("::")
+        assert path.startswith("tests/") and (ROOT / path).exists(), path
+        assert not name or re.search(rf"def {name}\(", (ROOT / path).read_text(encoding="utf-8")), row[3]

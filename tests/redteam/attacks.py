@@ -121,7 +121,11 @@ REPOSITORY: dict[str, Changes] = {
         "pyproject.toml": '[project]\nname = "shop"\n[tool.pytest.ini_options]\naddopts = "-p shop.evil"\n',
         "shop/evil.py": RUNTEST + HOOK,
     },
-    "a plugin by setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -p shop.evil\n", "shop/evil.py": RUNTEST + HOOK},
+    "a plugin by setup.cfg": {
+        "setup.cfg": "[tool:pytest]\naddopts = -p shop.evil\n",
+        "pyproject.toml": None,  # pytest would read it instead
+        "shop/evil.py": RUNTEST + HOOK,
+    },
     "a plugin by an ambiguous section header": {
         "setup.cfg": "[tool:pytest] #]\naddopts = -p shop.evil\n",
         "tox.ini": "[pytest] ;]\naddopts = -p shop.evil\n",

@@ -115,7 +115,7 @@ async def test_oversized_work_is_agent_failure(
 ) -> None:
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
     task = kit.script_task(tmp_path / "task")
-    work = await run_agent_on_task(task, isolated, "truncate -s 1T endless", tmp_path / "work")
+    work = await run_agent_on_task(task, isolated, "truncate -s 1G endless", tmp_path / "work")
     assert "working folder is too large to copy" in work.lost and not list(work.folder.iterdir())
     result = await kit.grade_and_check(task, work, isolated)
     assert (result.kind, result.reward) == ("agent failed", None)

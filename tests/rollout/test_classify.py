@@ -8,6 +8,7 @@ import pytest
 
 from turngate.errors import Boundary, ContextOverflow, EngineRejected
 from turngate.rollout.classify import (
+    DISK_LIMIT,
     PATIENCE_S,
     SESSION_LIMITS,
     SILENT_SHARE,
@@ -114,6 +115,14 @@ def test_agent_without_turns_has_no_reward(status: Status, how: str) -> None:
     verdict = classify(ending(status, turns=0), ZEROS)
     assert summary(verdict) == (status, "agent failed", None, "")
     assert verdict.grade is not None and verdict.grade.message.startswith(how)
+
+
+def test_agent_that_fills_its_disk_reaches_a_limit() -> None:
+    full = ending("limit", limit=DISK_LIMIT, stop=DISK_LIMIT, session_ended=False)
+    assert classify(full, EndPolicy()).kind is None  # its work is graded
+    verdict = classify(full, EndPolicy(limit="zero"))
+    assert (*summary(verdict), verdict.stop) == ("limit", "agent failed", 0.0, "", "disk_space")
+    assert verdict.grade is not None and "reached a sandbox limit (disk space)" in verdict.grade.message
 
 
 def test_finished_agent_without_turns_is_graded() -> None:

@@ -148,7 +148,9 @@ def _build_plan(
         image=options.image,
         network=parse_network(options.network),
         resources=Resources(
-            cpus=require_positive("cpus", options.cpus), memory_mb=require_positive("memory_mb", options.memory_mb)
+            cpus=require_positive("cpus", options.cpus),
+            memory_mb=require_positive("memory_mb", options.memory_mb),
+            disk_mb=require_positive("disk_mb", options.disk_mb),
         ),
         session=build_session_settings(options),
         model_limits=agent.limits,

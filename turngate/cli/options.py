@@ -113,6 +113,7 @@ class RolloutOptions:
     network: Annotated[str, _flag("Network access of the sandbox: none (gateway only) or open.", SANDBOX)] = "none"
     cpus: Annotated[Optional[float], _flag("CPU limit per sandbox.", SANDBOX)] = None
     memory_mb: Annotated[Optional[int], _flag("Memory limit per sandbox, in megabytes.", SANDBOX)] = None
+    disk_mb: Annotated[Optional[int], _flag("Disk limit per sandbox, in megabytes.", SANDBOX, default=16384)] = None
     public_url: Annotated[str, _flag("URL at which remote sandboxes reach the gateway.", SANDBOX)] = ""
     tunnel: Annotated[
         str,

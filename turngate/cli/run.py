@@ -81,7 +81,9 @@ def run_rollout(options: RunOptions) -> int:
         image=options.image,
         network=network,
         resources=Resources(
-            cpus=require_positive("cpus", options.cpus), memory_mb=require_positive("memory_mb", options.memory_mb)
+            cpus=require_positive("cpus", options.cpus),
+            memory_mb=require_positive("memory_mb", options.memory_mb),
+            disk_mb=require_positive("disk_mb", options.disk_mb),
         ),
         session=build_session_settings(options),
         grade=options.grade,

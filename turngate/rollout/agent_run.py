@@ -11,8 +11,8 @@ from turngate.agents.host_tools import add_tool_commands, describe_tools
 from turngate.agents.install import Installation
 from turngate.agents.launch import Launch, plan_launch
 from turngate.common.aio import run_to_completion
-from turngate.errors import AgentError, TurngateError
-from turngate.rollout.classify import SESSION_LIMITS, Ending
+from turngate.errors import AgentError, SandboxTooLarge, TurngateError
+from turngate.rollout.classify import DISK_LIMIT, SESSION_LIMITS, Ending
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Job, Sandbox
 
@@ -81,9 +81,21 @@ async def run_agent(
         ending.limit = ending.stop if ending.stop in SESSION_LIMITS else ""
         ending.session_ended = session_over.is_set()
         ending.exit_code = exited.result() if exited.done() else None
+        _check_disk(sandbox, ending, note)
     finally:
         over.cancel()
         await _kill(job, exited, note)
+
+
+def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
+    """Record that the agent was killed because it used too much disk space. Raise the error if the machine's disk was full."""
+    if sandbox.exceeded is None:
+        return
+    if not isinstance(sandbox.exceeded, SandboxTooLarge):
+        raise sandbox.exceeded
+    note(sandbox.exceeded.message)
+    ending.limit = ending.stop = DISK_LIMIT
+    ending.exit_code = None
 
 
 async def _kill(job: Job, exited: asyncio.Task[int], note: Callable[[str], None]) -> None:

@@ -35,6 +35,7 @@ from turngate.types import STALE, Limits
 
 SILENT_SHARE = 0.5  # if the engine was silent for more than this share of the agent's time, the engine is at fault
 PATIENCE_S = 60.0  # an agent that failed after a shorter silence gave up too early
+DISK_LIMIT = "disk_space"  # of the sandbox
 SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(Limits))
 # The class of a fault by the boundary at fault. Engine, sandbox, store and gateway are infrastructure.
 _FAULT_CLASSES: Mapping[Boundary, OutcomeClass] = {"task": "invalid task", "agent": "agent failed"}
@@ -56,7 +57,7 @@ class Ending(msgspec.Struct, kw_only=True):
     fault: Fault | None = None  # a stage failed
     ran_s: float | None = None  # how long the agent ran; None if it did not run
     exit_code: int | None = None  # None if the agent did not exit on its own
-    limit: str = ""  # the limit that the session reached while the agent was running
+    limit: str = ""  # the limit that the session or the sandbox reached while the agent was running
     session_ended: bool = False  # the session ended while the agent was running
     stop: str = ""  # why the session ended: a limit, `STALE`, or a sentence
     sealed_stop: str = ""  # why the session ended, as reported by the gateway after sealing it
@@ -207,6 +208,7 @@ def _describe(cause: _Cause, exit_code: int | None) -> str:
         case "timed out":
             return "ran out of time"
         case "limit":
-            return f"reached a session limit ({cause.stop.replace('_', ' ')})"
+            kind = "sandbox" if cause.stop == DISK_LIMIT else "session"
+            return f"reached a {kind} limit ({cause.stop.replace('_', ' ')})"
         case _:
             return f"exited with code {exit_code}"

@@ -2,7 +2,7 @@
 
 Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot point outside.
 (`tarfile`'s own filter is not enough: Python releases in use accept some crafted link chains.) A small stream cannot expand into large
-data on the host either: hard links stay links, and the size of headers that `tarfile` keeps in memory is limited.
+data on the host either: hard links stay links, zeros become holes, and the size of headers that `tarfile` keeps in memory is limited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 1_000_000  # of a long name or other extended header
 MAX_LINK_BYTES = 4096  # of a link's target; the maximum on Linux
 MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in a sandbox
 MAX_DEPTH = 200  # of nested folders; real work has fewer, and deeper trees take very long to walk
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
 TIMEOUT_S = 600.0
 MAX_NAMED = 20  # skipped files to name
 EXTENDED_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -271,8 +271,20 @@ def _write_file(root: int, path: list[str], content: IO[bytes], mode: int, check
     with os.fdopen(fd, "wb") as file:
         while chunk := content.read(CHUNK_BYTES):
             check_deadline()
-            file.write(chunk)
+            write_sparse(file, chunk)
+        file.truncate()
         os.fchmod(file.fileno(), mode & 0o755 | 0o600)
+
+
+def write_sparse(file: IO[bytes], data: bytes) -> None:
+    """Append data to a file, and leave a hole for zeros: an agent's sparse file must not become a large one here.
+
+    The caller must truncate the file at its end.
+    """
+    if data.count(0) == len(data):
+        file.seek(len(data), os.SEEK_CUR)
+    else:
+        file.write(data)
 
 
 def _make_symlink(root: int, path: list[str], target: str) -> None:

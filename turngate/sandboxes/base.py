@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
+from turngate.errors import SandboxError
+
 if TYPE_CHECKING:  # it needs numpy, and sandboxes do not
     from turngate.types import Json
 
 Network = Literal["none", "open"]
 
 NO_SETTINGS: Mapping[str, Json] = {}  # of a backend that works the same way on every machine
+
+DEFAULT_PIDS = 4096  # process limit of a spec that has none, where it can be enforced
 
 # Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
@@ -38,6 +42,7 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     cpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
     memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
     pids: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    disk_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +105,11 @@ class Sandbox(Protocol):
     @property
     def shared(self) -> tuple[Path, str] | None:
         """The folder that host and sandbox share for unix sockets: its paths on the host and inside. None for remote sandboxes."""
+
+    @property
+    def exceeded(self) -> SandboxError | None:
+        """Why the sandbox's commands were killed: `SandboxTooLarge` if it used too much disk space, another error if the machine's
+        disk was nearly full. None if they were not."""
 
     async def exec(
         self,

@@ -5,7 +5,7 @@ is visible: no other processes, and no network except a private loopback. A supe
 runs under it, so they share /tmp, processes and loopback. A system call filter (`seccomp.py`) blocks the kernel's keyrings and VSOCK,
 which namespaces do not isolate.
 
-The kernel is shared, disk space is not limited, and `not_enforced` lists other limits that cannot be applied. With `network="open"` the
+The kernel is shared, and `not_enforced` lists limits that cannot be applied. With `network="open"` the
 sandbox uses the host's network, including its loopback.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
-from turngate.sandboxes import cgroups, folders, seccomp
+from turngate.sandboxes import cgroups, disk, folders, seccomp
 from turngate.sandboxes.base import NO_SETTINGS, Preload, SandboxSpec
 from turngate.sandboxes.folders import create_folder
 from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
@@ -198,7 +198,8 @@ def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
 
 def _system_options(folder: Path, *, online: bool) -> list[str]:
     """Build the options for programs, devices and /etc."""
-    options = ["--ro-bind", "/usr", "/usr", "--dev", "/dev"]
+    options = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--size", str(disk.SHM_BYTES), "--tmpfs", "/dev/shm"]  # noqa: S108
+    options += ["--remount-ro", "/dev"]  # it is memory without a limit
     for name in SYSTEM:
         place = Path("/", name)
         if place.is_symlink():

@@ -5,8 +5,8 @@ official SDK is not used because it blocks. The container's main process is a `s
 Docker removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
 
 A container has no privileges and cannot gain any, has no network unless requested, and has limits on processes, memory and CPU. Commands
-run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. Disk space is
-not limited.
+run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. The daemon
+measures and, if its file system supports quotas, limits the disk space.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
-from turngate.sandboxes import folders, owner
-from turngate.sandboxes.base import STANDALONE_ENV, ExecResult, SandboxSpec
+from turngate.sandboxes import disk, folders, owner
+from turngate.sandboxes.base import DEFAULT_PIDS, STANDALONE_ENV, ExecResult, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox
 from turngate.types import Json
 
@@ -41,7 +41,10 @@ HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
 BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
 JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
-DEFAULT_PIDS = 4096  # process limit if a spec has none
+OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
+NO_QUOTA = (
+    "--storage-opt is supported only"  # docker's error if its file system cannot limit the disk space of containers
+)
 STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
 MAX_ENV_LINE = (
@@ -113,15 +116,18 @@ exit 1
 class DockerSandbox(PosixSandbox):
     """A container, created by `DockerBackend.create`."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], storage: Path) -> None:
         self.folder = folder
         self.env = env
+        self._storage = storage
         self.home, self.workdir = HOME, WORKDIR
         self._jobs: set[DockerJob] = set()
         self._stopped = False
         self.gone = False  # the container has ended, though `stop` was not called
         self._started_at = 0.0
         self._killed = False  # we killed the container, because its processes could not be killed otherwise
+        self._watch: disk.DiskWatch | None = None
+        self.exceeded: SandboxError | None = None
 
     @property
     def id(self) -> str:
@@ -136,8 +142,10 @@ class DockerSandbox(PosixSandbox):
         folder = await run_docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
         self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
         self._started_at = time.time()
-        await run_docker("create", *_create_options(self, spec), image, str(math.ceil(spec.life_s)))
+        limit = (spec.resources.disk_mb or disk.DEFAULT_DISK_MB) << 20
+        await self._create_container([*_create_options(self, spec), image, str(math.ceil(spec.life_s))], limit)
         await run_docker("start", self.id)
+        self._watch = disk.DiskWatch(self._storage, limit, self._measure_disk, self._kill_commands)
         ids = await run_docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
         user, group = map(int, ids.split())
         missing = [HOME, *spec.folders]
@@ -147,6 +155,26 @@ class DockerSandbox(PosixSandbox):
         ):
             missing.append(self.workdir)
         await run_docker("cp", "-", f"{self.id}:/", stdin=_pack_folders(missing, user, group))
+
+    async def _create_container(self, words: Sequence[str], limit: int) -> None:
+        """Create the container, with a quota of `limit` bytes if Docker's file system supports quotas."""
+        words = ["--ulimit", f"fsize={limit}", *words]
+        code, _, stderr = await _run_docker("create", "--storage-opt", f"size={limit}", *words)
+        if code and NO_QUOTA in stderr:
+            await run_docker("create", *words)
+        elif code:
+            raise SandboxError(f"docker create failed: {stderr.strip()[-500:]}")
+
+    async def _measure_disk(self) -> int:
+        form = "{{.SizeRw}} {{.State.Pid}}"
+        size, first = (await run_docker("container", "inspect", "--size", "--format", form, self.id)).split()
+        return int(size) + await asyncio.to_thread(disk.measure_deleted_files, int(first))
+
+    async def _kill_commands(self, error: SandboxError) -> None:
+        """Kill everything but the relay, because the sandbox used too much disk space."""
+        self.exceeded = error
+        for job in [job for job in self._jobs if not job.standalone]:
+            await job.kill(grace_s=0)
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
@@ -214,6 +242,8 @@ class DockerSandbox(PosixSandbox):
 
     async def _stop(self) -> None:
         self._stopped = True
+        if self._watch is not None:
+            await self._watch.stop()
         await _remove_container(self.id)
         for job in list(self._jobs):
             await job.wait_for_client()
@@ -295,6 +325,7 @@ class DockerBackend:
     def __init__(self, root: Path | None = None, image: str = "") -> None:
         self.root = root
         self.image = image
+        self._storage: Path | None = None
 
     @property
     def settings(self) -> Mapping[str, Json]:
@@ -319,7 +350,8 @@ class DockerBackend:
         image = await self._resolve_image(spec)
         folder = folders.create_folder(self.root, KIND, "shared")
         _make_readable(folder / "shared")
-        sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env})
+        self._storage = self._storage or await _find_storage(folder.parent)
+        sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env}, self._storage)
         try:
             await run_to_completion(sandbox.start_container(image, spec))
         except BaseException:
@@ -369,6 +401,8 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
         "no-new-privileges",
         "--pids-limit",
         str(limits.pids or DEFAULT_PIDS),
+        "--oom-score-adj",
+        str(OOM_SCORE),
     ]
     if spec.network == "none":
         options += ["--network", "none"]
@@ -383,6 +417,12 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
     for mount in spec.mounts:
         options += ["--mount", _mount_option(mount.source, mount.target, writable=mount.writable)]
     return options
+
+
+async def _find_storage(default: Path) -> Path:
+    """Return the folder in which Docker keeps containers, or `default` if this user cannot access it."""
+    storage = Path((await run_docker("info", "--format", "{{.DockerRootDir}}")).strip())
+    return storage if os.access(storage, os.R_OK) else default
 
 
 def _mount_option(source: str, target: str, *, writable: bool) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
-from turngate.sandboxes.base import Sandbox, SandboxSpec
+from turngate.sandboxes.base import Resources, Sandbox, SandboxSpec
 from turngate.sandboxes.shell import (
     SCRIPT_TIMEOUT_S,
     RequestLost,
@@ -76,7 +76,7 @@ class E2BBackend:
             raise SandboxUnavailable(
                 "E2B cannot build from a Dockerfile; build an E2B template from it, and pass the template's name as the image"
             )
-        if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
+        if spec.resources != Resources():
             log.warning("the requested resources are not applied: an E2B sandbox has the size of its template")
         closed = spec.network == "none"
         reachable = [*self._reachable, *spec.reachable]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import msgspec
 
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
-from turngate.sandboxes.base import Sandbox, SandboxSpec
+from turngate.sandboxes.base import Resources, Sandbox, SandboxSpec
 from turngate.sandboxes.shell import (
     SCRIPT_TIMEOUT_S,
     RequestLost,
@@ -108,7 +108,7 @@ class HuggingFaceBackend:
         if spec.network == "none" and not self._warned:
             self._warned = True
             log.warning("Hugging Face sandboxes cannot close the network: agents in them can reach the internet")
-        if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
+        if spec.resources != Resources():
             log.warning("the requested resources are not applied: a Hugging Face sandbox has the size of its flavor")
         namespace = await self._resolve_namespace(api)
         ends = time.monotonic() + spec.life_s

@@ -140,6 +140,7 @@ class PosixSandbox(ABC):
                 *(f"--exclude=./{path}" for path in exclude),
             ]
             result = await self._run(command, cwd=_base_folder(source), timeout_s=FILE_TIMEOUT_S, into=tar)
+            tar.truncate()  # the zeros at its end may be a hole
             if result.exit_code == MISSING:
                 raise SandboxFileMissing(f"folder {source} not found in the sandbox")
             skipped: tuple[str, ...] = ()
@@ -261,7 +262,7 @@ class CapturedOutput:
         self._size += len(data)
         if self._size <= self._limit:
             if self._into:
-                self._into.write(data)
+                archive.write_sparse(self._into, data)
             else:
                 self._data += data
         elif not self._cut:

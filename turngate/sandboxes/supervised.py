@@ -15,17 +15,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxStuck
-from turngate.sandboxes import cgroups, folders, supervisor, warm_start
-from turngate.sandboxes.base import Job, SandboxSpec
+from turngate.sandboxes import cgroups, disk, folders, supervisor, warm_start
+from turngate.sandboxes.base import DEFAULT_PIDS, STANDALONE_ENV, Job, Resources, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox, open_devnull, redirect
 from turngate.sandboxes.warm_start import ForkedProcess, ForkFailed, ForkServer, WarmStart
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
 KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+OOM_SCORE = "500"  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
 
 
 class Control:
@@ -74,6 +76,9 @@ class SupervisedSandbox(PosixSandbox):
         self._process: asyncio.subprocess.Process | None = None
         self._spec = SandboxSpec()
         self._warm: WarmStart | None = None
+        self._jobs: set[SupervisedJob] = set()  # that the disk limit kills
+        self._watch: disk.DiskWatch | None = None
+        self.exceeded: SandboxError | None = None
         self._forked: list[
             tuple[Control, ForkedProcess]
         ] = []  # more supervisors, of programs forked from a fork server
@@ -114,7 +119,36 @@ class SupervisedSandbox(PosixSandbox):
             raise SandboxError(f"the sandbox did not start: {reason or f'no response within {START_S:.0f} s'}")
         self._spec = spec
         first = self._process.pid  # only bwrap and the supervisor are running at this point
-        cgroups.apply_limits(self.id, spec.resources, [first, *supervisor.descendants(first)])
+        self._limit([first, *supervisor.descendants(first)])
+        self._watch = disk.DiskWatch(self.folder, self._disk_bytes, self._measure_disk, self._kill_commands)
+
+    @property
+    def _disk_bytes(self) -> int:
+        return (self._spec.resources.disk_mb or disk.DEFAULT_DISK_MB) << 20
+
+    def _limit(self, processes: Sequence[int]) -> None:
+        """Apply the limits on CPU, memory and processes to processes and their future descendants."""
+        limits = self._spec.resources
+        cgroups.apply_limits(self.id, limits, processes)
+        with suppress(SandboxError):  # the spec does not require it
+            if limits.pids is None:
+                cgroups.apply_limits(self.id, Resources(pids=DEFAULT_PIDS), processes)
+        for process in processes:
+            with suppress(OSError):  # it has ended
+                Path(f"/proc/{process}/oom_score_adj").write_text(OOM_SCORE)
+
+    async def _measure_disk(self) -> int:
+        processes = [self._process.pid] if self._process is not None else []
+        processes += [process.pid for _, process in self._forked]
+        return await asyncio.to_thread(
+            lambda: disk.measure_folder(self.folder, [*processes, *supervisor.descendants(*processes)])
+        )
+
+    async def _kill_commands(self, error: SandboxError) -> None:
+        """Kill everything but the relay, because the sandbox used too much disk space."""
+        self.exceeded = error
+        for job in list(self._jobs):
+            await job.kill(grace_s=0)
 
     def use_server(self, warm: WarmStart, *, inside: bool) -> None:
         """Let a fork server start the preloaded program. `inside`: in the namespaces of the supervisor."""
@@ -175,7 +209,7 @@ class SupervisedSandbox(PosixSandbox):
         self._forked.append((control, process))
         if not await control.wait_until_ready():
             raise ForkFailed("a supervisor did not start")
-        cgroups.apply_limits(self.id, self._spec.resources, [process.pid])
+        self._limit([process.pid])
         return control
 
     async def spawn(
@@ -184,10 +218,14 @@ class SupervisedSandbox(PosixSandbox):
         order = {"command": list(command), "env": dict(env), "cwd": cwd}
         return await self._send_order(self._control, order, [stdin, stdout, stderr])
 
+    def _track(self, job: SupervisedJob) -> None:
+        self._jobs = {other for other in self._jobs if not other.is_gone} | {job}
+
     async def _send_order(
-        self, control: Control, order: Mapping[str, object], streams: Sequence[int], warm: WarmStart | None = None
+        self, control: Control, order: Mapping[str, Any], streams: Sequence[int], warm: WarmStart | None = None
     ) -> SupervisedJob:
         name = secrets.token_hex(8)
+        order = {**order, "file_bytes": self._disk_bytes}
         read_end, write_end = os.pipe()
         try:
             with tempfile.TemporaryFile() as file:  # an environment may be larger than one message
@@ -203,13 +241,16 @@ class SupervisedSandbox(PosixSandbox):
             raise
         finally:
             os.close(write_end)
-        return await SupervisedJob.start(control, name, read_end)
+        job = await SupervisedJob.start(control, name, read_end)
+        if STANDALONE_ENV not in order["env"]:
+            self._track(job)
+        return job
 
     async def _fork_guard(self, server: ForkServer, job: str, sandbox: int, fds: Sequence[int]) -> None:
         """Fork the guard of a command inside the sandbox. It starts the command once the supervisor has adopted it."""
         guard = await server.fork({"do": "guard"}, [sandbox, *fds])
         try:
-            cgroups.apply_limits(self.id, self._spec.resources, [guard.pid])
+            self._limit([guard.pid])
             await self._control.send({"job": job, "guard": guard.inner_pid}, [fds[-1], guard.handshake.fileno()])
         finally:
             guard.close()
@@ -218,6 +259,8 @@ class SupervisedSandbox(PosixSandbox):
         await run_to_completion(self._stop())
 
     async def _stop(self) -> None:
+        if self._watch is not None:
+            await self._watch.stop()
         for control in (self._control, *(control for control, _ in self._forked)):
             control.close()  # makes the supervisor end
         if self._warm is not None:
@@ -264,6 +307,11 @@ class SupervisedJob:
         if not has_started:
             raise SandboxGone("the sandbox has ended")
         return job
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether all its processes have ended."""
+        return self._gone.done()
 
     def on_status(self, text: bytes) -> None:
         """Handle everything that the guard has written so far."""

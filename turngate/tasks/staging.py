@@ -31,7 +31,10 @@ def build_sandbox_spec(
         workdir=task.workdir,
         env=task.env,
         resources=Resources(
-            cpus=resources.cpus or task.cpus, memory_mb=resources.memory_mb or task.memory_mb, pids=resources.pids
+            cpus=resources.cpus or task.cpus,
+            memory_mb=resources.memory_mb or task.memory_mb,
+            pids=resources.pids,
+            disk_mb=resources.disk_mb,
         ),
         labels={"task": task.id},
     )

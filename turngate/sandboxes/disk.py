@@ -1,0 +1,173 @@
+"""Limit the disk space of a sandbox on this machine.
+
+The kernel limits the size of each file (`RLIMIT_FSIZE`) and of memory-backed folders. Quotas for whole folders need a file system that was
+set up for them, so a watch measures the sandbox instead. Measuring a large folder takes seconds; the free space of the file system is
+checked every second, and the sandbox is measured when it could have exceeded its limit since the last time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from turngate.errors import SandboxError, SandboxTooLarge
+
+log = logging.getLogger(__name__)
+
+DEFAULT_DISK_MB = 16_384
+ENTRY_BYTES = (
+    16_384  # the least that a file or folder counts: ext4 has one inode per 16 KB, and they can be used up, too
+)
+SHM_BYTES = 1 << 30  # of /dev/shm, which is memory
+RESERVE_BYTES = 1 << 30  # if less is free on the machine, sandboxes that use more than this are stopped
+CHECK_S = 1.0
+MEASURE_S = 60.0  # the longest time between two measurements: other programs may have freed what the sandbox used
+MAX_SHARE = 0.1  # of the time that is spent measuring, unless the file system lost
+MIN_GROWTH = 0.1  # of the limit since the last time
+
+
+class FreeSpace(msgspec.Struct, frozen=True):
+    """The free space of a file system."""
+
+    bytes: int
+    entries: int  # 0 if the file system does not limit them
+
+    @classmethod
+    def read(cls, folder: Path) -> FreeSpace:
+        found = os.statvfs(folder)
+        return cls(found.f_bavail * found.f_frsize, found.f_ffree)
+
+    def used_since(self, before: FreeSpace) -> int:
+        """Return the most bytes that any one sandbox can have used since then, as `measure_folder` counts."""
+        entries = max(0, before.entries - self.entries)
+        return max(0, before.bytes - self.bytes) + entries * ENTRY_BYTES
+
+
+class DiskWatch:
+    """Measures one sandbox, and calls `on_exceeded` with an error when it uses more than `limit` bytes, or the machine is nearly full.
+
+    `folder` is on the file system that the sandbox uses. After each call, the sandbox may use that much more: the files that it left are
+    still there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        measure: Callable[[], Awaitable[int]],
+        on_exceeded: Callable[[SandboxError], Awaitable[None]],
+    ) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._allowed = limit
+        self._measure = measure
+        self._on_exceeded = on_exceeded
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        used, before, took = 0, FreeSpace.read(self._folder), 0.0
+        measured = time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                free = FreeSpace.read(self._folder)
+            except OSError:  # in `local`, an agent can remove its own folder
+                continue
+            began = time.monotonic()
+            since = free.used_since(before)
+            is_due = used + since > self._allowed or free.bytes < RESERVE_BYTES or began - measured > MEASURE_S
+            if not is_due or (since < self._limit * MIN_GROWTH and began - measured < took / MAX_SHARE):
+                continue
+            try:
+                used = await self._measure()
+            except SandboxTooLarge:  # then it counts as everything that was used since
+                used += since
+            except SandboxError as error:
+                log.warning("the disk space of a sandbox could not be measured: %s", error.message)
+            measured, before = time.monotonic(), free
+            took = measured - began
+            if (verdict := self._judge(used, free)) is not None:
+                self._allowed = used + self._limit
+                log.warning("killing the commands of a sandbox: %s", verdict.message)
+                with suppress(SandboxError):  # it has ended meanwhile
+                    await self._on_exceeded(verdict)
+
+    def _judge(self, used: int, free: FreeSpace) -> SandboxError | None:
+        """Return why the sandbox must be stopped, or None if it may continue."""
+        uses = f"the sandbox uses {used >> 20} MB of disk space"
+        if used > self._allowed:
+            return SandboxTooLarge(f"{uses}, but its limit is {self._limit >> 20} MB; raise it with --disk-mb")
+        if free.bytes < RESERVE_BYTES < used:
+            return SandboxError(f"{uses}, and the machine has only {free.bytes >> 20} MB left; free up disk space")
+        return None
+
+
+def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
+    """Return the bytes that a folder's files take on disk, and files that only these processes still have open.
+
+    Raise `SandboxTooLarge` if folders are nested so deeply that they cannot be measured.
+    """
+    seen: set[tuple[int, int]] = set()  # files with several names, or open in several processes
+    used = 0
+    waiting = [os.fspath(folder)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    with suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        used += _count(status, seen)
+                        if stat.S_ISDIR(status.st_mode):
+                            waiting.append(entry.path)
+        except OSError as error:  # it has been removed, or its permissions were
+            if error.errno == errno.ENAMETOOLONG:
+                raise SandboxTooLarge("the sandbox's folders are nested too deeply") from None
+    for process in processes:
+        used += _count_deleted_files(process, seen)
+    return used
+
+
+def measure_deleted_files(process: int) -> int:
+    """Return the size of the files without a name that processes in the namespace of `process` have open. Needs root to see them."""
+    seen: set[tuple[int, int]] = set()
+    used = 0
+    with suppress(OSError):
+        namespace = os.readlink(f"/proc/{process}/ns/pid")  # noqa: PTH115
+        for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+            with suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/pid") == namespace:  # noqa: PTH115
+                    used += _count_deleted_files(int(name), seen)
+    return used
+
+
+def _count_deleted_files(process: int, seen: set[tuple[int, int]]) -> int:
+    used = 0
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{process}/fd"):  # noqa: PTH208  much faster than pathlib
+            with suppress(OSError):
+                status = os.stat(f"/proc/{process}/fd/{name}")  # noqa: PTH116
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink and (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    used += status.st_blocks * 512
+    return used
+
+
+def _count(status: os.stat_result, seen: set[tuple[int, int]]) -> int:
+    if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+        if (status.st_dev, status.st_ino) in seen:
+            return 0
+        seen.add((status.st_dev, status.st_ino))
+    return max(status.st_blocks * 512, ENTRY_BYTES)
