@@ -46,8 +46,9 @@ def graded() -> AttemptResult:
     return adopt_outcome(ORDER, GRADED, shown(GRADED))
 
 
-def shown(outcome: RecordedOutcome | None) -> Any:
-    return SimpleNamespace(id="s1", outcome=outcome, stop="", turns=3, sampled_tokens=40, training=None, refused=None)
+def shown(outcome: RecordedOutcome | None, excluded: str = "") -> Any:
+    counts = {"turns": 3, "sampled_tokens": 40, "training": None, "refused": None}
+    return SimpleNamespace(id="s1", outcome=outcome, stop="", excluded=excluded, **counts)
 
 
 class FakeConnection:
@@ -85,8 +86,14 @@ class FakeStore:
     """Stands for the gateway on the shared store: an attempt with a lease, and perhaps an outcome."""
 
     def __init__(
-        self, *, arrives_after: int = 0, lease_checks: int = 0, outcome: RecordedOutcome | None = GRADED
+        self,
+        *,
+        arrives_after: int = 0,
+        lease_checks: int = 0,
+        outcome: RecordedOutcome | None = GRADED,
+        excluded: str = "",
     ) -> None:
+        self.excluded = excluded
         self.looks, self.arrives_after = 0, arrives_after
         self.lease_checks, self.outcome = lease_checks, outcome
         self.superseded = False
@@ -95,13 +102,13 @@ class FakeStore:
         self.looks += 1
         if self.outcome is None or self.looks <= self.arrives_after:
             raise RequestRejected("unknown session", 404)
-        return shown(self.outcome)
+        return shown(self.outcome, self.excluded)
 
     async def supersede(self, rollout: str, attempt: int, session: str) -> Any:
         if self.lease_checks > 0:
             self.lease_checks -= 1
             raise RequestRejected("the cell holds its lease", 409)
-        state: AttemptState = "superseded" if self.outcome is None else "settled"
+        state: AttemptState = "superseded" if self.outcome is None or self.excluded else "settled"
         self.superseded = self.outcome is None
         self.arrives_after = 0
         row = AttemptRow(rollout, attempt, session, "c1", state, 1.0, 2.0)
@@ -183,6 +190,12 @@ async def test_outcome_of_lost_cell_is_adopted() -> None:
     result, _ = await execute(FakeActor(*[CallFailed("ActorDiedError")] * 3), FakeStore())
     assert not result.is_lost and result.verdict.kind == "graded" and result.outcome.reward == 1.0
     assert result.outcome.session == "s1" and result.outcome.turns == 3
+
+
+async def test_outcome_of_a_cell_that_was_taken_over_does_not_count() -> None:
+    store = FakeStore(excluded="superseded")
+    result, _ = await execute(FakeActor(OrderEnded("s1", graded())), store)
+    assert result.is_lost and store.looks == 1, "the rollout runs again"
 
 
 async def test_outcome_that_never_arrives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

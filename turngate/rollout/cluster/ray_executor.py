@@ -2,7 +2,7 @@
 
 Ray decides where an attempt runs. Only the shared store decides whether it has ended, and how:
 
-    the call returned      wait until the shared store has the outcome
+    the call returned      wait until the shared store has the outcome; if it does not count, the attempt is lost
     the call failed        send the order again: a cell that already has it runs it once
     the cell refused it    try another cell; this one gets no orders for a while
     the cell is lost       supersede the attempt as soon as the shared store allows it; adopt its outcome if it has one, else it is lost
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -96,15 +96,17 @@ class SharedAttempts:
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
 
-    async def find_outcome(self, order: RolloutOrder) -> bool:
-        """Return whether the shared store has the outcome of an attempt."""
+    async def find_outcome(self, order: RolloutOrder) -> Literal["", "counts", "excluded"]:
+        """Return whether the shared store has the outcome of an attempt, and whether it counts. It does not if the cell was taken over."""
         try:
             shown = await retry_while_unreachable(lambda: self._gateway.show(order.session_id), limit_s=_GATEWAY_S)
         except RequestRejected as refused:
             if refused.answered == _UNKNOWN:
-                return False
+                return ""
             raise
-        return shown.outcome is not None
+        if shown.outcome is None:
+            return ""
+        return "excluded" if shown.excluded else "counts"
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
         """Supersede an attempt as soon as the lease of its cell has ended. Adopt its outcome if it has one."""
@@ -195,8 +197,11 @@ class _RayAttempt:
         deadline = time.monotonic() + _SHIP_S
         pauses = iter(_CONFIRM_S)
         while not is_unrecorded(outcome) and time.monotonic() < deadline and not cell.is_lost:
-            if await self._shared.find_outcome(self._order):
+            found = await self._shared.find_outcome(self._order)
+            if found == "counts":
                 return result
+            if found == "excluded":
+                break
             await asyncio.sleep(next(pauses, _CONFIRM_S[-1]))
         settled = await self._shared.settle(self._order, f"the outcome did not arrive from {cell.node.name}")
         return result if settled.outcome.kind == outcome.kind else settled
