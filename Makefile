@@ -5,6 +5,7 @@
 # make test-all   run all tests: about 40 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size
 # make chaos      inject every kind of fault at live gateways and check that nothing is lost (ten minutes; FAST=1: a sample in three; SEED=7; ROUNDS=3)
+# make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http)
 # make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
@@ -25,7 +26,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist sbom bench soak chaos gauntlet clean
+.PHONY: help setup demo demo-cluster test test-real test-all check format docs dist sbom bench soak chaos fuzz gauntlet clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -101,6 +102,9 @@ soak: $(READY)
 # Faults of the disk need root, those of a cell PostgreSQL.
 chaos: $(READY)
 	@$(BIN)/python -m tests.chaos $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+fuzz: $(READY)
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 # Peers are installed on first use, each into its own environment under $$TURNGATE_CACHE/gauntlet.
 gauntlet: $(READY)

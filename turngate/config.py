@@ -5,7 +5,6 @@ Settings are read from a TOML file, and command-line flags override them. Secret
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.common.database_url import is_database_url, parse_database_url, refuse_password_flag
-from turngate.common.validation import explain_error, reject_credentials
+from turngate.common.validation import explain_error, parse_toml, reject_credentials
 from turngate.errors import ConfigError
 
 REFERENCE_SCRIPT = "reference"  # the value of `script` that replays the reference solution
@@ -352,10 +351,10 @@ def read_toml(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {file} cannot be read ({error.strerror})", param="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also text that is not UTF-8
         raise ConfigError(f"config file {file} is not valid TOML: {error}", param="config") from None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ import jmespath
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.common.validation import explain_error, suggestion
+from turngate.common.validation import explain_error, parse_toml, suggestion
 from turngate.errors import AgentError
 from turngate.trace import signals as trace_signals
 from turngate.trace.signals import Signals
@@ -219,12 +218,12 @@ def load_spec(file: Path) -> AgentSpec:
 def parse_spec(text: str, where: str) -> AgentSpec:
     """Parse and validate a description. `where` names it in errors."""
     try:
-        spec = msgspec.convert(tomllib.loads(text), AgentSpec)
-    except tomllib.TOMLDecodeError as error:
-        raise AgentError(f"{where}: invalid TOML: {error}", param="agent") from None
+        spec = msgspec.convert(parse_toml(text), AgentSpec)
     except msgspec.ValidationError as error:
         message, field = explain_error(error, AgentSpec)
         raise AgentError(f"{where}: {message}", param=field) from None
+    except ValueError as error:
+        raise AgentError(f"{where}: invalid TOML: {error}", param="agent") from None
     for field, problem in _faults(spec):
         raise AgentError(f"{where}: {problem}", param=field)
     return spec

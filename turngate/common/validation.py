@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -36,6 +37,14 @@ def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[st
         field = ".".join(part for part in (path, missing[1]) if part)
         return f"{field} is missing", field
     return (f"{path}: {reason}", path) if path else (reason, None)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML. Raise `ValueError` if it is invalid, or too deeply nested for the parser."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
 
 
 def suggestion(name: str, known: list[str]) -> str:

@@ -30,6 +30,7 @@ from turngate.dialects.wire import (
     bearer_token,
     body_error,
     call_fields_from_headers,
+    decode_arguments,
     describe_error,
     field_error,
     is_given,
@@ -266,7 +267,7 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
                 _decode_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(wire.tool_calls or ())
             )
             if wire.function_call is not None and not calls:
-                calls = (_decode_function_call(wire.function_call),)
+                calls = (_decode_function_call(wire.function_call, f"{where}.function_call"),)
             reasoning = wire.reasoning_content or wire.reasoning or ""
             return Message("assistant", text or wire.refusal or "", reasoning, calls, unsupported=unsupported)
         case "tool":
@@ -297,24 +298,23 @@ def _decode_call(wire: _WireCall, where: str) -> ToolCall:
         return custom_call_from_wire(wire.id, wire.custom.name, wire.custom.input)
     if wire.function is None:
         raise BadRequest(f"{where}.function is missing", param=f"{where}.function")
-    return ToolCall(call_id_from_wire(wire.id), wire.function.name, _decode_arguments(wire.function))
+    return ToolCall(
+        call_id_from_wire(wire.id),
+        wire.function.name,
+        decode_arguments(bytes(wire.function.arguments), f"{where}.function.arguments"),
+    )
 
 
-def _decode_function_call(wire: _Function) -> ToolCall:
+def _decode_function_call(wire: _Function, where: str) -> ToolCall:
     """Decode the deprecated form of a call."""
-    return ToolCall(_function_call_id(wire.name), wire.name, _decode_arguments(wire))
+    return ToolCall(
+        _function_call_id(wire.name), wire.name, decode_arguments(bytes(wire.arguments), f"{where}.arguments")
+    )
 
 
 def _function_call_id(name: str) -> str:
     """Return an id for a call that has none on the wire. A turn has at most one such call, and its result repeats the name."""
     return f"call_{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
-
-
-def _decode_arguments(function: _Function) -> str:
-    raw = bytes(function.arguments)
-    # Arguments are JSON text in a string; some clients send the object itself.
-    text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
-    return "{}" if text in ("", "null") else text
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:

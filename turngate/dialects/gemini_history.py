@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from turngate.dialects.wire import DECODE_ERRORS, describe_error, field_error, is_given, placeholder
+from turngate.dialects.wire import DECODE_ERRORS, decode_text, describe_error, field_error, is_given, placeholder
 from turngate.errors import BadRequest
 from turngate.types import History, Json, Message, ToolCall
 
@@ -255,10 +255,7 @@ def _decode_arguments(call: dict[str, msgspec.Raw], where: str) -> str:
         args = _fields.decode(raw)
         if list(args) == [RAW_ARGUMENTS] and bytes(args[RAW_ARGUMENTS]).startswith(b'"'):
             return read_field(args, RAW_ARGUMENTS, str, "", f"{where}.args")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise field_error(f"{where}.args", f"is not valid UTF-8: {error}") from None
+    return decode_text(raw, f"{where}.args")
 
 
 def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:

@@ -15,6 +15,7 @@ from turngate.dialects.messages_roundtrip import call_id_from_wire, decode_signa
 from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
+    decode_text,
     describe_error,
     function_tool,
     is_given,
@@ -268,7 +269,7 @@ def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
 def _decode_call(block: _Block, where: str) -> ToolCall:
     if not block.name:
         raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
-    arguments = bytes(block.input).decode() if is_given(block.input) else "{}"
+    arguments = decode_text(bytes(block.input), f"{where}.input") if is_given(block.input) else "{}"
     return ToolCall(call_id_from_wire(block.id or ""), block.name, unwrap_arguments(arguments))
 
 

@@ -23,6 +23,7 @@ from turngate.dialects.wire import (
     bearer_token,
     body_error,
     call_fields_from_headers,
+    decode_text,
     describe_error,
     field_error,
     is_given,
@@ -394,15 +395,18 @@ def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
     The result is a JSON object without its braces. Calls with the same frame share it.
     """
 
-    def as_sent(raw: msgspec.Raw, default: Json) -> Json:
-        return orjson.Fragment(one_line(bytes(raw).decode())) if is_given(raw) else default
+    def as_sent(field: str, default: Json) -> Json:
+        raw: msgspec.Raw = getattr(request, field)
+        if not is_given(raw):
+            return default
+        return orjson.Fragment(one_line(decode_text(bytes(raw), field)))
 
     echo = {
         "background": False,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": as_sent(request.metadata, {}),
+        "metadata": as_sent("metadata", {}),
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
@@ -410,9 +414,9 @@ def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
         "service_tier": "default",
         "store": request.store is not False,
         "temperature": request.temperature,
-        "text": as_sent(request.text, {"format": {"type": "text"}}),
-        "tool_choice": as_sent(request.tool_choice, "auto"),
-        "tools": as_sent(request.tools, []),
+        "text": as_sent("text", {"format": {"type": "text"}}),
+        "tool_choice": as_sent("tool_choice", "auto"),
+        "tools": as_sent("tools", []),
         "top_logprobs": 0,
         "top_p": request.top_p,
         "truncation": "disabled",

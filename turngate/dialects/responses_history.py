@@ -19,7 +19,7 @@ import orjson
 from turngate.dialects.base import EarlierReplies
 from turngate.dialects.openai import custom_input_to_arguments
 from turngate.dialects.responses_tools import SEARCH, decode_tools, flat_name
-from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_given, placeholder
+from turngate.dialects.wire import ABSENT, DECODE_ERRORS, decode_arguments, describe_error, is_given, placeholder
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Role, ToolCall
 
@@ -345,24 +345,17 @@ def _decode_call(item: _Item, where: str) -> ToolCall:
     if item.call_id is None:
         raise BadRequest(f"{where}.call_id is missing", param=f"{where}.call_id")
     if item.kind == "tool_search_call":
-        return ToolCall(item.call_id, SEARCH, _decode_arguments(item.arguments))
+        return ToolCall(item.call_id, SEARCH, decode_arguments(bytes(item.arguments), f"{where}.arguments"))
     if not item.name:
         raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     name = flat_name(item.namespace, item.name)
     if item.kind == "function_call":
-        return ToolCall(item.call_id, name, _decode_arguments(item.arguments))
+        return ToolCall(item.call_id, name, decode_arguments(bytes(item.arguments), f"{where}.arguments"))
     if item.input is None:
         raise BadRequest(f"{where}.input is missing", param=f"{where}.input")
     if (item.id or "").startswith(WHOLE_INPUT_PREFIX):
         return ToolCall(item.call_id, name, item.input)
     return ToolCall(item.call_id, name, custom_input_to_arguments(item.input))
-
-
-def _decode_arguments(raw: msgspec.Raw) -> str:
-    """Decode arguments, which are either JSON text in a string or the JSON value itself."""
-    data = bytes(raw)
-    text = msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
-    return "{}" if text in ("", "null") else text
 
 
 # ── other messages ──────────────────────────────────────────────────────────────────────────────────────────────────

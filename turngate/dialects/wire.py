@@ -80,6 +80,26 @@ def field_error(field: str, problem: str) -> BadRequest:
     return BadRequest(f"{field} {problem}", param=field)
 
 
+def decode_text(raw: bytes, field: str) -> str:
+    """Decode raw JSON to text. The decoder of a request does not check values that it keeps raw."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise field_error(field, f"is not valid UTF-8: {error}") from None
+
+
+def decode_arguments(raw: bytes, field: str) -> str:
+    """Decode the arguments of a call, which are either JSON text in a string or the JSON value itself."""
+    if not raw.startswith(b'"'):
+        text = decode_text(raw, field)
+    else:
+        try:
+            text = msgspec.json.decode(raw, type=str)
+        except DECODE_ERRORS as error:
+            raise field_error(field, f"is not a valid string: {error}") from None
+    return "{}" if text in ("", "null") else text
+
+
 def require_shallow(value: Json, field: str) -> Json:
     """Return the value, or raise BadRequest if it is nested too deeply to be encoded later."""
     level = [value]

@@ -326,9 +326,12 @@ class Parser:
         then: Literal["content", "call", "held"],
     ) -> bool:
         """Emit text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
-        for noise in self._syntax.noise:
-            self._buffer = self._buffer.replace(noise, "")
         at = self._buffer.find(marker) if marker else -1
+        while (found := _find_first(self._buffer, self._syntax.noise, at)) is not None:
+            start, noise = found
+            self._hold_spaces(events, kind, self._buffer[:start])
+            self._buffer = self._buffer[start + len(noise) :]
+            at = self._buffer.find(marker) if marker else -1
         if at >= 0:
             self._show_after_spaces(events, kind, self._buffer[:at].rstrip())
             self._spaces.clear()
@@ -337,11 +340,15 @@ class Parser:
             return True
         keep = _partial_marker_size(self._buffer, (marker, *self._syntax.noise))
         head = self._buffer[: len(self._buffer) - keep]
-        words = head.rstrip()
-        self._show_after_spaces(events, kind, words)
-        self._spaces.append(head[len(words) :])
+        self._hold_spaces(events, kind, head)
         self._buffer = self._buffer[len(head) :]
         return False
+
+    def _hold_spaces(self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], text: str) -> None:
+        """Emit text, and hold back the white space at its end."""
+        words = text.rstrip()
+        self._show_after_spaces(events, kind, words)
+        self._spaces.append(text[len(words) :])
 
     def _show_after_spaces(
         self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], words: str
@@ -418,6 +425,12 @@ class Parser:
                 return
             if self.satisfied:
                 return
+
+
+def _find_first(text: str, markers: Sequence[str], end: int) -> tuple[int, str] | None:
+    """Return where the first of several markers is, and which it is. With an `end` of 0 or more, search only up to there."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0 and (end < 0 or at < end)]
+    return min(found, default=None)
 
 
 def _partial_marker_size(text: str, markers: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -42,6 +43,9 @@ class GatewayEvent(msgspec.Struct, frozen=True):
     session: str
     kind: str
     data: dict[str, Json]
+
+
+_data = msgspec.json.Decoder(dict[str, Json])
 
 
 class NewEvent(msgspec.Struct, frozen=True):
@@ -101,7 +105,7 @@ class EventTable:
         query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
         with self._reading() as db:
             rows = db.execute(query, (*values, after, limit)).fetchall()
-        return [GatewayEvent(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
+        return [_read_event(*row) for row in rows]
 
     def newest(self) -> int:
         """Return the highest event number ever assigned, even if that event was removed."""
@@ -136,3 +140,13 @@ class EventTable:
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])
+
+
+def _read_event(seq: int, when: object, session: str, kind: object, data: object) -> GatewayEvent:
+    """Return an event. One that is damaged on disk says so in its data, so that its reader gets the others."""
+    if isinstance(when, int | float) and isinstance(kind, str) and isinstance(data, bytes | str):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return GatewayEvent(seq, when, session, kind, _data.decode(data))
+    at = when if isinstance(when, int | float) else 0.0
+    name = kind if isinstance(kind, str) else "damaged"
+    return GatewayEvent(seq, at, session, name, {"damaged": "this event is damaged on disk"})

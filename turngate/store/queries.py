@@ -30,6 +30,7 @@ class RawSession(msgspec.Struct, frozen=True):
     closed: float | None
     status: str
     stop: str
+    damaged: bool = False  # a column had a value of the wrong type, and has a default instead
 
 
 class EventTotals(msgspec.Struct, frozen=True):
@@ -88,7 +89,7 @@ class RolloutQueries:
     def _sessions(self, where: str, values: Sequence[object]) -> list[RawSession]:
         with self._reading() as db:
             rows = db.execute(f"SELECT {_SESSION} FROM sessions WHERE {where}", values).fetchall()
-        return [RawSession(*row) for row in rows]
+        return [_read_session(*row) for row in rows]
 
     def outcomes(self, keys: Sequence[int]) -> dict[int, tuple[float, bytes]]:
         """Return the time and the JSON of each outcome, by session key."""
@@ -96,7 +97,7 @@ class RolloutQueries:
         with self._reading() as db:
             for chunk in _chunks(keys):
                 query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_placeholders(chunk)})"
-                found |= {key: (at, outcome) for key, at, outcome in db.execute(query, chunk).fetchall()}
+                found |= {key: (as_number(at), as_blob(one)) for key, at, one in db.execute(query, chunk).fetchall()}
         return found
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,7 +106,7 @@ class RolloutQueries:
         """Return the time of the oldest event, or None if there are no events."""
         with self._reading() as db:
             row = db.execute("SELECT time FROM events ORDER BY seq LIMIT 1").fetchone()
-        return None if row is None else row[0]
+        return None if row is None else as_number(row[0])
 
     def sum_events(self) -> list[EventTotals]:
         """Compute totals over the events of every session."""
@@ -116,7 +117,9 @@ class RolloutQueries:
             " FROM events WHERE session!='' GROUP BY session"
         )
         with self._reading() as db:
-            return [EventTotals(*row) for row in db.execute(query).fetchall()]
+            return [
+                EventTotals(of, newest, as_number(at), *sums) for of, newest, at, *sums in db.execute(query).fetchall()
+            ]
 
     def last_stages(self) -> list[RawEvent]:
         """Return the last stage event of every session."""
@@ -158,7 +161,7 @@ class RolloutQueries:
     def _facts(self, where: str, values: Sequence[object] = ()) -> list[RawEvent]:
         with self._reading() as db:
             rows = db.execute(f"SELECT seq, time, session, kind, data FROM events WHERE {where}", values).fetchall()
-        return [RawEvent(*row) for row in rows]
+        return [RawEvent(n, as_number(at), of, as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
         """Count turns and outcomes per interval of `seconds`, as far back as events go."""
@@ -208,10 +211,31 @@ class RolloutQueries:
         return count, newest, delivered
 
 
+def as_number(value: object) -> float:
+    """Return a stored number, or 0.0 if the column is damaged. SQLite stores a value of any type in any column."""
+    return value if isinstance(value, int | float) else 0.0
+
+
+def as_text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def as_blob(value: object) -> bytes:
+    return value if isinstance(value, bytes) else value.encode("utf-8", "replace") if isinstance(value, str) else b""
+
+
+def _read_session(
+    key: int, session: str, config: object, opened: object, closed: object, status: object, stop: object
+) -> RawSession:
+    end = None if closed is None else as_number(closed)
+    values = (as_number(opened), end, as_text(status), as_text(stop))
+    return RawSession(key, session, as_blob(config), *values, damaged=values != (opened, closed, status, stop))
+
+
 def _decode_info(packed: bytes) -> SampledInfo | None:
     """Decode the info of a turn. Return None if it is damaged, so that one damaged turn does not break a listing."""
     try:
-        return _info.decode(packed)
+        return _info.decode(as_blob(packed))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

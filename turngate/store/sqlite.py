@@ -52,6 +52,7 @@ _context_info = msgspec.msgpack.Decoder(ContextInfo)
 _sampled_info = msgspec.msgpack.Decoder(SampledInfo)
 _encode_info = msgspec.msgpack.Encoder().encode
 _DAMAGED_SETTINGS = "its settings are damaged on disk"
+_DAMAGED_ROW = "its row is damaged on disk"
 
 
 class SessionRow(msgspec.Struct, frozen=True):
@@ -66,6 +67,16 @@ class SessionRow(msgspec.Struct, frozen=True):
     stop: str
     vocabulary: str
     damaged: str = ""  # which part cannot be read; set only in listings, because loading such a session fails
+
+
+class _SessionColumns(msgspec.Struct, frozen=True, array_like=True):
+    """The other columns of a session. SQLite stores a value of any type in any column."""
+
+    opened: float
+    closed: float | None
+    status: Status
+    stop: str
+    vocabulary: str
 
 
 class NewTurn(msgspec.Struct, frozen=True):
@@ -221,16 +232,10 @@ class Store:
         with self._reading() as db:
             rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
         for key, session_id, config, *rest in rows:
-            try:
-                settings = msgspec.json.decode(config, type=SessionConfig)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if not marked:
-                    raise StoreError(f"session {session_id}: {_DAMAGED_SETTINGS} ({error})") from None
-                yield msgspec.structs.replace(
-                    SessionRow(key, session_id, SessionConfig(), *rest), damaged=_DAMAGED_SETTINGS
-                )
-                continue
-            yield SessionRow(key, session_id, settings, *rest)
+            row, damaged = _read_session_row(key, session_id, config, rest)
+            if damaged and not marked:
+                raise StoreError(f"session {session_id}: {damaged}")
+            yield row
 
     def commit(self, turns: Iterable[NewTurn]) -> None:
         """Write all turns in one transaction."""
@@ -276,8 +281,8 @@ class Store:
         by_id: dict[int, Node] = {}
         trace: Trace = session.trace
         for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
-            written = node_checksum(session.key, node_id, parent_id, kind, ids, logprobs, info, messages)
-            if delivered not in (0, 1) or checksum != (written if delivered else written ^ UNDELIVERED):
+            fields = (node_id, parent_id, kind, ids, logprobs, info, messages)
+            if not _is_intact(session.key, fields, delivered, checksum):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, ID_DTYPE)
@@ -380,6 +385,37 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
         messages,
         node_checksum(session, node.id, parent, kind, ids, logprobs, info, messages),
     )
+
+
+def _is_intact(
+    session: int,
+    fields: tuple[int, int | None, str, bytes, bytes | None, bytes, bytes],
+    delivered: int,
+    checksum: int,
+) -> bool:
+    """Return whether a node is as it was written."""
+    _, _, _, ids, logprobs, info, messages = fields
+    blobs = (ids, b"" if logprobs is None else logprobs, info, messages)
+    if delivered not in (0, 1) or not all(isinstance(blob, bytes) for blob in blobs):
+        return False
+    written = node_checksum(session, *fields)
+    return checksum == (written if delivered else written ^ UNDELIVERED)
+
+
+def _read_session_row(key: int, session_id: str, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
+    """Return the row of a session, and which part of it cannot be read, if any. That part has its default."""
+    settings, columns, damaged = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", ""), ""
+    try:
+        columns = msgspec.convert(rest, _SessionColumns)
+    except msgspec.ValidationError:
+        damaged = _DAMAGED_ROW
+    try:
+        settings = msgspec.json.decode(config, type=SessionConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        damaged = f"{_DAMAGED_SETTINGS} ({error})"
+    more = msgspec.structs.asdict(columns)
+    row = SessionRow(key=key, id=session_id, config=settings, **more, damaged=damaged.partition(" (")[0])
+    return row, damaged
 
 
 def _decode_info(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str, node: int) -> T:

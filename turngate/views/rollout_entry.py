@@ -17,6 +17,7 @@ STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "can
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the last stage reported by a runner
 DAMAGED = "its outcome is damaged on disk"
+DAMAGED_ROW = "its row is damaged on disk"
 SILENT_S = 3600.0  # a runner that is silent for this long is considered gone
 _LONG = 2000  # maximum characters of a message in a list
 
@@ -141,6 +142,8 @@ class RolloutEntry:
         row.attempt = config.attempt if config.rollout else _positive_int(metadata.get("attempt"))
         if outcome is not None:
             self._use_outcome(*outcome)
+        if session.damaged:
+            row.message = self.damage = DAMAGED_ROW
 
     def _use_outcome(self, at: float, written: bytes) -> None:
         row, self.recorded = self.row, at

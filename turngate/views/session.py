@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceTurn
-from turngate.errors import NotFound
+from turngate.errors import NotFound, StoreError
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
@@ -98,7 +98,20 @@ def load_session_view(store: Store, session_id: str) -> SessionView:
         raise NotFound(f"unknown session {redact_known(session_id)!r}")
     # Load the session first, so that nodes added in between do not lack their messages.
     session = store.load(row)
-    return SessionView(session, store.messages(row.key), store.preambles(row.key))
+    preambles = store.preambles(row.key)
+    if not all(_is_json(part) for preamble in preambles.values() for part in preamble):
+        raise StoreError(f"session {session_id}: its tools are damaged on disk; the trace cannot be used")
+    return SessionView(session, store.messages(row.key), preambles)
+
+
+def _is_json(stored: object) -> bool:
+    if not isinstance(stored, bytes):
+        return False
+    try:
+        msgspec.json.decode(stored)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def encode_json(value: object) -> bytes:

@@ -67,7 +67,8 @@ class ExportRoutes:
         for session, key in selected:
             damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
         if damaged == len(selected):
-            raise StoreError("cannot export anything, because the trace is damaged on disk")
+            names = ", ".join(session for session, _ in selected[:3])
+            raise StoreError(f"cannot export anything, because the trace of {names} is damaged on disk")
         response = _attachment(self._lines(format, selected, group), name, "application/x-ndjson")
         response.headers["x-turngate-left-out"] = str(damaged)
         return response

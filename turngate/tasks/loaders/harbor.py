@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.common.validation import explain_error
+from turngate.common.validation import explain_error, parse_toml
 from turngate.errors import BadRequest, TaskError
 from turngate.tasks.task import (
     Function,
@@ -182,11 +181,11 @@ def _load_settings(path: Path) -> _TaskFile:
     if not path.is_file():
         return _TaskFile()
     try:
-        return msgspec.convert(tomllib.loads(read_text(path)), _TaskFile)
-    except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
+        return msgspec.convert(parse_toml(read_text(path)), _TaskFile)
     except msgspec.ValidationError as error:
         raise TaskError(f"task: {path}: {explain_error(error, _TaskFile, 'setting')[0]}", param="task") from None
+    except ValueError as error:
+        raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
 
 
 def _field_error(folder: Path, field: str, problem: str) -> TaskError:
