@@ -28,7 +28,7 @@ from turngate.sandboxes import cgroups, disk, door, supervisor
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.disk import FreeSpace
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.promise(7)]
+pytestmark = [pytest.mark.process, pytest.mark.promise(7)]
 
 SANDBOXES = [
     pytest.param("local"),
@@ -62,23 +62,18 @@ EXHAUSTION = {
     ),
     "disk, with one file": Exhaustion(code="open('f', 'wb').truncate(100_000_000)", **DISK),
     "disk, with many files": Exhaustion(
-        code="import os, time\nfor n in range(12):\n    open(f'f{n}', 'wb').write(os.urandom(4 << 20)); time.sleep(0.25)",
-        **DISK,
+        code="import os\nfor n in range(12):\n    open(f'f{n}', 'wb').write(os.urandom(4 << 20))", **DISK
     ),
     "disk, with deleted files": Exhaustion(
-        code="import os, time\nkept = []\nfor n in range(12):\n    kept.append(open('f', 'wb', 0)); os.unlink('f')\n"
-        "    kept[-1].write(os.urandom(4 << 20)); time.sleep(0.25)",
+        code="import os\nkept = []\nfor n in range(12):\n    kept.append(open('f', 'wb', 0)); os.unlink('f')\n"
+        "    kept[-1].write(os.urandom(4 << 20))",
         **DISK,
     ),
     "disk, in the home folder": Exhaustion(
-        code="import os, time\nfor n in range(12):\n"
-        "    open(os.path.expanduser(f'~/f{n}'), 'wb').write(os.urandom(4 << 20)); time.sleep(0.25)",
+        code="import os\nfor n in range(12):\n    open(os.path.expanduser(f'~/f{n}'), 'wb').write(os.urandom(4 << 20))",
         **DISK,
     ),
-    "inodes": Exhaustion(
-        code="import os, time\nfor n in range(4000):\n    open(f'f{n}', 'w').close()\n    n % 200 or time.sleep(0.15)",
-        **DISK,
-    ),
+    "inodes": Exhaustion(code="for n in range(4000):\n    open(f'f{n}', 'w').close()", **DISK),
 }
 
 
@@ -87,12 +82,16 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "CHECK_S", 0.05)
 
 
-async def take(root: Path, sandbox: str, code: str, resources: Resources) -> tuple[bool, SandboxError | None]:
-    """Run code in a sandbox with these limits. Return whether it took all it wanted, and how it exceeded the limit."""
+async def take(
+    root: Path, sandbox: str, code: str, resources: Resources, nap_s: float = 0.0
+) -> tuple[bool, SandboxError | None]:
+    """Run code in a sandbox with these limits. Return whether it took all it wanted, and how it exceeded the limit.
+
+    `nap_s` is how long it holds what it took, so that a watch has time to notice."""
     backend = kit.MAKE[sandbox](root)
     created, neighbor = await backend.create(SandboxSpec(resources=resources)), await backend.create(SandboxSpec())
     try:
-        command = ["python3", "-c", f"{code}\nprint('took it all')"]
+        command = ["python3", "-c", f"{code}\nimport time; time.sleep({nap_s}); print('took it all')"]
         done = await created.exec(command, timeout_s=scaled(60), leave=False)
         assert (await neighbor.exec(["echo", "fine"])).stdout == b"fine\n"
         assert (await created.exec(["echo", "still usable"])).stdout == b"still usable\n"
@@ -123,9 +122,9 @@ async def test_resource_is_limited(sandbox: str, resource: str, root: Path) -> N
         pytest.skip("this machine does not allow control groups")
     if sandbox == "docker" and resource == "inodes":
         pytest.skip("docker counts bytes only")
-    took_all, exceeded = await take(root, sandbox, case.code, case.limit)
-    assert not took_all
     is_watched = case.limit.disk_mb is not None and resource != "disk, with one file"  # which the kernel limits
+    took_all, exceeded = await take(root, sandbox, case.code, case.limit, nap_s=scaled(40) if is_watched else 0)
+    assert not took_all
     assert isinstance(exceeded, SandboxTooLarge) == is_watched, exceeded
 
 
@@ -155,7 +154,13 @@ async def test_shared_memory_is_limited(root: Path) -> None:
 
 # ── the disk, in rollouts ──
 
-FILL = "for n in range(12):\n    open(f'f{n}', 'wb').write(os.urandom(4 << 20)); time.sleep(0.25)\nprint(ask('Hi'))"
+FILL = """
+print(ask('Hi'))
+for n in range(12):
+    open(f'f{n}', 'wb').write(os.urandom(4 << 20))
+time.sleep(float(os.environ['NAP_S']))
+print(ask('Hi'))
+"""
 
 
 @pytest.mark.usefixtures("quick_watch")
@@ -165,12 +170,13 @@ async def test_full_disk_ends_rollout_with_clear_outcome(sandbox: str) -> None:
         kit.need(sandbox)
     async with open_harness(lambda request, n: say("Hello.")) as harness:
         backend = kit.MAKE[sandbox](harness.root)
-        program = "print(ask('Hi'))\n" + FILL
-        greedy, other = (
-            harness.rollout(code, backend=backend, folder=harness.folder / name, **fields)
-            for code, name, fields in (
-                (program, "greedy", {"resources": Resources(disk_mb=24)}),
-                (program, "other", {}),  # the control: the same program within its limit
+        greedy, other = (  # the second is the control: the same program within its limit
+            harness.rollout(
+                FILL, backend=backend, folder=harness.folder / name, resources=resources, env={"NAP_S": nap_s}
+            )
+            for name, resources, nap_s in (
+                ("greedy", Resources(disk_mb=24), str(scaled(40))),
+                ("other", Resources(), "0"),
             )
         )
         ended, finished = await asyncio.gather(greedy.run(), other.run())

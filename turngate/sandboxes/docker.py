@@ -42,9 +42,6 @@ SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner"
 BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
 JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
-NO_QUOTA = (
-    "--storage-opt is supported only"  # docker's error if its file system cannot limit the disk space of containers
-)
 STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
 MAX_ENV_LINE = (
@@ -159,16 +156,18 @@ class DockerSandbox(PosixSandbox):
     async def _create_container(self, words: Sequence[str], limit: int) -> None:
         """Create the container, with a quota of `limit` bytes if Docker's file system supports quotas."""
         words = ["--ulimit", f"fsize={limit}", *words]
-        code, _, stderr = await _run_docker("create", "--storage-opt", f"size={limit}", *words)
-        if code and NO_QUOTA in stderr:
+        code, _, _ = await _run_docker("create", "--storage-opt", f"size={limit}", *words)
+        if code:  # Docker and its replacements say in different words that they have no quotas
             await run_docker("create", *words)
-        elif code:
-            raise SandboxError(f"docker create failed: {stderr.strip()[-500:]}")
 
     async def _measure_disk(self) -> int:
         form = "{{.SizeRw}} {{.State.Pid}}"
-        size, first = (await run_docker("container", "inspect", "--size", "--format", form, self.id)).split()
-        return int(size) + await asyncio.to_thread(disk.measure_deleted_files, int(first))
+        found = (await run_docker("container", "inspect", "--size", "--format", form, self.id)).split()
+        if len(found) != 2 or not all(map(str.isdigit, found)):
+            raise SandboxError(
+                f"docker inspect did not report the size of the container, but {' '.join(found)[:100]!r}"
+            )
+        return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:
         """Kill everything but the relay, because the sandbox used too much disk space."""
@@ -421,8 +420,8 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
 
 async def _find_storage(default: Path) -> Path:
     """Return the folder in which Docker keeps containers, or `default` if this user cannot access it."""
-    storage = Path((await run_docker("info", "--format", "{{.DockerRootDir}}")).strip())
-    return storage if os.access(storage, os.R_OK) else default
+    _, storage, _ = await _run_docker("info", "--format", "{{.DockerRootDir}}")
+    return Path(storage.strip()) if os.access(storage.strip(), os.R_OK) else default
 
 
 def _mount_option(source: str, target: str, *, writable: bool) -> str:
