@@ -94,6 +94,7 @@ def test_trees(world: World) -> None:
         ("preambles", "tools", "x'ff'"),
         ("preambles", "kwargs", "-1"),
         ("nodes", "ids", "x'ff'"),
+        ("nodes", "ids", "CAST(x'7bff' AS TEXT)"),
     ],
 )
 def test_damaged_column_concerns_only_its_session(world: World, table: str, column: str, value: str) -> None:

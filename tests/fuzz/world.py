@@ -147,6 +147,13 @@ class World:
 
     def check(self, request: FuzzRequest, *, memory: bool = False) -> None:
         """Send a request, and raise `Finding` if the reply breaks a rule."""
+        try:
+            self._check(request, memory)
+        except Finding as finding:
+            finding.add_note(f"{request!r}"[:4000])
+            raise
+
+    def _check(self, request: FuzzRequest, memory: bool) -> None:
         self.run(self._restore())
         self._log.records.clear()
         with _measure_memory(memory) as peak, _LoopWatch(enabled=not memory) as watch:
@@ -392,12 +399,14 @@ class _LoopWatch:
 
     def __enter__(self) -> _LoopWatch:
         if self._enabled:
+            gc.disable()  # the garbage of this process is not that of a gateway, which also collects it less often
             self._original = asyncio.events.Handle._run
             asyncio.events.Handle._run = self._run_step  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._enabled:
+            gc.enable()
             asyncio.events.Handle._run = self._original  # type: ignore[method-assign]
 
     @property

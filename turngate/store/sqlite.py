@@ -269,7 +269,8 @@ class Store:
         session.trace.refused = self.refusals.find(row.key)
         with self._reading() as db:
             rows = db.execute(
-                "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",
+                "SELECT id, parent, kind, CAST(ids AS BLOB), CAST(logprobs AS BLOB), CAST(info AS BLOB),"
+                " CAST(messages AS BLOB), delivered, checksum FROM nodes WHERE session=? ORDER BY id",
                 (row.key,),
             )
             self._rebuild(session, rows)
