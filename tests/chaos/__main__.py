@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from tests import needs
 from tests.chaos.control import detect_plants
-from tests.chaos.faults import Place, list_faults
+from tests.chaos.faults import Fault, Place, list_faults
 from tests.chaos.report import print_row, write_table
 from tests.chaos.rollouts import ROLLOUT_FAULTS, run_rollout_faults
 from tests.chaos.sites import Site, open_cell, open_on_disk, open_single, open_workers
@@ -38,7 +38,7 @@ PLACES: dict[Place, Callable[[random.Random], AbstractAsyncContextManager[Site]]
     "disk": open_on_disk,
     "cell": open_cell,
 }
-FAST_KINDS = 44  # as many as fit into three minutes on two cores
+FAST_KINDS = 32  # as many as fit into three minutes on two cores
 
 
 class Catalog:
@@ -65,13 +65,10 @@ def _take(items: list[T], share: float, rng: random.Random) -> list[T]:
     return rng.sample(items, math.ceil(share * len(items)))
 
 
-def explain_missing(place: Place) -> str | None:
-    """Return why the faults of a place cannot be injected here."""
-    if place == "cell":
-        return needs.missing("postgres")
-    if place == "disk":
-        return needs.missing("root")
-    return None
+def explain_missing(fault: Fault) -> str | None:
+    """Return why a fault cannot be injected here."""
+    part = {"cell": "postgres", "disk": "root"}.get(fault.place)
+    return (needs.missing(part) if part else None) or fault.explain_missing()
 
 
 async def run(catalog: Catalog, pace: Pace, seed: int) -> tuple[list[Row], list[str]]:
@@ -80,10 +77,13 @@ async def run(catalog: Catalog, pace: Pace, seed: int) -> tuple[list[Row], list[
     skipped = []
     for place, open_place in PLACES.items():
         rng = random.Random(f"{seed} {place}")
-        faults = [fault for fault in catalog.faults if fault.place == place]
-        if faults and (reason := explain_missing(place)):
-            skipped += [f"{fault.name}: {reason}" for fault in faults]
-        elif faults:
+        faults = []
+        for fault in catalog.faults:
+            if fault.place == place and (reason := explain_missing(fault)):
+                skipped.append(f"{fault.name}: {reason}")
+            elif fault.place == place:
+                faults.append(fault)
+        if faults:
             rows += await run_faults(open_place(rng), faults, pace, rng, print_row)
     if catalog.training:
         rows += await run_training_faults(catalog.training, pace, seed, print_row)

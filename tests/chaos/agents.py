@@ -14,7 +14,7 @@ import aiohttp
 
 from gauntlet.clients import CLIENTS
 from gauntlet.clients.base import TOOLS, Client, Conversation, Event, Message, ReplyError
-from tests.chaos.engine import MODEL, read_serials
+from tests.chaos.engine import MODEL, read_serials, write_answer, write_thought
 from tests.crash.storm import ADMIN
 
 TURNS = 3  # per rollout
@@ -52,9 +52,18 @@ class CallFailed(Exception):
 class ChaosAgent:
     """One agent and its runner: opens sessions, talks, seals them and records rewards, and repeats what fails."""
 
-    def __init__(self, name: str, base_url: str, rng: random.Random, counts: CallCounts, give_up_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        rng: random.Random,
+        counts: CallCounts,
+        *,
+        give_up_s: float,
+        keep_alive: bool = True,
+    ) -> None:
         self.name, self._url, self._rng, self._counts = name, base_url, rng, counts
-        self._give_up_s = give_up_s
+        self._give_up_s, self._keep_alive = give_up_s, keep_alive
         self.rollouts: list[RolloutLog] = []
         self.last_answer = 0.0  # when the call began that was last answered in full
         self._client: Client = CLIENTS[rng.choice(list(CLIENTS))]
@@ -62,7 +71,8 @@ class ChaosAgent:
     async def work(self, is_over: Callable[[], bool]) -> None:
         """Run rollouts until `is_over`, and finish the last one."""
         timeout = aiohttp.ClientTimeout(total=self._give_up_s)
-        async with aiohttp.ClientSession(timeout=timeout) as self._http:
+        connector = aiohttp.TCPConnector(force_close=not self._keep_alive)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._http:
             while not is_over():
                 await self._run_rollout()
 
@@ -184,10 +194,17 @@ def is_error(dialect: str, body: Any) -> bool:
 
 
 def is_intact(message: Message) -> bool:
+    """Return whether a message is exactly one answer of the engine. A damaged one, sent back, would be an edited history."""
     try:
-        return bool(read_answer(message))
+        serials = read_answer(message)
     except ValueError:
         return False
+    if len(serials) != 1:
+        return False
+    answer, thought = write_answer(serials[0]), write_thought(serials[0])
+    items = message.opaque.get("reasoning")  # of Responses, which has the text twice: as content and as summary
+    thoughts = (thought * 2, thought, "(encrypted)", "") if isinstance(items, dict) else (thought, "")
+    return message.text.strip() in (answer, "") and message.reasoning.strip() in thoughts
 
 
 def read_answer(message: Message) -> list[int]:

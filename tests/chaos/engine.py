@@ -56,11 +56,15 @@ def read_serials(text: str) -> list[int]:
     return [int(m[1]) for m in found if f"{zlib.crc32((m[1] + m[2]).encode()):08x}" == m[3]]
 
 
+def write_thought(serial: int) -> str:
+    return f"Step {serial}."
+
+
 def _write_reply(serial: int) -> str:
     answer = write_answer(serial)
     match serial % 3:
         case 0:
-            return f"<think>\nStep {serial}.\n</think>\n\n{answer}"
+            return f"<think>\n{write_thought(serial)}\n</think>\n\n{answer}"
         case 1:
             return answer
         case _:

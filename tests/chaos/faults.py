@@ -21,10 +21,11 @@ from tests.chaos.fault_proxy import NetworkFault
 from tests.chaos.sites import LEASE_S, Site
 from tests.crash.storm import ADMIN, children
 from tests.speed import scaled
+from turngate.sandboxes import cgroups
+from turngate.sandboxes.base import Resources
 
 Place = Literal["single", "workers", "disk", "cell"]
 Inject = Callable[[Site, float], Awaitable[None]]
-_CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Fault:
     name: str
     place: Place
     inject: Inject  # returns when the fault has ended; gets the seconds that it should last
-    may_break: bool = (
-        True  # whether calls may end without an error, because a connection or a process of the gateway is cut
+    may_break: bool = True  # calls may end without an error, because a connection or a process of the gateway is cut
+    keep_alive: bool = (
+        True  # agents use a connection for several calls; repeated bytes would answer one call with another's reply
     )
-    may_damage: bool = (
-        False  # whether agents may receive another text than the engine meant, because nothing shows that it is wrong
-    )
+    may_damage: bool = False  # agents may receive another text than the engine meant, because nothing shows it
+    explain_missing: Callable[[], str | None] = lambda: None  # why it cannot be injected here, apart from its place
 
 
 # ── the network ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,19 +191,21 @@ def _limit(what: int, value: int) -> Inject:
 
 async def _limit_memory(site: Site, seconds: float) -> None:
     """Give a worker less memory than it uses, so that the kernel kills it."""
-    group = _CGROUP / f"turngate-chaos-{os.getpid()}"
-    group.mkdir()
-    worker = site.rng.choice(children(site.pid))
+    name, worker = f"chaos-{os.getpid()}", site.rng.choice(children(site.pid))
+    cgroups.apply_limits(name, Resources(memory_mb=1), [worker])
     try:
-        (group / "cgroup.procs").write_text(str(worker))
-        (group / "memory.limit_in_bytes").write_text(str(1 << 20))
         async with asyncio.timeout(scaled(10)):
-            while Path(f"/proc/{worker}").exists() and worker in children(site.pid):
+            while worker in children(site.pid):
                 await asyncio.sleep(0.05)
     finally:
-        for pid in (group / "cgroup.procs").read_text().split():
-            (_CGROUP / "cgroup.procs").write_text(pid)
-        group.rmdir()
+        cgroups.remove_group(name)
+
+
+def _explain_missing_cgroups() -> str | None:
+    """Return why the memory of a process cannot be limited here."""
+    if "memory_mb" in cgroups.enforceable_limits():
+        return None
+    return "memory limits need control groups that can be written (run as root)"
 
 
 def _move_clock(offset_s: float) -> Inject:
@@ -321,7 +324,10 @@ async def _kill_behind_fence(site: Site, seconds: float) -> None:
 
 def list_faults() -> list[Fault]:
     """Return every fault that is injected while agents work at a gateway, place by place."""
-    client = [Fault(f"client: {name}", "single", _disturb("client_side", how)) for name, how in _NETWORK.items()]
+    client = [
+        Fault(f"client: {name}", "single", _disturb("client_side", how), keep_alive=not how.repeat)
+        for name, how in _NETWORK.items()
+    ]
     wire = [
         Fault(f"engine: {name}", "single", _disturb("engine_side", how), may_break=False)
         for name, how in _NETWORK.items()
@@ -350,7 +356,7 @@ def list_faults() -> list[Fault]:
         Fault("workers: SIGTERM of the front", "workers", _stop_gateway),
         Fault("workers: SIGSTOP of a worker", "workers", _pause_worker),
         Fault("workers: SIGSTOP of the front", "workers", _pause_front),
-        Fault("workers: out of memory (cgroup)", "workers", _limit_memory),
+        Fault("workers: out of memory", "workers", _limit_memory, explain_missing=_explain_missing_cgroups),
         Fault("workers: client resets", "workers", _disturb("client_side", _NETWORK["reset"])),
         Fault(
             "workers: engine black hole", "workers", _disturb("engine_side", _NETWORK["black hole"]), may_break=False

@@ -16,13 +16,13 @@ from tests.chaos.faults import Fault
 from tests.chaos.invariants import Breaches, check_rollouts
 from tests.chaos.sites import Site
 from tests.crash.storm import read_verdicts
-from tests.speed import scaled
+from tests.speed import paced, scaled
 from turngate.verify import Renderers, VerifyOptions, open_session_reader, verify
 from turngate.views.verdict import open_row_source
 
 RECOVER_S = 30.0
 VERIFY = "turngate verify --all"  # the last row of each place
-GIVE_UP_S = 8.0  # an agent gives up a call after this long, and repeats it
+GIVE_UP_S = 5.0  # an agent gives up a call after this long, and repeats it
 
 
 @dataclass
@@ -77,7 +77,14 @@ async def run_faults(
 async def run_fault(site: Site, fault: Fault, pace: Pace, rng: random.Random, name: str) -> Row:
     row = Row(fault.name)
     agents = [
-        ChaosAgent(f"{name}.{n}", site.client_side.url, random.Random(rng.random()), row.counts, scaled(GIVE_UP_S) / 4)
+        ChaosAgent(
+            f"{name}.{n}",
+            site.client_side.url,
+            random.Random(rng.random()),
+            row.counts,
+            give_up_s=paced(GIVE_UP_S),
+            keep_alive=fault.keep_alive,
+        )
         for n in range(pace.agents)
     ]
     async with _at_work(agents) as is_over:

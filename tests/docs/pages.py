@@ -283,6 +283,7 @@ UNRUN = [
     Unrun("docs/weights.md", "turngate engines drain", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/weights.md", "turngate engines remove", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/testing.md", "make ", "runs these tests"),
+    Unrun("docs/reliability.md", "make chaos", TOO_LONG, "tests/chaos/test_faults.py"),
     Unrun("docs/training-h200.md", "", "needs an H200", "tests/trainers/test_h200_example.py"),
     Unrun("docs/training.md", "turngate train", TOO_LONG, "tests/cli/test_train.py"),
     Unrun("docs/training.md", "make demo", TOO_LONG, "tests/trainers/test_demo.py"),
