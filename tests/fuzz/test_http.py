@@ -95,6 +95,9 @@ def test_trees(world: World) -> None:
         ("preambles", "kwargs", "-1"),
         ("nodes", "ids", "x'ff'"),
         ("nodes", "ids", "CAST(x'7bff' AS TEXT)"),
+        ("nodes", "info", "CAST(x'7bff' AS TEXT)"),
+        ("events", "data", "CAST(x'7bff' AS TEXT)"),
+        ("preambles", "tools", "CAST(x'7bff' AS TEXT)"),
     ],
 )
 def test_damaged_column_concerns_only_its_session(world: World, table: str, column: str, value: str) -> None:

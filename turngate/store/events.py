@@ -102,7 +102,9 @@ class EventTable:
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
         """Return the oldest events after a number, of one session, or of all sessions if `session` is empty."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
-        query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
+        query = (
+            f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
+        )
         with self._reading() as db:
             rows = db.execute(query, (*values, after, limit)).fetchall()
         return [_read_event(*row) for row in rows]

@@ -14,7 +14,7 @@ from turngate.store.connection import Connect
 from turngate.trace.tree import SampledInfo
 
 _MAX_VALUES = 500  # per query
-_SESSION = "key, id, config, opened, closed, status, stop"
+_SESSION = "key, id, CAST(config AS BLOB), opened, closed, status, stop"
 _info = msgspec.msgpack.Decoder(SampledInfo)
 # Data is JSON stored as a blob, which SQLite's JSON functions do not accept without a cast. Damaged data counts as 0.
 _A_TURN = "kind='turn' AND json_valid(CAST(data AS TEXT))"
@@ -96,7 +96,7 @@ class RolloutQueries:
         found: dict[int, tuple[float, bytes]] = {}
         with self._reading() as db:
             for chunk in _chunks(keys):
-                query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_placeholders(chunk)})"
+                query = f"SELECT session, recorded, CAST(outcome AS BLOB) FROM outcomes WHERE session IN ({_placeholders(chunk)})"
                 found |= {key: (as_number(at), as_blob(one)) for key, at, one in db.execute(query, chunk).fetchall()}
         return found
 
@@ -160,7 +160,9 @@ class RolloutQueries:
 
     def _facts(self, where: str, values: Sequence[object] = ()) -> list[RawEvent]:
         with self._reading() as db:
-            rows = db.execute(f"SELECT seq, time, session, kind, data FROM events WHERE {where}", values).fetchall()
+            rows = db.execute(
+                f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {where}", values
+            ).fetchall()
         return [RawEvent(n, as_number(at), of, as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
@@ -181,7 +183,7 @@ class RolloutQueries:
         first: int | None = None
         last: int | None = None
         with self._reading() as db:
-            query = "SELECT length(ids)/4, info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id"
+            query = "SELECT length(ids)/4, CAST(info AS BLOB) FROM nodes WHERE session=? AND kind='sampled' ORDER BY id"
             for size, packed in db.execute(query, (key,)).fetchall():
                 tokens += size
                 info = _decode_info(packed)
@@ -194,7 +196,7 @@ class RolloutQueries:
 
     def versions(self, key: int) -> tuple[int, int] | None:
         """Return the policy versions of the first and last turn, or None if the session has no turns or one of them is damaged."""
-        query = "SELECT info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
+        query = "SELECT CAST(info AS BLOB) FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:
             first = db.execute(query.format(""), (key,)).fetchone()
             if first is None:

@@ -322,7 +322,9 @@ class Store:
 
     def preambles(self, session: int) -> dict[bytes, tuple[bytes, bytes]]:
         with self._reading() as db:
-            rows = db.execute("SELECT digest, tools, kwargs FROM preambles WHERE session=?", (session,)).fetchall()
+            rows = db.execute(
+                "SELECT digest, CAST(tools AS BLOB), CAST(kwargs AS BLOB) FROM preambles WHERE session=?", (session,)
+            ).fetchall()
         return {digest: (tools, kwargs) for digest, tools, kwargs in rows}
 
     def setting(self, name: str) -> str | None:
