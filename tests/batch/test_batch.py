@@ -22,8 +22,8 @@ import msgspec
 import pytest
 
 from tests import kit
-from tests.batch.kit import AGENT, DECIDE, plan
-from tests.batch.test_storm import engine, every_session, sandbox_processes
+from tests.batch.kit import AGENT, DECIDE, plan, sandbox_processes
+from tests.batch.test_storm import engine, every_session
 from tests.cli.kit import run_cli, run_rejected
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
@@ -52,9 +52,8 @@ class Harness:
         return Batch(plan, self.client, self.connector, **options)
 
     def leftovers(self) -> list[str]:
-        return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + sandbox_processes(
-            self.root
-        )
+        folders = (path.name for path in (self.root / "s").iterdir() if path.name != "agent.py")
+        return [*folders, *sandbox_processes(self.root).values()]
 
 
 @asynccontextmanager
