@@ -38,7 +38,7 @@ PLACES: dict[Place, Callable[[random.Random], AbstractAsyncContextManager[Site]]
     "disk": open_on_disk,
     "cell": open_cell,
 }
-FAST_KINDS = 32  # as many as fit into three minutes on two cores
+FAST_KINDS = 24  # as many as fit into three minutes on two cores
 
 
 class Catalog:

@@ -37,7 +37,7 @@ FINISH_S = 60.0
 
 def build_plan(out: Path, root: Path, tasks: int) -> BatchPlan:
     names = [f"well-{n}" for n in range(tasks)]
-    return plan(out, root, names, n=N, backend=LocalBackend(root), bounds=Bounds(running=4), model=MODEL)
+    return plan(out, root, names, n=N, backend=LocalBackend(root), bounds=Bounds(running=2), model=MODEL)
 
 
 class BatchRun:
@@ -64,8 +64,8 @@ class BatchRun:
                 await asyncio.sleep(0.05)
 
     async def wait_for_start(self) -> None:
-        """Wait until a rollout has finished and others run."""
-        await self.wait_until(lambda: self.out.exists() and len(self.state().finished) >= 1)
+        """Wait until a rollout runs in its sandbox."""
+        await self.wait_until(lambda: self.out.exists() and sandbox_processes(self.root))
 
     async def kill_in_sandbox(self, program: str) -> None:
         """Kill a random process of a sandbox whose command line contains a program's name."""
@@ -73,8 +73,13 @@ class BatchRun:
         def find() -> list[int]:
             return [pid for pid, command in sandbox_processes(self.root).items() if program in command]
 
-        await self.wait_until(find)
-        os.kill(self.site.rng.choice(find()), signal.SIGKILL)
+        found: list[int] = []
+        while not found:
+            await self.wait_until(lambda: find() or self.process.poll() is not None)
+            found = find()
+            if not found and self.process.poll() is not None:
+                raise TimeoutError(f"the batch ended before {program} could be killed")
+        os.kill(self.site.rng.choice(found), signal.SIGKILL)
 
 
 async def _kill_runner(run: BatchRun, seconds: float) -> None:
@@ -124,9 +129,9 @@ async def _run_fault(run: BatchRun, name: str, pace: Pace) -> Row:
         await run.wait_until(lambda: len(run.state().finished) > finished or run.process.poll() is not None)
         row.recovery_s = time.monotonic() - ended
         await run.wait_until(lambda: run.process.poll() is not None)
-    except TimeoutError:
+    except TimeoutError as error:
         row.recovery_s = None
-        row.notes.append(f"the batch did not go on:\n{(run.root / 'runner.log').read_text()[-2000:]}")
+        row.notes.append(f"the batch did not go on: {error}\n{(run.root / 'runner.log').read_text()[-2000:]}")
     finally:
         if run.process.poll() is None:
             run.process.kill()

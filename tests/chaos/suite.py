@@ -52,7 +52,7 @@ class Pace:
     tasks: int = 4  # of a batch of real rollouts
 
 
-FAST = Pace(agents=4, seconds=0.7, tasks=2)
+FAST = Pace(agents=4, seconds=0.7, tasks=3)
 
 
 async def run_faults(
