@@ -138,23 +138,23 @@ def _damage(draw: Callable[..., Any], holder: Json, key: Json) -> None:
 def bodies(draw: Callable[..., Any], documents: st.SearchStrategy[Json]) -> bytes:
     """Return documents as the bytes of a body, sometimes damaged."""
     raw = encode(draw(documents))
-    match draw(st.integers(0, 19)):
-        case 0:
+    match draw(st.integers(0, 24)):  # Hypothesis prefers the ends, which change nothing
+        case 10:
             return raw[: draw(st.integers(0, len(raw)))]
-        case 1:
+        case 11:
             at = draw(st.integers(0, len(raw)))
             return raw[:at] + draw(st.binary(min_size=1, max_size=4)) + raw[at:]
-        case 2:
+        case 12:
             return b"\xef\xbb\xbf" + raw
-        case 3:
+        case 13:
             return raw + draw(st.sampled_from([b" ", b"x", b"{}", b"\0"]))
-        case 4:
+        case 14:
             return raw.replace(b": ", b" :\t\n ")
-        case 5:
+        case 15:
             return raw[:-1] + b', "model": "twice"}' if raw.endswith(b"}") and len(raw) > 2 else raw
-        case 6:
+        case 16:
             return raw.replace(b'"', b'"\\ud83d', 2)  # a lone surrogate
-        case 7:
+        case 17:
             return draw(st.sampled_from([b"", b"null", b"[]", b'"x"', b"1e999", b"NaN", b"\xff", b"[" * 100_000]))
         case _:
             return raw

@@ -45,13 +45,13 @@ def test_routes(world: World, tag: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("tag", TAGS)
 def test_more_requests(world: World, tag: str) -> None:
-    fuzz_tag(world, tag, 30 if tag in DIALECTS else 8)
+    fuzz_tag(world, tag, 20 if tag in DIALECTS else 6)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("tag", ("chat", "gemini", "messages", "responses", "admin"))
 def test_memory_is_bounded_by_the_size_of_the_request(world: World, tag: str) -> None:
-    fuzz_tag(world, tag, 2, memory=True)
+    fuzz_tag(world, tag, 10 if tag in DIALECTS else 1, memory=True)
 
 
 def test_gate_routes() -> None:
@@ -70,7 +70,7 @@ def test_damaged_rows(world: World) -> None:
 
 @pytest.mark.full
 def test_more_damaged_rows(world: World) -> None:
-    run_examples(DAMAGES, world.check_damaged_row, 100, SEED)
+    run_examples(DAMAGES, world.check_damaged_row, 40, SEED)
 
 
 def test_trees(world: World) -> None:
