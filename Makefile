@@ -2,7 +2,7 @@
 # make demo-cluster  run a batch on PostgreSQL and three Ray nodes of this machine, and kill a node in the middle
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed
-# make test-all   run all tests: about 40 minutes, once the parts are installed
+# make test-all   run all tests: about an hour, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size
 # make chaos      inject every kind of fault at live gateways and check that nothing is lost (FAST=1: a sample of them in three minutes; SEED=7; ROUNDS=3)
 # make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http)
@@ -11,7 +11,7 @@
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
 # make sbom       write a bill of materials of Turngate and its agents to dist/sbom.cdx.json (OSV=FOLDER: look up known vulnerabilities)
 # make bench      measure the overhead of the gateway
-# make gauntlet   put Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, writes nothing)
+# make gauntlet   put Turngate and its peers through the Gauntlet (an hour; FAST=1: three minutes, writes nothing)
 
 PYTHON ?= python3
 BIN := .venv/bin

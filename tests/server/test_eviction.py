@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, user
+from turngate.common import clock
 from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.eviction import trim_memory
@@ -395,10 +396,10 @@ async def test_longest_unused_sessions_above_the_limit_are_evicted() -> None:
         sessions = [await g.open() for _ in range(4)]
         for session in sessions:
             await g.ask(session.key, HI)
-        await g.app.evictor.sweep(time.time())
+        await g.app.evictor.sweep(clock.now())
         assert [live_session(g, s.id).is_evicted for s in sessions] == [True, True, False, False]
         await g.ask(sessions[0].key, HI)
-        await g.app.evictor.sweep(time.time())
+        await g.app.evictor.sweep(clock.now())
         assert [live_session(g, s.id).is_evicted for s in sessions] == [False, True, True, False]
         assert g.app.evictor.interval_s == 1.0
         assert [len(await g.turns(s.id)) for s in sessions] == [2, 1, 1, 1]

@@ -24,15 +24,13 @@ from turngate.errors import SandboxError, SandboxTooLarge
 log = logging.getLogger(__name__)
 
 DEFAULT_DISK_MB = 16_384
-ENTRY_BYTES = (
-    16_384  # the least that a file or folder counts: ext4 has one inode per 16 KB, and they can be used up, too
-)
+ENTRY_BYTES = 16_384  # the least that a file or folder counts: ext4 has one inode per 16 KB, which can run out too
 SHM_BYTES = 1 << 30  # of /dev/shm, which is memory
 RESERVE_BYTES = 1 << 30  # if less is free on the machine, sandboxes that use more than this are stopped
 CHECK_S = 1.0
 MEASURE_S = 60.0  # the longest time between two measurements: other programs may have freed what the sandbox used
-MAX_SHARE = 0.1  # of the time that is spent measuring, unless the file system lost
-MIN_GROWTH = 0.1  # of the limit since the last time
+MAX_SHARE = 0.1  # largest share of the time that measuring may take, unless the use has grown by MIN_GROWTH
+MIN_GROWTH = 0.1  # share of the limit
 
 
 class FreeSpace(msgspec.Struct, frozen=True):
