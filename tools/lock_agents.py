@@ -35,10 +35,17 @@ def main() -> None:
 
 
 def lock_npm(folder: Path) -> str:
-    """Return the lock of an installation, without the URLs of the registry that this machine uses."""
+    """Return the lock of an installation, without the URLs of the registry that this machine uses.
+
+    `npm ci` refuses a lock that lacks a package of another platform, so optional dependencies that the registry does not have are removed.
+    """
     lock = json.loads((folder / "package-lock.json").read_text())
+    locked = {path.rpartition("node_modules/")[2] for path in lock["packages"]}
     for path, package in lock["packages"].items():
         package.pop("resolved", None)
+        optional = package.pop("optionalDependencies", {})
+        if kept := {name: version for name, version in optional.items() if name in locked}:
+            package["optionalDependencies"] = kept
         if path and not package.get("link") and "integrity" not in package:
             raise SystemExit(f"{folder.name}: {path} has no hash")
     return json.dumps(lock, indent=1, sort_keys=True) + "\n"

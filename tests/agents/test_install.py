@@ -247,6 +247,8 @@ def test_packages_are_downloaded_in_parallel_and_installed_offline(
         file.unlink()
     command = install.pip_command(mini, Path("/target"), tmp_path)
     assert command[command.index("--find-links") + 1] == str(tmp_path) and "--no-index" in command
+    (tmp_path / "some-1.0.tar.gz").touch()  # pip builds it with tools from the index
+    assert "--no-index" not in install.pip_command(mini, Path("/target"), tmp_path)
 
     messages: list[str] = []
     monkeypatch.setattr(install, "_run_command", lambda action, argv, **how: None)
@@ -267,6 +269,9 @@ def test_every_bundled_agent_is_locked_with_hashes() -> None:
         if agent.install.npm:
             packages = json.loads(lock.read_text())["packages"]
             assert all(package["integrity"].startswith("sha512-") for path, package in packages.items() if path)
+            names = {path.rpartition("node_modules/")[2] for path in packages}
+            for package in packages.values():  # else `npm ci` refuses the lock
+                assert {*package.get("dependencies", ()), *package.get("optionalDependencies", ())} <= names
         else:
             requirements = install.split_lock(lock.read_text())
             assert all("--hash=sha256:" in requirement for requirement in requirements)

@@ -308,7 +308,9 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
 def pip_command(spec: AgentSpec, target: Path, wheels: Path | None = None) -> list[str]:
     """Return the command that installs the agent into `target`, from the folder `wheels` if it is given."""
     command = [*_pip(spec), "install", "--no-compile", "--target", str(target)]
-    command += ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
+    if wheels is not None:
+        builds = any(wheels.glob("*.tar.gz")) or any(wheels.glob("*.zip"))  # for which pip downloads build tools
+        command += ["--find-links", str(wheels), *([] if builds else ["--no-index"])]
     lock = find_lock(spec)
     return [*command, *_pip_options(spec), *(_requirements(spec) if lock is None else _use_lock(lock))]
 
