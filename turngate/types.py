@@ -275,7 +275,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
     parallel_tool_calls: bool = True
-    top_logprobs: int | None = None  # alternatives to report per token; None: the agent wants no log-probabilities
+    top_logprobs: int | None = None  # alternatives to report per token; None if the agent wants no log-probabilities
     template_kwargs: dict[str, Json] = {}
     template_hints: dict[str, Json] = {}  # template arguments, ignored if the template does not use them
     stream: bool = False

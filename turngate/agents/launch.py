@@ -121,9 +121,7 @@ def plan_launch(
 
 def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
     """Plan which modules a fork server imports, with the variables that are the same in every run. None: none."""
-    if not spec.preload or not installed.python.startswith(
-        "/"
-    ):  # a sandbox with a Python of its own has no fork server
+    if not spec.preload or not installed.python.startswith("/"):  # a sandbox with its own Python has no fork server
         return None
     constant = {name: text for name, text in spec.env.items() if not placeholders.find_names(text)}
     return Preload(python=installed.python, folder=installed.folder, modules=spec.preload, env=constant)

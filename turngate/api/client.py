@@ -458,7 +458,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Wait for the next result, or return None if there are no more. Raise a worker's error at once, because it may affect all rollouts."""
+    """Return the next result, or None if there are no more. Raise a worker's error immediately, because it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

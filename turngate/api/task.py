@@ -89,7 +89,7 @@ def _task_from_instruction(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Build a task from an instruction, in the same way as the service."""
+    """Build a task from an instruction, as the service does."""
     request = RolloutRequest(
         model_key="any",
         instruction=instruction,

@@ -32,7 +32,7 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
 
 
 def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
-    """Load the settings of a cell, or of a gateway that is none. Raise an error for an invalid URL, which it does not repeat."""
+    """Load the settings of a cell, or of a gateway that is not a cell. The error for an invalid URL does not repeat the URL."""
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(

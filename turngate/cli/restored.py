@@ -1,4 +1,4 @@
-"""`turngate mark-restored`: note that a store was restored from a backup, so that trainers must state their positions again."""
+"""`turngate mark-restored`: mark a store as restored from a backup, so that trainers must state their positions again."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that also changes the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, which first loads the current weights. `version` states that it already has those of this version."""
+        """Add an engine, which first loads the current weights. Set `version` if it already has the weights of this version."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
             "POST", "/admin/engines", EnginesView, {"url": url, "version": version}, within=limit

@@ -184,7 +184,7 @@ class GatewayClient(GatewayTransport):
     async def take_over_feed(self, name: str, after: int | None = None, mark: str = "") -> str:
         """Become the reader of a feed, and return the token for fetching and committing. The previous reader's token stops working.
 
-        `after` and `mark` are those of the trainer's checkpoint, if it has one.
+        `after` and `mark` come from the trainer's checkpoint, if it has one.
         """
         start = "" if after is None else f"?after={after}&mark={quote(mark, safe='')}"
         return (await self._request("POST", f"{_feed_path(name)}/reader{start}", FeedReader)).reader

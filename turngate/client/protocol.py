@@ -157,7 +157,7 @@ class AttemptList(msgspec.Struct, frozen=True):
 
 
 class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
-    """An attempt that was to be given up. Its outcome counts, and must be adopted, unless its state is `superseded`."""
+    """An attempt after a request to give it up. Unless its state is `superseded`, its outcome counts, and the caller must use it."""
 
     attempt: AttemptRow
     outcome: OutcomeT | None

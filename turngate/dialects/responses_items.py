@@ -39,7 +39,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ItemPage(msgspec.Struct, frozen=True):
-    """The page of a list that a request asks for."""
+    """The requested page of a list."""
 
     after: str = ""
     limit: int = PAGE_SIZE

@@ -65,7 +65,7 @@ class Chunk(msgspec.Struct, frozen=True):
     of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
     log-probabilities, if requested. `cached` is the number of prompt tokens that the engine had in its cache, if it reports it.
     `version_runs` lists the policy versions of all tokens of the reply so far as (version, tokens), if the engine reports them.
-    `counted` is the number of tokens that the engine says it has sampled in the whole reply, if it reports it.
+    `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
     """
 
     ids: Sequence[int]

@@ -64,7 +64,7 @@ async def _generate(
             rest_runs = chunk.version_runs
             if sampled and rest_runs is not None:
                 rest_runs = None if runs is None else runs + rest_runs
-            cached = None if sampled else chunk.cached  # the reply's prompt is that of the reasoning
+            cached = None if sampled else chunk.cached  # already reported with the reasoning
             yield msgspec.structs.replace(chunk, prompt=None, cached=cached, version_runs=rest_runs)
 
 

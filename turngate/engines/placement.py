@@ -42,7 +42,7 @@ class LaneLoad(msgspec.Struct):
 
     @property
     def calls(self) -> int:
-        """The calls in the lane: those of the last report, and this gateway's since then."""
+        """The calls in the lane: all calls in the last report, plus this gateway's calls since then."""
         if self.report is None:
             return self.in_flight
         return max(self.in_flight, self.report.calls + self.in_flight - self.in_flight_then)

@@ -159,7 +159,7 @@ class Replica:
                 async with asyncio.timeout(self._pause()):
                     await self._lost.wait()
                 self._lost.clear()
-                await asyncio.sleep(self._timing.backoff_s)  # checking at once would only repeat the failure
+                await asyncio.sleep(self._timing.backoff_s)  # an immediate check would only repeat the failure
             except TimeoutError:
                 pass  # the pause is over
             await self.check()
@@ -200,7 +200,7 @@ class Replica:
 
 
 def merge_loads(loads: Sequence[EngineLoad]) -> EngineLoad | None:
-    """Return the load of an engine from those of its ranks: the calls of all, and the KV use of the fullest."""
+    """Combine the loads of an engine's ranks: the sum of their calls, and the highest KV use."""
     if not loads:
         return None
     known = [load.kv_use for load in loads if load.kv_use is not None]

@@ -29,7 +29,7 @@ class Attempts:
         events: Events,
         wait_for_announcement: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`wait_for_announcement` waits until the shared store knows a session, given by its key. Only cells have it."""
+        """`wait_for_announcement` takes a session's key, and waits until the shared store has the session. Only cells set it."""
         self._table = table
         self._sessions = sessions
         self._events = events

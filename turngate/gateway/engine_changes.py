@@ -30,7 +30,7 @@ REMOVE_S = 600.0  # how long a removal waits for calls in flight, by default
 
 
 class EngineGroup(Protocol):
-    """The pools that use the list: that of one process or of several."""
+    """The pools that use the list, in one process or in several."""
 
     async def sync(self) -> None:
         """Make every pool equal to the stored list."""

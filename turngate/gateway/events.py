@@ -78,7 +78,7 @@ class Events:
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
-        """Return the oldest events past `after`, of one session or of all sessions."""
+        """Return up to `limit` events that follow `after`, oldest first, of one session or of all sessions."""
         return self._log.page(session, after, limit)
 
     def prune(self, before: float) -> int:

@@ -64,7 +64,7 @@ class FairQueue(Generic[T]):
         self.running += 1
 
     def end(self, project: str, group: str) -> None:
-        """Note that a running call has ended."""
+        """Record that a running call has ended."""
         self.running -= 1
         self._projects[project] -= 1
         self._groups[project, group] -= 1

@@ -103,8 +103,8 @@ class Feeds:
     def take_over(self, name: str, after: int | None = None, mark: str = "") -> tuple[FeedView, str]:
         """Become the reader of a feed. Return the feed, and the token for reading and committing.
 
-        The previous reader's next call fails. `after` and `mark` are those of the trainer's checkpoint, if it has one. They are checked if
-        the store was restored from a backup.
+        The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. They are checked if the
+        store was restored from a backup.
         """
         history = self._restores.history()
         self._check_position(self._find(name), history, after, mark)
@@ -115,7 +115,7 @@ class Feeds:
         return _view(row, history), row.reader
 
     def _check_position(self, row: FeedRow, history: str, after: int | None, mark: str) -> None:
-        """Raise `Conflict` if the store was restored, and a trainer's position may be lost or mean something else."""
+        """Raise `Conflict` if the store was restored, so that a trainer's position may be lost or refer to other deliveries."""
         if not history:
             return
         restored = f"feed {row.name!r}: the store was restored from a backup"

@@ -39,7 +39,7 @@ _MAX_WEIGHT = 1000.0
 
 
 class Projects:
-    """The projects of a gateway. `ring` sees every change at once; other processes see it within seconds."""
+    """The projects of a gateway. A change applies to `ring` immediately, and to other processes within seconds."""
 
     def __init__(
         self,

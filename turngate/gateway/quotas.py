@@ -29,7 +29,7 @@ _WAIT_S = 3.0  # how long a call waits for a part before it is refused
 
 
 class ProjectQuota:
-    """What a project may use in this process. Without quotas, everything."""
+    """What a project may use in this process. Without quotas, there is no limit."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ProjectQuota:
         return self.max_tokens == inf or self.metrics.sampled_tokens < self.max_tokens
 
     async def require_tokens(self) -> None:
-        """Wait for a part if there is none left, and raise `QuotaExceeded` if the quota is used up."""
+        """Wait for more tokens if the part is used up, and raise `QuotaExceeded` if the whole quota is."""
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
@@ -159,7 +159,7 @@ class QuotaKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and give back what was not used."""
+        """Stop, and return the unused parts."""
         self._stopping = True
         self._need.set()
         if self._thread.ident is not None:

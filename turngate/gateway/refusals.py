@@ -1,4 +1,4 @@
-"""Which failed model calls count as refused: those that the agent could only have avoided by asking for something else.
+"""Which failed model calls count as refused: those that only a different request could have avoided.
 
 A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a
 body that is too large, or whatever the engine rejects as invalid. These do not count:
@@ -7,7 +7,7 @@ body that is too large, or whatever the engine rejects as invalid. These do not 
     409         the session has ended or has reached a limit
     426         a WebSocket where there is none; agents fall back to HTTP
     429         too many calls at the same time; the same call may succeed later
-    context     the prompt is too long, to which agents react by compacting their history
+    context     the prompt is too long; agents compact their history and try again
     previous    the response that a call continues is not known; agents send the whole conversation instead
     thread      the Anthropic SDK asks the server to keep the conversation; it then sends the whole conversation instead
     5xx         the engine, the store or the gateway failed
@@ -52,5 +52,5 @@ def digest_request(body: bytes) -> bytes | None:
 
 
 def is_refusal(error: TurngateError) -> bool:
-    """Return whether an error refuses a model call because of what was asked."""
+    """Return whether an error refuses a model call because of its content."""
     return 400 <= error.status < 500 and error.status not in _OTHER_STATUSES and not isinstance(error, _EXPECTED)

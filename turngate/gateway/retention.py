@@ -67,6 +67,6 @@ class SessionPruner:
 
     def _prune(self) -> PruneResult:
         before = time.time() - self._age_s
-        # In a shared store, it may wait for other machines, so it has a connection of its own.
+        # In a shared store, it may wait for other machines, so it has its own connection.
         with closing(open_store(self._data)) if is_database_url(self._data) else nullcontext(self._store) as store:
             return prune(store, before, self._archive, is_stopping=self._stopping.is_set)

@@ -1,7 +1,7 @@
 """The engines of many cells, listed in the shared store.
 
 The gateway on the shared store changes the list (`SharedEngineList`), and every cell follows it (`FollowedEngineList`). A gateway or a cell
-uses the engines that it is configured with and those of the list. What the list says about an engine applies to all of them.
+uses its configured engines and the listed ones. The state of an engine in the list applies to all gateways and cells.
 
 A change raises the epoch of the fence, so that cells read the list with their next report to it (`shared_fence.py`). It returns when each
 cell has carried it out or can no longer serve.
@@ -28,7 +28,7 @@ _STORED: dict[SharedEngineState, StoredState] = {"active": "active", "draining":
 
 
 def apply_shared(configured: Sequence[str], shared: Sequence[SharedEngine]) -> EngineStates:
-    """Return the engines to use and those that failed: the configured ones as the shared list says, then the others of that list."""
+    """Merge the configured engines with the shared list, which takes precedence. Return the engines to use, and those that failed."""
     stored = {engine.url: _STORED.get(engine.state) for engine in shared}
     failed = {engine.url: engine.reason for engine in shared if engine.state == "failed"}
     return EngineStates(merge_engines(configured, stored), failed)

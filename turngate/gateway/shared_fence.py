@@ -173,7 +173,7 @@ class FenceFollower:
         self._fence.valid_until = sent + self._ttl_s * (1 - _DRIFT)
         if carried_out and self._epoch != shared.epoch:
             self._epoch = shared.epoch
-            return 0.0  # report it at once
+            return 0.0  # report it immediately
         return min(self._choose_pause(shared, carried_out), self._ttl_s / _REPORTS)
 
     def _choose_pause(self, shared: SharedFence, carried_out: bool) -> float:

@@ -34,7 +34,7 @@ class ClosingToken(msgspec.Struct, frozen=True):
 
 
 def find_closing_tokens(template: Template, tokenizer: Tokenizer, syntax: Syntax) -> list[ClosingToken]:
-    """Return the tokens that end a turn: those of an answer first, then those of a call."""
+    """Return the tokens that end a turn: first those after an answer, then those after a tool call."""
     out: list[ClosingToken] = []
     own = _leading_token(_text_after_mark(template, _ANSWER), tokenizer)
     if own is not None:

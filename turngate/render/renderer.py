@@ -216,7 +216,7 @@ class TemplateRenderer:
         self._refusals: dict[tuple[*_Shape, bool], str] = {}
         self.uncertified: dict[Transition, str] = {}  # transitions that failed certification, and why
         self.uncertified_with_tools: dict[Transition, str] | None = (
-            None  # those of the template for tools, if it is another one
+            None  # of the template for tools, if the model has a separate one
         )
 
     def text(

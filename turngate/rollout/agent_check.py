@@ -251,7 +251,7 @@ def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> 
 
 
 def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
-    """Compare the recorded prompts and log-probabilities with those of the engine."""
+    """Compare the recorded prompts and log-probabilities with the engine's."""
     by_id = {node.id: node for node in nodes}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
     recorded, scored = [], True

@@ -1,7 +1,7 @@
 """Run an agent's command once against the scripted engine, and observe how it reaches the model.
 
 The command runs in a local sandbox with an empty HOME, as it would in a rollout. Every variable in which programs look for an endpoint is
-set, each to an address and a key of its own, so the requests show which variables the agent read.
+set, each to its own address and key, so the requests show which variables the agent read.
 """
 
 from __future__ import annotations

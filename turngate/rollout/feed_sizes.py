@@ -28,7 +28,7 @@ class FeedSizeCheck:
             await asyncio.sleep(_EVERY_S)
 
     async def check(self, batch: str) -> None:
-        """Note the feeds that accept groups of this batch but expect another size. Each is noted once."""
+        """Add a note for each feed that accepts groups of this batch but expects a different size. Each feed is noted once."""
         try:
             feeds = await self._gateway.feeds()
         except TurngateError:  # reported elsewhere

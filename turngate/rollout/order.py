@@ -48,7 +48,7 @@ class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attempt: int
     group: str
     session_id: str  # of the session that the attempt opens
-    project: str = ""  # that the session belongs to; empty: that of the gateway's key
+    project: str = ""  # of the session; empty for the project of the gateway's key
     task: PackedTask
     agent: AgentSpec
     options: Mapping[str, str] = {}  # the agent's options

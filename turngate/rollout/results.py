@@ -108,7 +108,7 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Note in the ledger that a rollout is done but not yet recorded at the gateway. Resuming the batch records it."""
+        """Write to the ledger that a rollout is done but not yet recorded at the gateway. Resuming the batch records it there."""
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(

@@ -151,10 +151,10 @@ class BubblewrapBackend:
         return await find_server(key, preload, Path(source), lambda program: self._prepare_server(program, spec))
 
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
-        """Plan a fork server in a sandbox of its own, which has no network, no processes and nothing of a rollout.
+        """Plan a fork server in its own sandbox, without a network, other processes or data of a rollout.
 
-        It must be in the host's process namespace, or it could not enter that of a sandbox. It sees no processes, because it has no
-        /proc. Sandboxes are created below its user namespace. It has no privileges itself, but as the owner it may enter them.
+        The server must be in the host's process namespace, because it could not enter a sandbox's otherwise. It sees no processes,
+        because it has no /proc. It has no privileges, but sandboxes are created below its user namespace, so it may enter them.
         """
         folder = create_folder(self.root, KIND, "etc", "scratch", "scratch/home", "scratch/tmp", "scratch/work")
         _write_etc(folder / "etc")

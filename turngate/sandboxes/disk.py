@@ -100,7 +100,7 @@ class DiskWatch:
             if (verdict := self._judge(used, free)) is not None:
                 self._allowed = used + self._limit
                 log.warning("killing the commands of a sandbox: %s", verdict.message)
-                with suppress(SandboxError):  # it has ended meanwhile
+                with suppress(SandboxError):  # it has already ended
                     await self._on_exceeded(verdict)
 
     def _judge(self, used: int, free: FreeSpace) -> SandboxError | None:

@@ -258,7 +258,7 @@ def _reap() -> None:
 
 
 def _become(message: Dict[str, Any], fds: List[int]) -> None:
-    """Become a supervisor or a guard. Only `TakeOver` leaves this function, in the process of the agent."""
+    """Run as a supervisor or a guard, and exit. Does not return, but raises `TakeOver` in the agent's process."""
     resource.setrlimit(resource.RLIMIT_DATA, State.limits)
     if State.control is not None:
         State.control.close()

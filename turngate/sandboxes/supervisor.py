@@ -179,7 +179,7 @@ def _adopt_guard(job: str, guard: int, fds: list[int], guards: Guards) -> None:
 
 
 def _call_and_exit(call: Callable[[], None], code: int) -> None:
-    """Call a function in a forked child, and exit with `code`. Only `TakeOver` leaves this function."""
+    """Call a function in a forked child, and exit with `code`. Does not return, but lets `TakeOver` through."""
     try:
         call()
     except TakeOver:
@@ -326,7 +326,7 @@ def kill_everything() -> None:
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> int:
-    """Kill the processes that `find` returns, and return their number. All are stopped first, so that none can fork meanwhile."""
+    """Kill the processes that `find` returns, and return their number. All are stopped first, so that none can fork in the meantime."""
     stopped: set[int] = set()
     for _ in range(100):
         fresh = set(find()) - stopped

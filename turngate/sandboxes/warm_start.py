@@ -172,7 +172,7 @@ class ForkServer:
     def hold(self) -> socket.socket:
         """Keep the server alive until the returned socket is closed."""
         ours, theirs = socket.socketpair()
-        with theirs, suppress(OSError):  # a server that has ended is noticed when it should fork
+        with theirs, suppress(OSError):  # if the server has exited, the next fork fails
             self._send({"do": "hold"}, [theirs.fileno()])
         return ours
 

@@ -210,7 +210,7 @@ class Gateway(ProjectGateway):
             self.quota_keeper.start()
 
     async def _apply_context_limit(self) -> None:
-        """Limit the context to that of the engines, unless it is configured. The engines of a cell may be added later."""
+        """Limit the context to what the engines support, unless it is configured. The engines of a cell may be added later."""
         if self._has_context_limit or self.engine is None:
             return
         limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
@@ -261,7 +261,7 @@ class Gateway(ProjectGateway):
         return self if name == DEFAULT_PROJECT else self.hosted.open(name)
 
     def choose(self, scope: Scope) -> ProjectGateway:
-        """Return the project that a request belongs to. One without the key of another project belongs to the project `default`."""
+        """Return the project that a request belongs to. Without another project's key, it is `default`."""
         name = self.hosted.choose(scope)
         return self if name is None else self.hosted.open(name)
 

@@ -22,7 +22,7 @@ MAX_MSGPACK_BODY = 32_000_000  # four million tokens
 MAX_DEPTH = 200  # maximum nesting of lists and objects in a body
 _MAX_DIGITS = 18  # so that a number fits into the store
 _MAX_SHOWN = 100  # characters of a wrong value that an error repeats
-Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**_MAX_DIGITS)]  # a whole number in a query
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**_MAX_DIGITS)]  # an integer in a query
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False} | {
     "no": False,

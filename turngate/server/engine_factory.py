@@ -42,7 +42,7 @@ def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
-    """Return the addresses of the engines of a pool as configured, or as given, in the form by which the pool knows them."""
+    """Return the addresses of the engines of a pool as configured, or as given, in the form that the pool uses."""
     if isinstance(engine, Pool):
         return [replica.address for replica in engine.replicas]
     if config.engine not in ("vllm", "sglang"):

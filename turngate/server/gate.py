@@ -78,7 +78,7 @@ class GateRoutes:
         return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
 
     async def answer(self, request: Request, body: CallAnswer) -> MsgpackReply[dict[str, Json]]:
-        """Answer a call, whole or in chunks."""
+        """Answer a call, all at once or in chunks."""
         ids = _parse_array(body.ids, ID_DTYPE, "ids")
         logprobs = None if body.logprobs is None else _parse_array(body.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]

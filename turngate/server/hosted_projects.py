@@ -78,7 +78,7 @@ class HostedProjects:
             self._watching = asyncio.create_task(self._watch())
 
     def _open_known(self) -> None:
-        """Open all projects that are known, and those of which this cell has sessions."""
+        """Open all known projects, and all projects whose sessions this cell has."""
         names = {*self._host.projects.ring.list_projects()}
         if self._host.cell is not None:
             folder = Path(self._host.config.data) / "projects"

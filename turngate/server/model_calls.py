@@ -145,7 +145,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Check a call for which nothing is sampled like one that starts a turn. Limits do not apply to it."""
+        """Check a call that samples nothing, in the same way as a call that starts a turn. Limits do not apply to it."""
         self._pipeline.admit(session, call)
 
     def count_error(
@@ -258,7 +258,7 @@ class ModelCalls:
         return self._record_refusal(session, dialect, error, b"")
 
     def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError, body: bytes) -> TurngateError:
-        """Count the call if it is refused because of what was asked. Return the error to answer with.
+        """Count the call if it is refused because of its content. Return the error to answer with.
 
         If the refusal cannot be recorded, the call fails as one whose turn cannot be recorded, and the agent may retry it.
         """

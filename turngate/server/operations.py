@@ -76,7 +76,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     reply: Any = None
     reply_media: str = JSON
     status: int = 200
-    dialect: str = ""  # whose errors and key headers it has; empty: those of the native API
+    dialect: str = ""  # whose errors and key headers it uses; empty for the native API
     headers: tuple[str, ...] = ()  # that a request must have
     invalid: type[TurngateError] = BadRequest  # raised for an invalid body
 

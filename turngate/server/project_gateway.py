@@ -207,7 +207,7 @@ class ProjectGateway:
         self._starlette = self._compose_starlette()
 
     def limit_context(self, tokens: int) -> None:
-        """Limit the context to that of the engines."""
+        """Limit the context to what the engines support."""
         self.max_context = tokens
         self._model_calls = self._compose_model_calls()
 

@@ -57,7 +57,7 @@ class PublicRoutes:
         ]
 
     def _model_route(self, path: str) -> Route:
-        dialect = "gemini" if "/v1beta/" in path else "chat"  # unless the headers are those of another
+        dialect = "gemini" if "/v1beta/" in path else "chat"  # unless the headers identify another dialect
         return ApiRoute(describe_operation(path, "GET", self.models, "any key", dialect=dialect), self.models)
 
     async def health(self, request: Request) -> JsonReply[HealthReply]:

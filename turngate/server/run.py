@@ -140,7 +140,7 @@ def uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
 
 
 class GatewayWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, which tells the application of a rejected frame, and logs no error after it refused an upgrade."""
+    """uvicorn's WebSocket, except that it reports rejected frames to the application, and logs no error for a refused upgrade."""
 
     def handle_parser_exception(self) -> None:
         if isinstance(self.conn.parser_exc, PayloadTooBig):

@@ -189,7 +189,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return active.state if active is not None else self._parts.history.find(rollout)
 
     async def messages(self, rollout: str, after: int = 0, limit: int = 100) -> MessagePage:
-        """Return the messages after a cursor, from every branch. Each has its branch and the role of its turn."""
+        """Return the messages after a cursor, from every branch. Each names its branch and the role of its turn."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         active = self._active.get(rollout)

@@ -207,7 +207,7 @@ def register_attempt(
 
 
 def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
-    """Note that a session has an outcome. Return whether the outcome counts.
+    """Record that a session has an outcome. Return whether the outcome counts.
 
     The outcome of a cancelled session does not count either: cancelling ends a rollout without a verdict.
     """

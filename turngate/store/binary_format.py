@@ -33,7 +33,7 @@ class EncodedArray(msgspec.Struct, frozen=True):
 
 
 def encode_text(value: str) -> bytes:
-    """Encode an element of a `TextArray`."""
+    """Encode an element of a text array."""
     data = value.encode()
     return _length(len(data)) + data
 
@@ -42,7 +42,7 @@ _KINDS = {kind: encode_text(kind) for kind in ("context", "sampled")}
 
 
 def make_text_array(elements: Sequence[bytes], count: int) -> EncodedArray:
-    """Join encoded elements, of which each may stand for several."""
+    """Join encoded elements into an array of `count` elements. Each item of `elements` may contain several."""
     return EncodedArray(b"".join((_array_start(1, 0, _TEXT, count, 1), *elements)), _ARRAYS[_TEXT])
 
 

@@ -51,12 +51,12 @@ def node_checksum(
 
 
 def key_difference(old: int, new: int) -> int:
-    """Return what `rekey_checksums` needs to know about two keys."""
+    """Return the difference between two keys that `rekey_checksums` needs."""
     return zlib.crc32(str(old).encode()) ^ zlib.crc32(str(new).encode())
 
 
 def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:
-    """Return the checksums of nodes under other keys. `sizes` are those after the key, `differences` those of the keys."""
+    """Return the checksums of nodes under new keys. `sizes` counts the bytes after each key; `differences` is from `key_difference`."""
     changes, left = np.array(differences, np.int64), np.array(sizes, np.int64)
     for digit in range(_DIGITS):
         changes = _append_zeros(_zeros(digit), changes, left & 15)
@@ -68,7 +68,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Continue checksums with zero bytes: `digits[i]` times those of the tables."""
+    """Extend each checksum with zero bytes: `digits[i]` times as many as the tables are for."""
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):

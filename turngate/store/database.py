@@ -241,7 +241,7 @@ class _Readers:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._own = threading.local()
-        self._all: weakref.WeakSet[_Reader] = weakref.WeakSet()  # that of an ended thread is closed
+        self._all: weakref.WeakSet[_Reader] = weakref.WeakSet()  # the reader of an ended thread is closed
         self._closed = False
 
     def get(self) -> sqlite3.Connection:

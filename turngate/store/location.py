@@ -31,7 +31,7 @@ def open_store_for_reading(data: str | Path) -> Store:
 
 
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
-    """Open the existing store that `data` names, and then those of its projects, one after the other, each with its project's name."""
+    """Yield the existing store that `data` names, then the store of each project, with the project's name. Each is closed afterwards."""
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise ConfigError(f"data: no turngate.db in {data}; pass the --data folder of a gateway", param="data")
     if is_database_url(data):

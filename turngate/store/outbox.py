@@ -59,7 +59,7 @@ class ShippingPosition(msgspec.Struct, frozen=True):
 
 
 class OpenAttempt(msgspec.Struct, frozen=True):
-    """An open session that the shared store does not know yet."""
+    """An open session that has not been announced to the shared store yet."""
 
     key: int
     session: str
@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """What a cell asks of an outbox, or of the outboxes of all its projects."""
+    """The operations that a cell needs on an outbox, or on the outboxes of all its projects."""
 
     def cells(self) -> list[str]: ...
 
@@ -173,7 +173,7 @@ class OutboxTable:
             return [OpenAttempt(*row) for row in db.execute(query, (limit,)).fetchall()]
 
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
-        """Note that the shared store knows these sessions, and which of them it does not count."""
+        """Record that these sessions were announced to the shared store, and which of their attempts are superseded there."""
         with self._writing() as db:
             for attempt in attempts:
                 db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))
@@ -181,7 +181,7 @@ class OutboxTable:
                     supersede_attempts(db, "session=?", (attempt.session,))
 
     def is_announced(self, session: int) -> bool:
-        """Return whether the shared store knows an open session."""
+        """Return whether an open session has been announced to the shared store."""
         query = "SELECT 1 FROM outbox WHERE session=? AND announced=0"
         with self._reading() as db:
             return db.execute(query, (session,)).fetchone() is None
@@ -208,7 +208,7 @@ class OutboxTable:
         return ShippingPosition(found.get(_HISTORY), None if row is None else row[0])
 
     def set_history(self, history: str) -> None:
-        """Note the history of the shared store that this cell ships to."""
+        """Record the history of the shared store that this cell ships to."""
         with self._writing() as db:
             db.execute(_SET, (_HISTORY, history))
 

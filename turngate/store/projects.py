@@ -142,7 +142,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def delete(self, name: str, entry: NewAuditEntry) -> None:
-        """Delete a project with its keys, and note that its store must be removed. The audit log stays."""
+        """Delete a project with its keys, and record that its store must be removed. The audit log stays."""
         with self._writing() as db:
             if not db.execute("DELETE FROM projects WHERE name=?", (name,)).rowcount:
                 raise unknown_project(name)

@@ -1,7 +1,7 @@
 """Remove old sessions from a store, after writing them to an archive.
 
-Sessions are archived in files of bounded size. Those of a complete file are then removed in short transactions, so that gateways and cells
-keep writing meanwhile. After a crash, the next run finds in the archive which sessions need no new copy.
+Sessions are archived in files of bounded size. Once a file is complete, its sessions are removed in short transactions, so that gateways
+and cells can keep writing. After a crash, the next run does not copy sessions again that the archive already contains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILE_BYTES = 256_000_000  # a file of this size gets no further session
 
 
 class PruneResult(msgspec.Struct):
-    """What was removed and what was kept. After a dry run, what would be."""
+    """What was removed and kept or, after a dry run, what would be."""
 
     removed: int = 0  # sessions
     archived: int = 0  # of them, how many were written to the archive by this run
@@ -74,7 +74,7 @@ class _Pruner:
         self._is_stopping = is_stopping
 
     def archive(self, sessions: Sequence[OldSession], archive: SessionArchive) -> None:
-        """Write sessions to the archive, file by file, and remove those of each file. Copies in the archive are used."""
+        """Write sessions to the archive, and remove them after each file. Sessions that the archive already has are not written again."""
         known = archive.find_digests(session.id for session in sessions)
         settings = tokenizer_settings(self._store)
         left = deque(sessions)

@@ -1,4 +1,4 @@
-"""Parts of quotas that gateways and cells have taken. A part is spent without asking the store again."""
+"""The parts of quotas that gateways and cells have taken. A process spends its part without further queries."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class QuotaTable:
         return None
 
     def prune(self, before_period: int) -> None:
-        """Remove the parts of past days, and those of dead holders."""
+        """Remove the parts of past days and of dead holders."""
         with self._writing() as db:
             query = "DELETE FROM quota_parts WHERE (period>0 AND period<?) OR until<?"
             db.execute(query, (before_period, time.time()))

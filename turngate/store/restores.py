@@ -44,7 +44,7 @@ class RestoreLog:
         return "" if row is None else str(row[0])
 
     def note(self, known: str) -> str:
-        """Note that the store was restored, and return the new history.
+        """Record that the store was restored, and return the new history.
 
         If the store's history is not `known`, another process has already noted it, and nothing changes. Feeds lose their readers, and a
         trainer must state the number in its checkpoint when it opens a feed again.
@@ -80,7 +80,7 @@ class RestoreLog:
             return db.execute("SELECT 1 FROM unconfirmed_feeds WHERE feed=?", (feed,)).fetchone() is not None
 
     def confirm(self, feed: int) -> None:
-        """Note that a trainer has stated its position."""
+        """Record that a trainer has stated its position."""
         with self._writing() as db:
             db.execute("DELETE FROM unconfirmed_feeds WHERE feed=?", (feed,))
 

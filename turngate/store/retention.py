@@ -73,7 +73,7 @@ class Retention:
         self._there = there  # False: a read-only file of an older version
 
     def claim(self) -> AbstractContextManager[None]:
-        """Prevent other processes from removing old sessions meanwhile. A folder is locked anyway."""
+        """Prevent other processes from removing old sessions at the same time. A folder is locked anyway."""
         return nullcontext()
 
     def renew_claim(self) -> None:
@@ -120,7 +120,7 @@ class Retention:
         keys = [session.key for session in sessions]
         marks = ",".join("?" * len(keys))
         with self._writing() as db:
-            # The order of locks is that of `connection.py`. With the feeds locked, no feed can begin to need a session.
+            # Locks are taken in the order of `connection.py`. With the feeds locked, no feed can begin to need a session.
             db.execute(f"SELECT key FROM sessions WHERE key IN ({marks}) ORDER BY key {FOR_UPDATE}", keys).fetchall()
             ids = [session.id for session in sessions]
             query = f"SELECT rollout FROM attempts WHERE session IN ({marks}) ORDER BY rollout, attempt {FOR_UPDATE}"

@@ -73,7 +73,7 @@ class Shipment(msgspec.Struct, frozen=True):
 
     @property
     def newest_event(self) -> int:
-        """The number of its last event in the cell's store; 0: it has none."""
+        """The number of its last event in the cell's store, or 0 if it has none."""
         return self.events[-1][0] if self.events else 0
 
     @property

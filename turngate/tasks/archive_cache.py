@@ -5,7 +5,7 @@ archive against its name, and an unpacked folder against its archive, because an
 it. An archive is refused if it is too large or contains a link that points outside. The folder may be removed while no rollout runs.
 
 If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed, except those in use: a rollout of any
-process holds a lock on `<sha256>.lock`, whose time is that of the last use.
+process holds a lock on `<sha256>.lock`, whose modification time is the last use.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class ArchiveCache:
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _unpack(self, digest: str) -> Path:
-        """Return the folder with the archive's content. Write it anew if it is missing or differs from the archive."""
+        """Return the folder with the archive's content. Write it again if it is missing or differs from the archive."""
         folder = self._folder / digest
         before = _read_state(folder)
         if before is not None and self._checked.get(digest) == before:

@@ -70,7 +70,7 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
 
 
 def _change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
-    """Change each of the task's environments: that of the sandbox, of the grader and of the solution."""
+    """Change each of the task's environments: the sandbox's, the grader's and the solution's."""
 
     def change_script(script: Script, _: str) -> Script:
         return msgspec.structs.replace(script, env=change("grader", script.env))

@@ -1,4 +1,4 @@
-"""Set up a task in a sandbox, in the same way for the agent and for the grader."""
+"""Set up a task in a sandbox, identically for the agent and for the grader."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ compaction  the same conversation, shortened: it repeats or quotes a part of it
 handoff     another agent takes over: answers of the conversation with a different system prompt
 subagent    a sub-agent's own conversation
 side        a call beside the conversation: a title, a summary or a probe
-new         a conversation of its own that shares no content with earlier ones; its role states what it is for
+new         a separate conversation that shares no content with earlier ones; its role states what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt
 template    the chat template does not extend the earlier ids (detected where prompts are rendered)

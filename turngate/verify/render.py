@@ -33,7 +33,7 @@ class Renderers:
     """The renderers that sessions were recorded with, each loaded once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        """Use `tokenizer` and `family` instead of those recorded, or the renderer `given`. Raise `ConfigError` if one is invalid."""
+        """Use `tokenizer` and `family` instead of the recorded ones, or the renderer `given`. Raise `ConfigError` if one is invalid."""
         self._tokenizer, self._family, self._given = tokenizer, "" if family == "auto" else family, given
         self._loaded: dict[tuple[str, str], Renderer] = {}
         if self._family:

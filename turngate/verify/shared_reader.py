@@ -89,7 +89,7 @@ def _name_columns(cursor: Any) -> Any:
 
 
 class _PostgresRows:
-    """A connection that takes `?` for values and returns named rows. `schema` is that of a project; empty: the user's own."""
+    """A connection that takes `?` for values and returns named rows. `schema` is a project's schema; empty means the user's own."""
 
     def __init__(self, connection: Any, schema: str = "") -> None:
         self._connection = connection

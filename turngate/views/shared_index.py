@@ -44,7 +44,7 @@ class ListUpdater:
     def update(self, seconds: float) -> bool:
         """Add new events to the lists until they are complete or the time is over. Return whether they are complete.
 
-        If another process is updating the lists, return at once.
+        If another process is updating the lists, return immediately.
         """
         end = time.monotonic() + seconds
         while True:
@@ -84,7 +84,7 @@ class ListUpdater:
         return not page and state.newest == self._store.events.newest()
 
     def _list(self, db: SharedConnection, ids: Sequence[str]) -> None:
-        """Compute the rows of rollouts anew, and those of their groups."""
+        """Recompute the rows of rollouts and of their groups."""
         if not ids:
             return
         unique = sorted(set(ids))

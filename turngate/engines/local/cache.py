@@ -105,7 +105,7 @@ class KeyValues:
 
 
 def _round_up(length: int) -> int:
-    """Round up to a multiple of 64, with room for the spare position."""
+    """Round up to a multiple of 64 above `length`, which leaves room for the spare position."""
     return (length // 64 + 1) * 64
 
 

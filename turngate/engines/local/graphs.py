@@ -107,7 +107,7 @@ class GraphDecoder(Decoder):
         self._graphs[rows, draws].replay()
 
     def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
-        """Record a step, after a run that warms up libraries. The run's draws are undone; its cache entries are valid."""
+        """Record a step as a graph, after a run that warms up libraries. That run's samples are undone; its cache entries stay valid."""
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)
@@ -199,7 +199,7 @@ class GraphDecoder(Decoder):
 
 
 def _round_rows(rows: int, least: int, most: int) -> int:
-    """Round up to `least` times a power of two, at most `most`."""
+    """Round up to a power of two times `least`, but not above `most`."""
     size = least
     while size < rows:
         size *= 2

@@ -1,4 +1,4 @@
-"""Wait until the shared store knows a new session, so that an attempt that is superseded there is refused at once.
+"""Wait until a new session is announced to the shared store, so that a superseded attempt is refused immediately.
 
 The wait is short. If the shared store does not answer, the session is served while the lease lasts, and is cancelled as soon as the shared
 store says that its attempt is superseded.

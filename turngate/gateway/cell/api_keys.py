@@ -34,7 +34,7 @@ class CellKeyRing(KeyRing):
 
 
 class KeyFollower:
-    """A thread that keeps a ring up to date. `connect` opens the table of the shared store over a connection of its own."""
+    """A thread that keeps a ring up to date. `connect` opens the table of the shared store over its own connection."""
 
     def __init__(self, ring: KeyRing, connect: Callable[[], ProjectTable]) -> None:
         self._ring = ring

@@ -58,7 +58,7 @@ class Lease:
         return self._next
 
     def send(self, now: float) -> Renewal:
-        """Note that a request is being sent. Call this before anything is written to the connection."""
+        """Record that a request is being sent. Call this before anything is written to the connection."""
         return Renewal(self.cell, now)
 
     def confirm(self, renewal: Renewal) -> None:
@@ -71,7 +71,7 @@ class Lease:
         self._next = renewal.sent + self.ttl_s / _RENEWALS
 
     def fail(self, now: float) -> None:
-        """Note that a request was not answered. Even if it succeeded, it does not extend the deadline."""
+        """Record that a request was not answered. Even if it succeeded, it does not extend the deadline."""
         self._failures += 1
         pause = self.ttl_s / _RETRIES
         self._next = now + (pause / _FIRST_RETRIES if self._failures <= _FIRST_RETRIES else pause)

@@ -48,7 +48,7 @@ class LeaseFile:
 
     @property
     def registered(self) -> bool:
-        """Whether the shared store knows the id."""
+        """Whether the id is registered in the shared store."""
         return bool(self._numbers[_REGISTERED])
 
     @property

@@ -123,7 +123,7 @@ class Shipper:
             after = page[-1].key
 
     def announce(self) -> None:
-        """Announce open sessions to the shared store, and note which of them are superseded there."""
+        """Announce open sessions to the shared store, and record which of them are superseded there."""
         opened = self.outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:

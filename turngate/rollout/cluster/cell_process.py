@@ -35,7 +35,7 @@ class CellProcess:
     """One `turngate cell`, restarted whenever it ends. It keeps its port, so its URL stays valid."""
 
     def __init__(self, shared: str, name: str, data: Path, config: Path, environment: Mapping[str, str] = {}) -> None:
-        """`environment` is added to that of this process."""
+        """`environment` is added to this process's environment."""
         self._environment = {**os.environ, **environment}
         self._arguments = ["--shared", shared, "--cell-name", name, "--data", str(data), "--config", str(config)]
         self._data = data

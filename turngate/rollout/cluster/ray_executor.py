@@ -44,7 +44,7 @@ _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
 class RayExecutor:
-    """Runs attempts in the cells of a cluster. `gateway` serves the shared store. `project` is that of the sessions; empty: `default`."""
+    """Runs attempts in the cells of a cluster. `gateway` serves the shared store. An empty `project` means `default`."""
 
     def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...], project: str = "") -> None:
         self._project = project

@@ -150,7 +150,7 @@ class Coordinator:
         async def ask_twice(number: int) -> WorkerFence:
             try:
                 return await self._ask(number, method, target, content)
-            except Stopping:  # the worker died meanwhile; retry with the restarted one
+            except Stopping:  # the worker has died; retry with the restarted one
                 return await self._ask(number, method, target, content)
 
         return list(await asyncio.gather(*map(ask_twice, self._peers.others)))

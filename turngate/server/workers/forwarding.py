@@ -208,7 +208,7 @@ class ForwardingApp:
             await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
 
     def _is_operator(self, scope: Scope) -> bool:
-        """Return whether the request has the admin key. Even if it names a project, it acts on what all projects share."""
+        """Return whether the request has the admin key. Such a request may affect all projects, even if it names one."""
         return self._gateway.auth.is_admin(bearer_key(Request(scope)))
 
     def _owner(self, scope: Scope) -> int:

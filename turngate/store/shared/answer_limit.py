@@ -1,6 +1,6 @@
-"""A limit on the time that PostgreSQL may take to answer, for a gateway whose event loop would stand still meanwhile.
+"""A limit on the time that PostgreSQL may take to answer, because a query blocks the gateway's event loop.
 
-After a server did not answer, calls fail at once for a few seconds, and then one of them tries again.
+If a server does not answer, calls fail immediately for a few seconds, and then one of them tries again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AnswerLimit:
                 ready = yield state
                 state = waits.send(ready)
                 if not ready and time.monotonic() > end:
-                    db.pgconn.finish()  # its answer could only be taken for that of the next statement
+                    db.pgconn.finish()  # a late answer would be mistaken for the answer to the next statement
                     self._silent_until = time.monotonic() + _PAUSE_S
                     raise driver.OperationalError(f"no answer within {self._seconds:.0f} s")
         except StopIteration as stop:

@@ -86,11 +86,11 @@ class SharedDatabase:
     version = SCHEMA_VERSION
 
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
-        """Connect to the database. A statement that takes longer than `answer_s` fails; None: it may take as long as it needs."""
+        """Connect to the database. A statement that takes longer than `answer_s` fails. None means no limit."""
         self.url = url
         lock_s = _LOCK_S if answer_s is None else max(1, round(answer_s * 0.8))
         begin = _BEGIN.format(lock_s)
-        # Each transaction chooses the schema anew, since PgBouncer may give it another connection.
+        # Each transaction chooses the schema again, since PgBouncer may give it another connection.
         self._use_schema = tables.use_schema(url.schema) if url.schema else ""
         self._begin_write = f"{begin}; {self._use_schema}" if url.schema else begin
         self._psycopg = import_psycopg()
@@ -261,7 +261,7 @@ class SharedDatabase:
             return self._read(self._require_reader(), sql, values)
 
     def _read(self, db: psycopg.Connection, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read, in a transaction of its own if it has to choose the schema."""
+        """Run a read, in its own transaction if it has to choose the schema."""
         if not self._use_schema or sql.startswith(("BEGIN", "ROLLBACK")) or self._in_snapshot:
             return SharedConnection(db).execute(sql, values)
         db.execute(f"BEGIN READ ONLY; {self._use_schema}".encode())

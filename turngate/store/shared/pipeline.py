@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import psycopg
     from psycopg.pq.abc import PGresult
 
-_CHUNK = 1 << 20  # bytes that libpq is given at once
+_CHUNK = 1 << 20  # bytes passed to libpq at a time
 _BINARY = 1
 
 
@@ -57,7 +57,7 @@ class PipelinedCursor:
 
 
 class PipelinedConnection:
-    """One transaction over a connection of psycopg, which nothing else uses meanwhile. `finish` commits it."""
+    """One transaction over a psycopg connection. `finish` commits it; until then, nothing else may use the connection."""
 
     def __init__(self, db: psycopg.Connection, begin: str) -> None:
         from psycopg import errors, pq

@@ -35,7 +35,7 @@ class SharedRetention(Retention):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Prevent other processes from removing old sessions meanwhile. Raise `Conflict` if one is doing so."""
+        """Prevent other processes from removing old sessions at the same time. Raise `Conflict` if one is doing so."""
         self._holder, self._renewed = secrets.token_hex(8), -_RENEW_S
         self.renew_claim()
         try:

@@ -234,6 +234,6 @@ def add_delivery(db: StoreConnection, delivery: ListedDelivery) -> None:
 
 
 def add_version(db: StoreConnection, version: int, at: float) -> None:
-    """Note when a policy version became active. One that is not newer than the last is ignored."""
+    """Record when a policy version became active. Ignore a version that is not newer than the last one."""
     query = "INSERT INTO version_list SELECT ?::int8, ?::float8 WHERE NOT EXISTS (SELECT 1 FROM version_list WHERE version>=?)"
     db.execute(query, (version, at, version))

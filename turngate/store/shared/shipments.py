@@ -62,7 +62,7 @@ _NEW_KEYS = "SELECT nextval(pg_get_serial_sequence('sessions', 'key')) FROM gene
 _FIND_KNOWN = (
     "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0), outcome FROM sessions"
     " LEFT JOIN shipments ON shipments.session=key LEFT JOIN outcomes ON outcomes.session=key WHERE id=ANY(?)"
-    " FOR SHARE OF sessions"  # so that none of them is removed meanwhile
+    " FOR SHARE OF sessions"  # so that none of them is removed in the meantime
 )
 _REPLACE_OUTCOME = (
     "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?) ON CONFLICT (session)"
@@ -199,7 +199,7 @@ class ShipmentWriter:
     # ── after the store was restored from a backup ──────────────────────────────────────────────────────────────
 
     def find_history(self, position: ShippingPosition) -> str:
-        """Return the store's history. If the last session that a cell shipped is missing, note that the store was restored."""
+        """Return the store's history. If the last session that a cell shipped is missing, record that the store was restored."""
         history = self._store.restores.history()
         if position.last is not None and position.history == history and self.find_missing([(position.last, 0)]):
             log.warning("the shared store was restored from an older backup: session %s is missing", position.last)

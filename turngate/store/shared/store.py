@@ -16,7 +16,7 @@ from turngate.store.sqlite import Store
 
 
 class SharedStore(Store):
-    """A store in PostgreSQL. Several processes on several machines may read and write it at once."""
+    """A store in PostgreSQL. Several processes on several machines may read and write it at the same time."""
 
     database: SharedDatabase
 
@@ -28,7 +28,7 @@ class SharedStore(Store):
         return self.open_again(read_only=True)
 
     def open_again(self, *, read_only: bool = False) -> SharedStore:
-        """Open the same store over connections of its own. Interrupting this store interrupts that one, too."""
+        """Open the same store over its own connections. Interrupting this store also interrupts the new one."""
         store = SharedStore(self.url, read_only=read_only)
         self.database.others.add(store.database)
         return store

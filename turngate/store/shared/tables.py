@@ -66,7 +66,7 @@ _MIGRATIONS = {
 def prepare(db: Connection, where: str, schema: str = "") -> None:
     """Create the tables, or migrate those of an older version. Other processes that start at the same time wait.
 
-    `schema` is that of a project. Its tables are its own, except the cells, which are a view of those in the main store.
+    `schema` is a project's schema. It has its own tables, except for the cells, which are a view of those in the main store.
     """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))

@@ -37,7 +37,7 @@ class TrainingCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str = "auto"  # of Ray
     labels: Mapping[str, str] = {}  # that nodes must have
-    engine_host: str = ""  # address at which nodes reach this machine; empty: that of its default route
+    engine_host: str = ""  # address at which nodes reach this machine; empty for its address on the default route
     note: Callable[[str], None] = lambda text: None
 
 

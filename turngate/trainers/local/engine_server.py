@@ -244,7 +244,7 @@ async def _send_stream(request: web.Request, chunks: AsyncIterator[Chunk]) -> we
 
 
 def _describe(error: TurngateError) -> str:
-    """Return the message of an error. That of an overflow has the form by which clients of SGLang recognize it."""
+    """Return the message of an error. For an overflow, it is worded as SGLang's clients expect."""
     if isinstance(error, ContextOverflow):
         return f"The input ({error.size} tokens) is longer than the model's context length ({error.limit} tokens)."
     return error.message

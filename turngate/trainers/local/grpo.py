@@ -108,8 +108,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     version: int  # policy version after the update
-    first: int  # number of the first delivery; `last` is that of the last one
-    last: int
+    first: int  # number of the first delivery
+    last: int  # number of the last one
     reward: float | None  # mean over the graded rollouts
     rewards: tuple[float, ...]
     passed: float | None  # share of graded rollouts that resolved their task

@@ -7,7 +7,7 @@
         await groups.commit(delivery.number)                                 # after the checkpoint has it
 
 Several actors that iterate at the same time get different groups. After a crash of the trainer, or of the actor that reads, the next one
-starts after the last number that was committed, or after that of your own checkpoint (`after=`, `mark=`).
+starts after the last committed number, or after the position in your own checkpoint (`after=`, `mark=`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def open_groups(
 ) -> GroupIterator:
     """Start the actor that reads a feed of the gateway at `url`, and return an iterator over its groups.
 
-    By default, the gateway's key is read from TURNGATE_ADMIN_KEY. `options` are those of the Ray actor, such as `name` or `num_cpus`.
+    By default, the gateway's key is read from TURNGATE_ADMIN_KEY. `options` are passed to the Ray actor, such as `name` or `num_cpus`.
     """
     try:
         import ray

@@ -51,7 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway: str  # URL
     feed: str
-    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups`: those of the plan
+    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups` means those of the plan
     plan: BatchPlan | None = None  # the rollouts to run; None: another process fills the feed
     ahead: Positive = 2  # maximum number of started groups with rows that the trainer has not taken
     rows_ahead: Positive = 256  # the next delivery is requested only while fewer rows are waiting
