@@ -250,7 +250,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} must be 0 (keep {kept}) or greater, not {getattr(self, name)}", param=name)
         if self.archive and not self.session_days:
             raise ConfigError(
-                "archive has no effect without session_days; set session_days to the days after which sessions are removed",
+                "archive has no effect without session_days; set session_days to the number of days after which sessions are removed",
                 param="archive",
             )
         if self.verify_every < 0:

@@ -149,7 +149,7 @@ def test_a_cell_that_the_restored_store_does_not_know_registers_again(server: Po
     shared.close()
     restore()
     shared = open_shared(url)
-    with pytest.raises(StoreError, match="does not know cell a"):
+    with pytest.raises(StoreError, match="cell a is not registered in the shared store"):
         ship(cell, shared)
     assert not shared.cells.renew("a")
     adopted = shared.cells.register("b", "a", "http://cell", 30.0, cell.outbox.cells())

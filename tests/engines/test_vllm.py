@@ -326,7 +326,7 @@ async def test_repeated_or_missing_event_raises() -> None:
             if sent == 3:
                 assert (await whole_of(engine)).ids == [5, 6, 7]
                 continue
-            with pytest.raises(EngineError, match=f"sent {sent} tokens, but says that it sampled 3"):
+            with pytest.raises(EngineError, match=f"sent {sent} tokens, but reported 3"):
                 await whole_of(engine)
 
 

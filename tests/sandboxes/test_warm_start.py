@@ -322,7 +322,7 @@ async def test_killed_server_is_replaced(backend: WarmBackend) -> None:
     await second.stop()
     (other,) = warm_start._servers.values()
     assert other.pid != server.pid
-    assert warm_start.counts == {"warm": 1, "the fork server failed: the fork server has ended": 1}
+    assert warm_start.counts == {"warm": 1, "the fork server failed: the fork server has exited": 1}
 
 
 async def test_server_that_keeps_dying_is_given_up(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,11 +46,11 @@ def test_texts_that_are_read(text: str, expected: ExampleQuery) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("number=x", "number must be a whole number, 0 or more, not 'x'"),
-        ("number=-1", "number must be a whole number, 0 or more, not '-1'"),
-        ("number=1000000000000000000", "number must be a whole number, 0 or more, not '1000000000000000000'"),
-        ("number=%D9%A3", "number must be a whole number, 0 or more, not '٣'"),
-        ("other=", "other must be a whole number, 0 or more, not ''"),
+        ("number=x", "number must be an integer, 0 or more, not 'x'"),
+        ("number=-1", "number must be an integer, 0 or more, not '-1'"),
+        ("number=1000000000000000000", "number must be an integer, 0 or more, not '1000000000000000000'"),
+        ("number=%D9%A3", "number must be an integer, 0 or more, not '٣'"),
+        ("other=", "other must be an integer, 0 or more, not ''"),
         ("wait=nan", "wait must be a number of seconds, 0 or more, not 'nan'"),
         ("wait=inf", "wait must be a number of seconds, 0 or more, not 'inf'"),
         ("flag=maybe", "flag must be 1 or 0, not 'maybe'"),

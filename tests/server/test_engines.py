@@ -104,7 +104,7 @@ async def test_weights_of_trainer_must_be_claimed() -> None:
         assert status == 409 and "paused for a weight update" in message
         await g.admin.post("/admin/fence/resume", json={"version": 4})
         status, message = await refuse(g, "add", url=fakes[1].url)
-        assert status == 409 and "state it with version 4" in message
+        assert status == 409 and "set version to 4" in message
         assert (await refuse(g, "add", url=fakes[1].url, version=3))[0] == 409
         assert fakes[1].url in states(await change(g, "add", url=fakes[1].url, version=4))
 
@@ -137,7 +137,7 @@ async def test_removal_that_takes_too_long_leaves_engine_draining() -> None:
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
         await until(lambda: fakes[0].half_sampled)
         status, message = await refuse(g, "remove", url=fakes[0].url, limit_s=0.05)
-        assert status == 504 and "draining and not removed" in message
+        assert status == 504 and "was not removed and is still draining" in message
         assert states((await g.admin.get("/admin/engines")).json())[fakes[0].url] == "draining"
         assert list(states(await change(g, "remove", url=fakes[0].url, force=True))) == [fakes[1].url]
         with pytest.raises(Exception, match=r"(?i)connection|engine|error"):

@@ -167,7 +167,7 @@ def test_large_task_cannot_travel(tmp_path: Path) -> None:
     packed = cache.store(Task(id="t", instruction="x", files=files))
     assert cache.has(packed.archive)
     write_files(files, {"b": "x" * 20_000})
-    with pytest.raises(TaskError, match=r"task: t: its files have more than 0 MB.*put large files into an image"):
+    with pytest.raises(TaskError, match=r"task: t: its files exceed 0 MB.*put large files into an image"):
         cache.store(Task(id="t", instruction="x", files=files))
     with pytest.raises(ArchiveError, match="the limit is 40000"):
         cache.add("0" * 64, bytes(40_001))

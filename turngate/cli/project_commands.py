@@ -14,7 +14,9 @@ projects_app = typer.Typer(help="List and create the projects of a running gatew
 keys_app = typer.Typer(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
 
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
-_WeightFlag = Annotated[Optional[float], typer.Option(help="Share of crowded engines, relative to other projects.")]
+_WeightFlag = Annotated[
+    Optional[float], typer.Option(help="Share of the engines under load, relative to other projects.")
+]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
 _TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
 _BytesFlag = Annotated[Optional[int], typer.Option(help="Quota: bytes of recorded data; 0 for no limit.", min=0)]

@@ -63,7 +63,8 @@ def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
         raise ConfigError("data: an archive can only be loaded into a folder; pass a folder", param="data")
     if not SessionArchive(archive).files():
         raise ConfigError(
-            f"archive: {archive} has no sessions; pass the folder given to turngate prune", param="archive"
+            f"archive: {archive} has no sessions; pass the folder that `turngate prune --archive` wrote",
+            param="archive",
         )
     store = Store(Path(data))
     try:

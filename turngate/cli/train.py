@@ -73,7 +73,8 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
     if options.ray:
         if not is_database_url(options.data):
             raise ConfigError(
-                "with --ray, data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate",
+                "with --ray, data must be the URL of a PostgreSQL database that all nodes can reach, such as "
+                "postgresql://user@host/turngate",
                 param="data",
             )
         return TrainingCluster(

@@ -120,7 +120,7 @@ def encode_message(message: Message) -> list[bytes]:
 
 def read_page(after: str = "", limit: int = PAGE_SIZE, order: Literal["asc", "desc"] = "desc") -> ItemPage:
     if not 1 <= limit <= _MAX_PAGE:
-        raise field_error("limit", f"must be a whole number from 1 to {_MAX_PAGE}, not {limit}")
+        raise field_error("limit", f"must be an integer from 1 to {_MAX_PAGE}, not {limit}")
     return ItemPage(after, limit, order)
 
 

@@ -57,6 +57,9 @@ def _check_outbox(data: Path) -> list[CheckOutcome]:
     message = f"{state.unshipped} sessions are not in the shared store yet"
     if waited > _LATE_S:
         return [
-            warning(f"{message}; the oldest has been due for {waited:.0f} s", "start the cell, and look at its log")
+            warning(
+                f"{message}; the oldest has been due for {waited:.0f} s",
+                "start the cell; if it is running, check its log",
+            )
         ]
     return [ok(message)]

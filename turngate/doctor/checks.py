@@ -40,7 +40,7 @@ CHECKS = (
         where="here",
         timeout_s=20,
         run=cell.check_shared_store,
-        description="Cells: the shared store answers, and ended sessions reach it.",
+        description="For cells: the shared store answers, and ended sessions reach it.",
     ),
     DoctorCheck(
         name="disk",

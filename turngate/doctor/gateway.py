@@ -156,7 +156,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
         results.append(
             warning(
                 f"{silent:.0f} of the gateway's workers do not respond",
-                "check in the gateway's log whether they are restarting",
+                "check the gateway's log to see whether they are restarting",
             )
         )
     turns, errors = _sum_metric(text, "turngate_turns_total"), _sum_metric(text, "turngate_engine_errors_total")
@@ -164,7 +164,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
         results.append(
             warning(
                 f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded",
-                "find the reasons in the gateway's log",
+                "see the gateway's log for the reasons",
             )
         )
     return results

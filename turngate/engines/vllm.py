@@ -442,9 +442,7 @@ class VLLMGeneration:
             if chunk.counted is None and self._request.stream and not self._reply.done:
                 chunk = await self._read_usage(chunk)
             if chunk.counted not in (None, self._sampled) and chunk.finish != "abort":
-                raise EngineError(
-                    f"{self._engine.name} sent {self._sampled} tokens, but says that it sampled {chunk.counted}"
-                )
+                raise EngineError(f"{self._engine.name} sent {self._sampled} tokens, but reported {chunk.counted}")
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:

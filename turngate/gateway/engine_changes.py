@@ -154,12 +154,12 @@ class EngineChanges:
                     await group.wait_until_idle(address)
             except TimeoutError:
                 raise EngineTimeout(
-                    f"{address} still has calls after {limit_s:g} s, so it is draining and not removed; repeat the request, "
+                    f"{address} still has calls after {limit_s:g} s, so it was not removed and is still draining; repeat the request, "
                     "or set force to end its calls"
                 ) from None
         async with self._updates.lock:
             if self._listed.read().used.get(address) == "active" and not force:
-                raise Conflict(f"{address} was added again while it was drained, so it is not removed", param="url")
+                raise Conflict(f"{address} was added again while it was draining, so it was not removed", param="url")
             await self._apply(group, address, None)
         return local.describe()
 
@@ -181,13 +181,13 @@ class EngineChanges:
 
     def _require(self) -> tuple[LocalEngines, EngineGroup]:
         if self._local is None or self._group is None:
-            raise Conflict("this gateway's engine has no replicas to add or remove; only vllm and sglang have")
+            raise Conflict("this gateway's engine has no replicas to add or remove; only vllm and sglang engines do")
         return self._local, self._group
 
     def _require_open(self) -> None:
         if self._fence.paused:
             raise Conflict(
-                "calls are paused for a weight update, which would not reach a new engine; add it when they have resumed"
+                "calls are paused for a weight update, which would not reach a new engine; add it after they resume"
             )
 
     def _find(self, local: LocalEngines, url: str) -> str:

@@ -177,7 +177,7 @@ class QuotaKeeper:
             if quota.max_sessions != inf:
                 self._table.give_back(quota.project, "live_sessions", self._holder, int(quota.max_sessions))
         except TurngateError as error:
-            log.warning("cannot give back parts of the quotas of project %s: %s", quota.project, error.message)
+            log.warning("cannot return the unused quota of project %s: %s", quota.project, error.message)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -196,7 +196,7 @@ class QuotaKeeper:
             self._is_away = False
         except TurngateError as error:
             if not self._is_away:
-                log.warning("cannot take parts of quotas: %s; using those already taken", error.message)
+                log.warning("cannot take more quota: %s; using what was already taken", error.message)
             self._is_away = True
         finally:
             quota.wake()

@@ -75,7 +75,7 @@ class ReplicaSet:
         if load is None and version > 0 and claimed != version:
             raise Conflict(
                 f"the gateway cannot load version {version} into a new engine, because another program loaded it into the others; "
-                f"load it there too, and state it with version {version}",
+                f"load it into the new engine too, and set version to {version}",
                 param="version",
             )
         self.expect_of(engine, version)

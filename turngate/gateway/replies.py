@@ -153,7 +153,7 @@ class SessionReplies:
             self._read_bytes += sum(map(len, items))
             if self._read_bytes > self._max_bytes:
                 raise TooLarge(
-                    f"input: the responses that its item references name have more than {self._max_bytes} bytes of items (setting "
+                    f"input: the responses that its items refer to have more than {self._max_bytes} bytes of items (setting "
                     "max_body_mb); send the items themselves, or continue with previous_response_id",
                     param="input",
                 )

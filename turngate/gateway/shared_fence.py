@@ -139,7 +139,7 @@ class FenceFollower:
         try:
             await self._report()
         except TurngateError as error:
-            log.warning("cannot follow the fence of the shared store: %s; trying again", error.message)
+            log.warning("cannot follow the fence of the shared store: %s; retrying", error.message)
             self._is_away = True
         self._tasks = [asyncio.create_task(self._keep_reporting()), asyncio.create_task(self._watch())]
 
@@ -161,7 +161,7 @@ class FenceFollower:
                 pause = await self._report()
             except TurngateError as error:
                 if not self._is_away:
-                    log.warning("cannot follow the fence of the shared store: %s; trying again", error.message)
+                    log.warning("cannot follow the fence of the shared store: %s; retrying", error.message)
                 self._is_away, pause = True, self._ttl_s / _REPORTS
 
     async def _report(self) -> float:

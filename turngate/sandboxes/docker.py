@@ -164,9 +164,7 @@ class DockerSandbox(PosixSandbox):
         form = "{{.SizeRw}} {{.State.Pid}}"
         found = (await run_docker("container", "inspect", "--size", "--format", form, self.id)).split()
         if len(found) != 2 or not all(map(str.isdigit, found)):
-            raise SandboxError(
-                f"docker inspect did not report the size of the container, but {' '.join(found)[:100]!r}"
-            )
+            raise SandboxError(f"docker inspect reported {' '.join(found)[:100]!r} instead of the container's size")
         return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:

@@ -186,7 +186,7 @@ class ForkServer:
                 self._send(message, [theirs.fileno(), *fds])
             except OSError as error:
                 ours.close()
-                raise ForkFailed("the fork server has ended") from error
+                raise ForkFailed("the fork server has exited") from error
         deadline = time.monotonic() + ANSWER_S
         try:
             while True:

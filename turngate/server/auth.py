@@ -147,6 +147,6 @@ def require_scope(key: ApiKey, scopes: Scopes) -> None:
     if key.scopes & scopes:
         return
     if not scopes:
-        raise Forbidden("this acts on what all projects share, so it needs the operator's admin key")
+        raise Forbidden("this affects all projects, so it needs the operator's admin key")
     wanted = " or ".join(scope for scope in SCOPE_NAMES if scope in scopes)
     raise Forbidden(f"this needs a key with the scope {wanted}; key {key.prefix} does not have it")

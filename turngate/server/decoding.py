@@ -110,7 +110,7 @@ def _read_value(name: str, text: str, kind: msgspec.inspect.Type) -> object:
             return text
         case msgspec.inspect.IntType():
             if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-                raise _wrong(name, "a whole number, 0 or more", text)
+                raise _wrong(name, "an integer, 0 or more", text)
             return int(text)
         case msgspec.inspect.FloatType():
             return _read_seconds(name, text)

@@ -105,7 +105,7 @@ class FeedRoutes:
         """Return the next deliveries of a feed."""
         name = request.path_params["name"]
         if not query.reader:
-            raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to obtain one", param="reader")
+            raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to get one", param="reader")
         page = await self._feeds.page(name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1)
         return MsgpackReply(page)
 

@@ -95,13 +95,13 @@ class HostedProjects:
                     self._open_known()  # this worker ships the sessions of all workers, so it must know their projects
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
-                log.warning("cannot follow the list of projects: %s; trying again", error)
+                log.warning("cannot follow the list of projects: %s; retrying", error)
                 deleted = frozenset()
             for name in deleted:
                 try:
                     await self._remove(name)
                 except (TurngateError, OSError) as error:
-                    log.warning("cannot remove the data of deleted project %s: %s; trying again", name, error)
+                    log.warning("cannot remove the data of deleted project %s: %s; retrying", name, error)
             await asyncio.sleep(_WATCH_S)
 
     async def _remove(self, name: str) -> None:

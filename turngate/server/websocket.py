@@ -261,17 +261,19 @@ class CallSocket:
             lane = event.lane
             if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
                 raise TooManyLanes(
-                    f"stream_id: this connection has {MAX_LANES} lanes already; use one of them, or another connection",
+                    f"stream_id: this connection already has {MAX_LANES} lanes; use one of them, or open another connection",
                     param="stream_id",
                 )
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
                 raise TooManyLanes(
-                    f"with this call, those that wait or run would have more than {self._calls.max_body} bytes (setting max_body_mb); "
-                    "send it when one has ended"
+                    f"the waiting and running calls would exceed {self._calls.max_body} bytes with this one (setting max_body_mb); "
+                    "send it again when one of them ends"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
-                raise TooManyLanes(f"{_MAX_WAITING} calls are waiting already; send the next one when one has ended")
+                raise TooManyLanes(
+                    f"{_MAX_WAITING} calls are already waiting; send this one again when one of them ends"
+                )
             queue.put_nowait((raw, event))
             self._held_bytes += len(raw)
         except TurngateError as error:

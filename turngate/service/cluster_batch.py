@@ -52,7 +52,7 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         if not is_database_url(self.shared):
             raise BadRequest(
-                "with cluster, data must be the URL of a PostgreSQL database that all nodes reach, such as "
+                "with cluster, data must be the URL of a PostgreSQL database that all nodes can reach, such as "
                 f"postgresql://user@host/turngate, not {self.shared!r}",
                 param="data",
             )

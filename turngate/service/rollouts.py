@@ -317,13 +317,13 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if len(self._active) >= self.config.running + self.config.queued:
             raise Busy(
                 f"the queue is full: {self.config.running} rollouts are running and {self.config.queued} are waiting; try again "
-                "when one has ended"
+                "when one finishes"
             )
         held = sum(active.input_bytes for active in self._active.values())
         if size and held + size > self.config.queued_bytes:
             raise Busy(
                 f"the queue is full: the inputs of active rollouts use {held:,} of {self.config.queued_bytes:,} bytes; try "
-                "again when one has ended"
+                "again when one finishes"
             )
 
     def _new_id(self) -> str:

@@ -178,7 +178,7 @@ def register_attempt(
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
         raise Conflict(
-            f"session {session!r} is that of attempt {dead[1]} of rollout {dead[0]!r}, which was superseded", param="id"
+            f"session {session!r} belongs to attempt {dead[1]} of rollout {dead[0]!r}, which was superseded", param="id"
         )
     added = db.execute(
         f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt) DO NOTHING",

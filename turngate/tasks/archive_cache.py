@@ -307,7 +307,7 @@ class _BoundedWriter:
         self._size += len(data)
         if self._size > self._limit:
             raise TaskError(
-                f"task: {self._task}: its files have more than {self._limit / 1e6:.0f} MB, so the task cannot be sent to another "
+                f"task: {self._task}: its files exceed {self._limit / 1e6:.0f} MB, so the task cannot be sent to another "
                 "machine; put large files into an image",
                 param="task",
             )

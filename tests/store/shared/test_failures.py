@@ -123,7 +123,7 @@ def test_unusable_servers_are_named(postgres_server: PostgresServer, postgres_ur
         open_shared(postgres_url, read_only=True)
     database = postgres_url.rpartition("/")[2]
     postgres_server.query("CREATE TABLE sessions (a int)", database)
-    with pytest.raises(ConfigError, match="tables of another program"):
+    with pytest.raises(ConfigError, match="contains another program's tables"):
         open_shared(postgres_url)
     postgres_server.query("DROP TABLE sessions", database)
     store = open_shared(postgres_url)

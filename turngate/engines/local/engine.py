@@ -211,7 +211,7 @@ class LocalEngine:
         """Load weights. Calls in flight recompute their context with the new weights, whether `frozen` is set or not."""
         if weights.is_adapter:
             raise EngineRejected(
-                f"{self.name} does not support adapters; merge {weights.name!r} into a whole model and load that"
+                f"{self.name} does not support adapters; merge {weights.name!r} into the model, and load the merged model"
             )
         await self._load(weights.path, weights.version)
 

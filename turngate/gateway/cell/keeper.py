@@ -86,11 +86,11 @@ class LeaseKeeper:
             except TurngateError as error:
                 self._lease.fail(self._clock())
                 if not self._is_away:
-                    log.warning("cannot renew the lease: %s; trying again", error.message)
+                    log.warning("cannot renew the lease: %s; retrying", error.message)
                 self._is_away = True
             except Exception:
                 self._lease.fail(self._clock())
-                log.exception("cannot renew the lease; trying again")
+                log.exception("cannot renew the lease; retrying")
 
     def _request(self) -> None:
         """Register or renew, and write the result to the file."""

@@ -62,7 +62,7 @@ class ServingPermit:
         """Raise `LeaseLapsed` unless the lease is held."""
         if not self.is_held:
             raise LeaseLapsed(
-                "this cell cannot reach the shared store, so it does not accept this now; retry in a moment"
+                "this cell cannot reach the shared store, so it cannot accept this request; retry in a moment"
             )
 
     async def wait(self) -> None:

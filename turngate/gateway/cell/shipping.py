@@ -135,7 +135,7 @@ class Shipper:
 
     def _back_off(self, message: str) -> float:
         if not self._failures:
-            log.warning("cannot ship sessions: %s; trying again", message)
+            log.warning("cannot ship sessions: %s; retrying", message)
         self._failures += 1
         return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
 

@@ -39,7 +39,7 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `ConfigError` if the data is not in a shared store."""
         if not is_database_url(self.config.data):
             raise ConfigError(
-                f"data must be the URL of a PostgreSQL database that all nodes reach, such as postgresql://user@host/turngate, not "
+                f"data must be the URL of a PostgreSQL database that all nodes can reach, such as postgresql://user@host/turngate, not "
                 f"{self.config.data!r}; a batch on a Ray cluster has no data folder",
                 param="data",
             )

@@ -120,7 +120,7 @@ class RayCluster:
                     self._nodes = await self.connection.list_nodes()
                     self._update()
                 except Exception:  # the cluster's head may come back, and the cells must stay open until then
-                    log.exception("the nodes of the Ray cluster cannot be listed; trying again")
+                    log.exception("the nodes of the Ray cluster cannot be listed; retrying")
                 await self._notify()
                 await asyncio.gather(asyncio.sleep(_POLL_S), *(self._poll(cell) for cell in self.cells))
         finally:
@@ -217,7 +217,7 @@ class RayCluster:
             async with asyncio.timeout(_CLOSE_S):
                 await self.connection.call(cell.actor.close.remote())
         except (TimeoutError, CallFailed) as error:
-            log.warning("the cell on %s was not closed in an orderly way: %s", cell.node.name, error)
+            log.warning("the cell on %s was not closed cleanly: %s", cell.node.name, error)
         finally:
             self.connection.kill(cell.actor)
             self._starting.pop(cell.node.id, None)

@@ -277,7 +277,7 @@ def _check_sampling(field: str, values: dict[str, float], names: tuple[str, ...]
     top_k = values.get("top_k", 0)
     if not -1 <= top_k <= _MAX_INT or top_k != int(top_k):
         raise BadRequest(
-            f"{field}.top_k must be a whole number from -1 to {_MAX_INT}, not {top_k:g}", param=f"{field}.top_k"
+            f"{field}.top_k must be an integer from -1 to {_MAX_INT}, not {top_k:g}", param=f"{field}.top_k"
         )
     return {**values, **({"top_k": max(0, int(top_k))} if "top_k" in values else {})}  # in OpenEnv, -1 means off
 

@@ -186,7 +186,7 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     value = params.get("max_tokens", params.get("max_completion_tokens"))
     if value is not None and (not isinstance(value, int) or value < 1):
         raise Unprocessable(
-            f"sampling_params.max_tokens must be a whole number greater than 0, not {value!r}", param="sampling_params"
+            f"sampling_params.max_tokens must be an integer greater than 0, not {value!r}", param="sampling_params"
         )
     return value
 

@@ -238,7 +238,7 @@ class ShipmentWriter:
         db.flush()
         gone = {name for name, secret in removed.fetchall() if secret == secrets[name]}
         if gone:
-            log.warning("%d shipped sessions were removed from the shared store before; they are ignored", len(gone))
+            log.warning("ignoring %d shipped sessions that were already removed from the shared store", len(gone))
         shipments = [shipment for shipment in shipments if shipment.id not in gone]
         known = {}
         for name, key, secret, cell, newest, outcome in found.fetchall():
@@ -248,8 +248,8 @@ class ShipmentWriter:
         old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
         if old:
             log.warning(
-                "the shared store has %d sessions in a newer state, such as %s; the older one is ignored; "
-                "does this cell run on an old copy of its folder?",
+                "the shared store has a newer state of %d sessions, such as %s; ignoring the older state; "
+                "is this cell running on an old copy of its folder?",
                 len(old),
                 min(old),
             )
@@ -259,9 +259,7 @@ class ShipmentWriter:
             states |= dict(lock_cells(db, earlier).fetchall())
         served = {shipment.cell for shipment in shipments} | earlier
         if unknown := served - states.keys():  # after the store was restored from a backup
-            raise StoreError(
-                f"the shared store does not know cell {min(unknown)}; it ships again once it is registered"
-            )
+            raise StoreError(f"cell {min(unknown)} is not registered in the shared store; it ships again after it is")
         lost = {cell for cell in served if states[cell] == "lost"}
         keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=False)}
         return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)

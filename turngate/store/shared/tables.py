@@ -135,5 +135,6 @@ def _require_empty(db: Connection, where: str) -> None:
     row = db.execute("SELECT to_regclass('sessions')::text, to_regclass('events')::text").fetchone()
     if row is not None and any(row):
         raise ConfigError(
-            f"data: {where} has tables of another program; create an empty database for the shared store", param="data"
+            f"data: {where} contains another program's tables; create an empty database for the shared store",
+            param="data",
         )
