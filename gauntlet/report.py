@@ -23,8 +23,8 @@ MARKS = (
     "side calls trained",
     "lost answers trained",
     "greedy answers trained",
-    "errors told",
-    "refusals told",
+    "errors reported",
+    "refusals reported",
     "fork causes right",
 )
 

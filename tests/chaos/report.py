@@ -10,7 +10,7 @@ _HEAD = (
     "fault",
     "rollouts",
     "calls",
-    "errors told",
+    "errors reported",
     "cut off",
     "lost",
     "duplicated",

@@ -50,8 +50,8 @@ def test_refusals_are_shown_only_of_a_gateway_that_reports_them() -> None:
     for reports in (True, False):
         one = Result("one", "", ("chat",), True, reports_refusals=reports, rollouts=[Rollout("x", "chat", True, score)])
         cells.append(report.describe_result(one))
-    assert "greedy answers trained 2; errors told –; refusals told 0/2" in cells[0]
-    assert f"refusals told {report.DASH}" in cells[1]
+    assert "greedy answers trained 2; errors reported –; refusals reported 0/2" in cells[0]
+    assert f"refusals reported {report.DASH}" in cells[1]
 
 
 def test_compare_uses_best_repeat_and_worst_cell() -> None:
