@@ -401,7 +401,7 @@ def _print_row(name: str, *cells: str, note: str = "") -> None:
 
 
 AREAS = (  # a sample belongs to the area of its innermost matching frame; the first match wins
-    ("reading the request", ("turngate/dialects/", "turngate/server/asgi.py:read_body")),
+    ("reading the request", ("turngate/dialects/", "turngate/server/request_body.py:read_body")),
     (
         "locating the request in the tree",
         ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_build_preamble"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -28,7 +27,6 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
-_MAX_BACKOFF_S = 60.0  # between two attempts
 _MAX_LOST = 10  # after this many lost machines, a rollout may be what breaks them: it fails like any other
 
 
@@ -159,8 +157,7 @@ class AttemptRunner:
             self._stop.stop(reason)
         elif faults < self._plan.retries:
             await results.end_attempt(started, "fault", message)
-            backoff_s = min(_MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
-            self._schedule.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
+            self._schedule.add_retry_after_fault(item, faults)
         else:
             await results.finish(build_finished(item, started, outcome, verdict))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
@@ -19,6 +20,8 @@ from turngate.rollout.progress import BatchProgress
 from turngate.rollout.stop_signal import StopSignal
 from turngate.rollout.throttle import Throttle
 from turngate.tasks.task import Task
+
+MAX_BACKOFF_S = 60.0  # between two attempts after faults
 
 
 class RolloutItem(msgspec.Struct, frozen=True):
@@ -101,6 +104,11 @@ class Schedule:
     def add_retry(self, item: RolloutItem, wait_s: float = 0.0) -> None:
         """Schedule a retry that is due in `wait_s` seconds."""
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
+
+    def add_retry_after_fault(self, item: RolloutItem, faults: int) -> None:
+        """Add a rollout that had `faults` faults before this one. The pause doubles with each."""
+        backoff_s = min(MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
+        self.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
 
     def exclude(self, rollout: str) -> None:
         """Skip this rollout when its group is added, because a retry request already added it."""

@@ -1,4 +1,4 @@
-"""ASGI building blocks for model calls: read a body up to a limit, respond, stream, and detect a disconnect.
+"""ASGI building blocks for model calls: respond, stream, and detect a disconnect.
 
 This is plain ASGI because model calls are the hot path: a framework's request and response objects cost more than recording the turn.
 """
@@ -6,14 +6,11 @@ This is plain ASGI because model calls are the hot path: a framework's request a
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping, Sequence
 from contextlib import suppress
 from types import coroutine
 from typing import Any
 from urllib.parse import parse_qsl
-
-from turngate.errors import BadRequest, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -52,57 +49,6 @@ def add_gateway_header(send: Send) -> Send:
         await send(message)
 
     return send_with_header
-
-
-async def read_content(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """Read a body and decompress it. Neither its compressed nor its decompressed size may exceed the limit."""
-    body = await read_body(receive, headers, limit)
-    coding = headers.get("content-encoding", "").strip().lower()
-    if coding in ("", "identity"):
-        return body
-    if coding not in _WINDOW_BITS:
-        raise BadRequest(
-            f"content-encoding {coding[:100]!r} is not supported; send the body uncompressed, or with gzip or deflate",
-            param="content-encoding",
-        )
-    return await asyncio.to_thread(_decompress, body, coding, limit)
-
-
-def _decompress(body: bytes, coding: str, limit: int) -> bytes:
-    decompressor = zlib.decompressobj(_WINDOW_BITS[coding])
-    try:
-        content = decompressor.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise BadRequest(f"the body is not valid {coding}: {error}", param="content-encoding") from None
-    if len(content) > limit:
-        raise TooLarge(f"the decompressed body is larger than the limit of {limit} bytes (setting max_body_mb)")
-    if not decompressor.eof or decompressor.unused_data:
-        problem = "data follows its end" if decompressor.eof else "it is incomplete"
-        raise BadRequest(f"the body is not valid {coding}: {problem}", param="content-encoding")
-    return content
-
-
-_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # for zlib, which also derives the expected header from it
-
-
-async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """Read a body as it was sent."""
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

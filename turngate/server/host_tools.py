@@ -23,13 +23,13 @@ from turngate.server.asgi import (
     Scope,
     Send,
     parse_headers,
-    read_content,
     respond,
 )
 from turngate.server.auth import Auth
 from turngate.server.http import error_response, json_response
 from turngate.server.model_calls import respond_error
 from turngate.server.operations import ApiRoute, Operation
+from turngate.server.request_body import read_content
 from turngate.server.scopes import MODEL_CALLS
 from turngate.types import Json
 

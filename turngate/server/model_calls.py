@@ -36,10 +36,10 @@ from turngate.server.asgi import (
     Send,
     parse_headers,
     parse_query,
-    read_content,
     respond,
 )
 from turngate.server.auth import Auth
+from turngate.server.request_body import read_content
 from turngate.server.routing import RouteMatch, client_host
 from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics

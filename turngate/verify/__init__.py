@@ -37,10 +37,11 @@ from turngate.verify.messages import NodeMessages
 from turngate.verify.outcome import check_outcome
 from turngate.verify.quotes import check_quotes
 from turngate.verify.render import Renderers, check_rendering
-from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
+from turngate.verify.replay import TOLERANCE, check_replay
 from turngate.verify.replies import check_replies
 from turngate.verify.roles import derive_roles
 from turngate.verify.rows import RowSource, TrainerRow, check_rows
+from turngate.verify.scorers import Scorer, ScriptedScorer, VLLMScorer
 from turngate.verify.shared_reader import open_session_reader
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession

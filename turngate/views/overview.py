@@ -14,6 +14,7 @@ from turngate.trace.advantage import compute_advantages
 from turngate.trace.pass_at_k import pass_curve
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
+from turngate.views.failures import summarize_failures
 from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutQuery, group_matches, matches, sort_by
 from turngate.views.groups import last_attempts, standard_deviation, summarize_group
 from turngate.views.rollout_entry import ACTIVE_STATUSES, STATUSES, RolloutRow
@@ -153,7 +154,7 @@ class Overview(RolloutIndex):
         return trends.summarize_training(self, store, prefix, buckets)
 
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
-        return trends.summarize_failures(self, store, prefix)
+        return summarize_failures(self, store, prefix)
 
     def _members(self, now: float) -> dict[str, list[RolloutRow]]:
         members: dict[str, list[RolloutRow]] = {}

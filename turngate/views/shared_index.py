@@ -17,10 +17,10 @@ from turngate.store.shared.rollout_list import ListedDelivery, ListedGroup, List
 from turngate.store.shared.store import SharedStore
 from turngate.trace.advantage import is_too_large
 from turngate.trace.tree import SampledInfo
+from turngate.views.failures import remove_numbers
 from turngate.views.groups import summarize_group
 from turngate.views.rollout_entry import SILENT_S, RolloutEntry, RolloutRow, Status, decode_or
 from turngate.views.rollout_index import DeliveryEvent, FenceEvent
-from turngate.views.trends import remove_numbers
 
 _EVENTS = 10_000  # per transaction
 _SESSIONS = 200  # per transaction while the lists are filled

@@ -16,6 +16,7 @@ from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
+from turngate.views.failures import EXAMPLES, MOST_MESSAGES
 from turngate.views.filters import RolloutQuery
 from turngate.views.groups import GroupRow
 from turngate.views.overview import MOST_CHANGED, MOST_NAMES, explain_no_retry, show_group
@@ -226,7 +227,7 @@ class SharedOverview:
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
         """Return the messages of failures by class, most frequent first."""
         cursor, pages = self.refresh(store), _require_shared(store).rollout_pages
-        totals, failures = pages.failures(prefix, trends.MOST_MESSAGES, trends.EXAMPLES)
+        totals, failures = pages.failures(prefix, MOST_MESSAGES, EXAMPLES)
         newest = {row.id: row for row in pages.find([failure.examples[0] for failure in failures if failure.examples])}
         messages: dict[str, list[Json]] = {}
         for failure in failures:

@@ -1,8 +1,7 @@
-"""Trends over time (rewards, staleness and throughput) and the most frequent failures."""
+"""Trends over time: rewards, staleness and throughput."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,14 +14,6 @@ from turngate.views.rollout_entry import RolloutEntry, RolloutRow
 from turngate.views.rollout_index import BUCKET_S, CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
 MOST_DELIVERIES = 500
-MOST_MESSAGES = 50
-EXAMPLES = 5
-_NUMBER = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
-
-
-def remove_numbers(message: str) -> str:
-    """Replace the numbers in a message, so that messages that differ only in numbers are counted together."""
-    return _NUMBER.sub("#", message)
 
 
 def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
@@ -144,35 +135,6 @@ def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Jso
             if version is not None:
                 behind[version - entry.row.version_start] += 1
     return [{"behind": gap, "rollouts": behind[gap]} for gap in sorted(behind)]
-
-
-def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
-    """Return the messages of failures by class, most frequent first. Messages that differ only in numbers are counted together."""
-    cursor, now = index.refresh(store), time.time()
-    by_class: dict[str, dict[str, list[RolloutRow]]] = {}
-    for entry in index.all(now):
-        row, (kind, message) = entry.row, entry.failure
-        if not kind or not row.group.startswith(prefix):
-            continue
-        by_class.setdefault(kind, {}).setdefault(remove_numbers(message), []).append(row)
-    classes = []
-    for kind, messages in sorted(by_class.items(), key=lambda item: -sum(map(len, item[1].values()))):
-        frequent = sorted(messages.values(), key=len, reverse=True)[:MOST_MESSAGES]
-        classes.append(
-            {
-                "class": kind,
-                "count": sum(map(len, messages.values())),
-                "messages": [
-                    {
-                        "message": rows[-1].message or rows[-1].stop,
-                        "count": len(rows),
-                        "rollouts": [row.id for row in rows[: -EXAMPLES - 1 : -1]],
-                    }
-                    for rows in frequent
-                ],
-            }
-        )
-    return {"classes": classes, "cursor": cursor}
 
 
 def _rewards_over_time(graded: Sequence[tuple[float, RolloutRow]], width: float) -> list[Json]:

@@ -38,12 +38,12 @@ from turngate.server.asgi import (
     Send,
     parse_headers,
     parse_query,
-    read_body,
     send_or_give_up,
 )
 from turngate.server.decoding import MAX_BODY
 from turngate.server.http import bearer_key
 from turngate.server.model_calls import respond_error
+from turngate.server.request_body import read_body
 from turngate.server.routing import SESSION_PREFIX, DialectRoutes, client_host, dialect_of
 from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.login import COOKIE

@@ -1,0 +1,49 @@
+"""The most frequent failures: their messages, counted by class."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from turngate.store.sqlite import Store
+from turngate.types import Json
+from turngate.views.rollout_entry import RolloutRow
+from turngate.views.rollout_index import RolloutIndex
+
+MOST_MESSAGES = 50
+EXAMPLES = 5
+_NUMBER = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
+
+
+def remove_numbers(message: str) -> str:
+    """Replace the numbers in a message, so that messages that differ only in numbers are counted together."""
+    return _NUMBER.sub("#", message)
+
+
+def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
+    """Return the messages of failures by class, most frequent first. Messages that differ only in numbers are counted together."""
+    cursor, now = index.refresh(store), time.time()
+    by_class: dict[str, dict[str, list[RolloutRow]]] = {}
+    for entry in index.all(now):
+        row, (kind, message) = entry.row, entry.failure
+        if not kind or not row.group.startswith(prefix):
+            continue
+        by_class.setdefault(kind, {}).setdefault(remove_numbers(message), []).append(row)
+    classes = []
+    for kind, messages in sorted(by_class.items(), key=lambda item: -sum(map(len, item[1].values()))):
+        frequent = sorted(messages.values(), key=len, reverse=True)[:MOST_MESSAGES]
+        classes.append(
+            {
+                "class": kind,
+                "count": sum(map(len, messages.values())),
+                "messages": [
+                    {
+                        "message": rows[-1].message or rows[-1].stop,
+                        "count": len(rows),
+                        "rollouts": [row.id for row in rows[: -EXAMPLES - 1 : -1]],
+                    }
+                    for rows in frequent
+                ],
+            }
+        )
+    return {"classes": classes, "cursor": cursor}
