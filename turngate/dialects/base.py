@@ -146,10 +146,10 @@ class Dialect(Protocol):
         """
 
     def read_stored_history(self, raws: Sequence[bytes]) -> History:
-        """Read messages in the form in which a trace stores them."""
+        """Read messages as a trace stores them."""
 
     def read_stored_tools(self, raw: bytes) -> Tools:
-        """Read tools in the form in which a trace stores them."""
+        """Read tools as a trace stores them."""
 
     def open_stream(self, call: Call) -> Stream: ...
 

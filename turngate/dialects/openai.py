@@ -103,7 +103,7 @@ def custom_input_to_arguments(text: str) -> str:
 
 
 class _AllowedTools(msgspec.Struct):
-    """The stored form of a list of tools of which only some are allowed."""
+    """The stored form of a list of tools, only some of which are allowed."""
 
     allowed_tools: list[str]
     tools: msgspec.Raw

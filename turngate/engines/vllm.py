@@ -73,7 +73,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event. The prompt's ids, of which there may be 70k, are not decoded unless requested."""
+    """A response or a stream event. The prompt's ids, up to 70k of them, are decoded only if requested."""
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()

@@ -45,7 +45,7 @@ class ShellTool(msgspec.Struct, frozen=True):
 
 
 def explain_failure(run: WatchedRun) -> str:
-    """Return why nothing can be learned from a run, or "" if it reached the model."""
+    """Return why the run did not reach the model, or "" if it did."""
     printed = f"; it printed: {run.output[-400:]}" if run.output else "; it printed nothing"
     if run.exit_code == 127:
         return f"the command was not found{printed}"

@@ -283,7 +283,7 @@ class CapturedOutput:
 
 
 class TruncatedOutput(CapturedOutput):
-    """Output of any length, of which only the beginning and the end are kept."""
+    """Output of any length. Only its beginning and its end are kept."""
 
     def __init__(self, keep: int) -> None:
         super().__init__(limit=keep, cut=True)

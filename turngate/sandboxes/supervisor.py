@@ -434,7 +434,7 @@ def _flatten_once(top: int, keep: str) -> int:
 
 
 def _list_entries(folder: int) -> list[tuple[str, bool]]:
-    """Return the names in a folder, each with whether it is a folder."""
+    """Return the names in a folder, and whether each is a folder itself."""
     try:
         with os.scandir(folder) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]

@@ -1,4 +1,4 @@
-"""The checksum of a stored node, by which a damaged trace is recognized."""
+"""The checksum of a stored node, which reveals a damaged trace."""
 
 from __future__ import annotations
 

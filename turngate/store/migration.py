@@ -14,7 +14,7 @@ from turngate.trace.session import MAX_ATTEMPT
 
 
 class _NamedAttempt(msgspec.Struct, frozen=True):
-    """The metadata by which a runner named its attempts before version 6."""
+    """The metadata with which runners named their attempts before version 6."""
 
     rollout: Annotated[str, msgspec.Meta(min_length=1)]
     attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]

@@ -29,7 +29,7 @@ TASK_FOLDER = "task"  # the task's own folder, if the archive contains all of it
 
 
 class PackedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task without paths of a machine. The paths in `task` are relative to the archive's root."""
+    """A task without machine-specific paths. The paths in `task` are relative to the archive's root."""
 
     task: Task
     archive: str = ""  # the archive's SHA-256 in hex; empty if the task has no files

@@ -1,7 +1,7 @@
 """The role of each turn in its rollout, derived from the trace, and the evidence that decided it.
 
 main        the agent's own conversation
-subagent    a sub-agent's conversation, or that of another agent that takes part in the work
+subagent    the conversation of a sub-agent, or of another agent that takes part in the work
 side        titles, commit messages and probes
 summary     a summary that replaces a conversation when it is shortened
 unknown     a conversation whose purpose cannot be decided

@@ -251,7 +251,7 @@ class SharedDatabase:
             db.close()
 
     def execute_read(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read. Reconnect if the connection was interrupted, except inside a snapshot, which would then see other data."""
+        """Run a read. Reconnect if the connection was interrupted, except inside a snapshot, whose reads would then differ."""
         db = self._require_reader()
         try:
             return self._read(db, sql, values)
