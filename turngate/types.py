@@ -36,6 +36,23 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # as engines send it
 NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
+class SideArray(msgspec.Struct, frozen=True, eq=False):
+    """Values for consecutive tokens. The first belongs to token `first`, counted from the start of the reply; negative: in its prompt."""
+
+    name: str
+    first: int
+    values: np.ndarray  # tokens × the shape of one value
+
+    @property
+    def end(self) -> int:
+        """The token after the last one."""
+        return self.first + len(self.values)
+
+    def cut(self, first: int, end: int) -> SideArray:
+        """Return the values of tokens `first` to `end`, which it must have."""
+        return SideArray(self.name, first, self.values[first - self.first : end - self.first])
+
+
 def ids_to_json(ids: Ids) -> bytes:
     """Encode ids as a JSON list without the brackets: `1,2,3`."""
     return orjson.dumps(np.ascontiguousarray(ids, ID_DTYPE), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

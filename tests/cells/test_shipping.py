@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from tests.store.kit import add_session, event, finish_rollout, new_turn, open_shared, put_outcome
+from tests.store.kit import add_session, event, finish_rollout, new_turn, open_shared, put_outcome, turn_with
 from turngate.errors import Conflict
 from turngate.gateway.cell.shipping import Shipper
 from turngate.store.shared.shipments import ShipmentWriter
@@ -20,6 +21,7 @@ from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipments
 from turngate.store.sqlite import Store
 from turngate.trace.tree import Sampled
+from turngate.types import SideArray
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 LEASE_S = 30.0
@@ -74,7 +76,8 @@ def test_a_shipped_session_is_the_same_session(cell: Store, shared: SharedStore)
     key = finish_rollout(cell, "s", "g")
     cell.tool_calls.add(key, "s", "search", b"{}", "r1", b"[]", 10)
     cell.refusals.add(key, "s", 400, "no", b"digest")
-    turn = new_turn(key, 1, "s")
+    experts = SideArray("routed_experts", -3, np.arange(24, dtype=np.uint8).reshape(4, 2, 3))
+    turn = turn_with(key, 1, experts, name="s")
     cell.commit([turn])
     cell.mark_undelivered(key, turn.sampled.id)
     assert ship(cell, shared) == 1
@@ -87,6 +90,8 @@ def test_a_shipped_session_is_the_same_session(cell: Store, shared: SharedStore)
         (n.id, n.ids.tolist()) for n in cell.load(here).trace.nodes
     ]
     assert [n.delivered for n in loaded.trace.nodes if isinstance(n, Sampled)] == [True, False]
+    [array] = shared.side_data.load(loaded)[turn.sampled.id]
+    assert (array.name, array.first, array.values.tolist()) == ("routed_experts", -3, experts.values.tolist())
     assert shared.messages(there.key) == cell.messages(here.key)
     assert shared.preambles(there.key) == cell.preambles(here.key)
     assert shared.outcomes.find(there.key) == cell.outcomes.find(here.key)

@@ -43,9 +43,9 @@ class World:
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, folder, renderer: Renderer, certificate=None, **config: Any):
+    async def of(cls, folder, renderer: Renderer, certificate=None, engine: type[Scripted] = Scripted, **config: Any):
         queue: deque[ScriptedTurn] = deque()
-        engine = Scripted(lambda request, index: queue.popleft(), keep=10_000, max_context=1_000_000)
+        engine = engine(lambda request, index: queue.popleft(), keep=10_000, max_context=1_000_000)
         # The renderer is loaded once per test session: reading a vocabulary takes a second.
         gateway = Gateway(
             ServeConfig(data=str(folder), model="m", **config), engine=engine, renderer=(renderer, certificate)

@@ -16,8 +16,9 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_PREAMBLE, _INSERT_SAMPLED, NewTurn, Store, _node_row
 from turngate.trace.session import SessionConfig
+from turngate.trace.side_data import describe_arrays
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
-from turngate.types import Json
+from turngate.types import Json, SideArray
 
 OpenStore = Callable[[], Store]
 _secrets = itertools.count()
@@ -43,6 +44,15 @@ def new_turn(key: int, number: int, name: str = "", at: float = 1.0, finish: str
     sampled = Sampled(2 * number + 2, context, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), info)
     announced = event(name, "turn", at, sampled_tokens=2, finish=finish) if name else None
     return NewTurn(key, context, b"[]", sampled, b'{"role":"assistant"}', (b"digest", b"[]", b"{}"), announced)
+
+
+def turn_with(key: int, number: int, *arrays: SideArray, name: str = "") -> NewTurn:
+    """Build a turn with side data."""
+    turn = new_turn(key, number, name)
+    info = msgspec.structs.replace(turn.sampled.info, side=describe_arrays(arrays))
+    old = turn.sampled
+    sampled = Sampled(old.id, old.parent, old.ids, old.logprobs, info)
+    return msgspec.structs.replace(turn, sampled=sampled, side=arrays)
 
 
 def put_outcome(store: Store, key: int, name: str, group: str, *, at: float = 2.0, **outcome: Any) -> bytes | None:

@@ -63,7 +63,7 @@ async def test_migration_keeps_data_and_sessions_continue(data: Path) -> None:
     assert schema_version(data) == 2 and len(before["nodes"]) == 6
     async with gateway([say("Third.")], data=data) as g:
         assert read_recorded_tables(data) == before
-        assert schema_version(data) == SCHEMA_VERSION == 8
+        assert schema_version(data) == SCHEMA_VERSION == 9
         assert (await g.show("ended"))["turns"] == 2 and (await g.show("ended"))["outcome"] is None
         reply = await g.ask(OPEN_SESSION_KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
         assert reply.content == "Third."

@@ -7,9 +7,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.store.kit import add_session, event, finish_rollout, new_turn, put_outcome
+from tests.store.kit import add_session, event, finish_rollout, new_turn, put_outcome, turn_with
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, StoreError
 from turngate.store import pruning, retention
 from turngate.store.archived_session import read_session
@@ -17,8 +18,19 @@ from turngate.store.pruning import load_archive, prune
 from turngate.store.session_archive import SessionArchive
 from turngate.store.sqlite import Store
 from turngate.trace.session import SessionConfig
+from turngate.types import SideArray
 
-TABLES = ("sessions", "nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals")
+TABLES = (
+    "sessions",
+    "nodes",
+    "preambles",
+    "outcomes",
+    "tool_calls",
+    "replies",
+    "reply_echoes",
+    "refusals",
+    "side_data",
+)
 LATER = 100.0
 
 
@@ -176,7 +188,8 @@ def fill(store: Store) -> None:
     store.set_settings({"tokenizer:v": "/models/x", "renderer:v": "template"})
     key = finish_attempt(store, "s", "r")
     add_tool_call(store, key)
-    store.commit([new_turn(key, 1, "s")])
+    experts = SideArray("routed_experts", -3, np.arange(24, dtype=np.uint8).reshape(4, 2, 3))
+    store.commit([turn_with(key, 1, experts, name="s")])
     store.mark_undelivered(key, 4)
     key = finish_rollout(store, "t", "g")
     with store.database.writing() as db:

@@ -50,6 +50,7 @@ def export_rollouts(options: ExportOptions) -> None:
         margin=options.margin,
         pairs=options.pairs,
         prompt_ids=options.prompt_ids,
+        side=tuple(options.side or ()),
     )
     refuse_password_flag(options.data)
     done = export(options.data, options.out, request)

@@ -389,6 +389,10 @@ class ExportOptions:
     margin: Annotated[float, _flag("dpo: minimum reward difference within a pair.", FORMAT)] = 0.0
     pairs: Annotated[int, _flag("dpo: maximum pairs per group; the largest differences come first.", FORMAT)] = 4
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
+    side: Annotated[
+        list[str] | None,
+        _flag("rows: include side data by name, such as routed_experts; may be repeated.", FORMAT),
+    ] = None
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 

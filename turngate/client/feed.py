@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from turngate.client.group_sizes import GroupSizeWatch
 from turngate.client.protocol import (
     MAX_WAIT_S,
     FeedConfig,
+    WireColumn,
     WireDelivery,
     WireRollout,
     WireRow,
@@ -45,6 +47,7 @@ from turngate.client.retry import Backoff, retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.sample import RowSpan
+from turngate.trace.side_data import DTYPES, SideColumn
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [
@@ -97,6 +100,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     branch: int
     weight: float  # 1/K if the rollout has K rows
     advantage: float  # of the rollout
+    side: Mapping[str, SideColumn] = {}  # by name, what `FeedConfig.side` requests and was recorded
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -457,4 +461,18 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
         branch=wire.branch,
         weight=wire.weight,
         advantage=rolled.advantage,
+        side={column.name: _decode_column(column, len(ids), where) for column in wire.side},
     )
+
+
+def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
+    """Decode and validate side data. Its values share the memory of the delivery, and are read-only."""
+    if wire.dtype not in DTYPES:
+        raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
+    edges = [0, *(edge for span in wire.spans for edge in span), tokens]
+    if edges != sorted(edges):
+        raise DamagedDelivery(f"{where}: {wire.name} has values for tokens {wire.spans}, but the row has {tokens}")
+    dtype, count = np.dtype(wire.dtype).newbyteorder("<"), sum(end - start for start, end in wire.spans)
+    if len(wire.data) != count * dtype.itemsize * math.prod(wire.shape):
+        raise DamagedDelivery(f"{where}: {wire.name} has {len(wire.data)} bytes, which does not match {count} values")
+    return SideColumn(wire.spans, np.frombuffer(wire.data, dtype).reshape(count, *wire.shape))

@@ -195,6 +195,16 @@ class TraceContext(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_fiel
     signals: Mapping[str, str] = msgspec.field(name="told")
 
 
+class TraceSideData(msgspec.Struct, frozen=True):
+    """Side data that was recorded with a turn: its tokens, and the type and shape of each value."""
+
+    name: str
+    first: int  # the first token, counted from the start of the reply; negative: in its prompt
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", tag="sampled"):
     """One model call: the sampled ids, and how they were sampled."""
 
@@ -220,6 +230,7 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
     # What the engine reported, if anything: prompt tokens in its cache, and (policy version, tokens) of all sampled tokens.
     cached: int | msgspec.UnsetType = msgspec.UNSET
     version_runs: tuple[tuple[int, int], ...] | msgspec.UnsetType = msgspec.UNSET
+    side: tuple[TraceSideData, ...] | msgspec.UnsetType = msgspec.UNSET  # its side data, without the values
     delivered: bool
 
     def decode_message(self) -> Message:
@@ -365,6 +376,8 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     on_timeout: CutPolicy = "train"  # rollouts that timed out
     groups: str = ""  # only groups whose names start with this prefix
     from_start: bool = False  # include rollouts recorded before the feed was created
+    # Names of the side data to deliver with each row. Not sent if unset, because older clients reject unknown settings.
+    side: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 def parse_history(mark: str) -> str:
@@ -391,7 +404,17 @@ class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: tuple[IncompleteGroup, ...] = ()
 
 
-class WireRow(msgspec.Struct, frozen=True):
+class WireColumn(msgspec.Struct, frozen=True):
+    """Side data of a row: a value for each token inside a span; tokens outside have none."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of one value
+    spans: tuple[tuple[int, int], ...]
+    data: memoryview  # of all values, one after the other
+
+
+class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One training row. Numbers are little-endian."""
 
     branch: int
@@ -400,6 +423,7 @@ class WireRow(msgspec.Struct, frozen=True):
     logprobs: bytes  # float32, one for each token inside a span; tokens outside have none
     spans: tuple[RowSpan, ...]
     weight: float
+    side: tuple[WireColumn, ...] = ()
 
 
 class WireRollout(msgspec.Struct, frozen=True, kw_only=True):

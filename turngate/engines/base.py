@@ -25,6 +25,7 @@ from turngate.types import (
     PromptIds,
     ReasoningTokens,
     Sampling,
+    SideArray,
     Usage,
     ids_to_json,
 )
@@ -66,6 +67,7 @@ class Chunk(msgspec.Struct, frozen=True):
     log-probabilities, if requested. `cached` is the number of prompt tokens that the engine had in its cache, if it reports it.
     `version_runs` lists the policy versions of all tokens of the reply so far as (version, tokens), if the engine reports them.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
+    `side` contains side data for tokens of the prompt and of the reply so far.
     """
 
     ids: Sequence[int]
@@ -77,6 +79,7 @@ class Chunk(msgspec.Struct, frozen=True):
     cached: int | None = None
     version_runs: VersionRuns | None = None
     counted: int | None = None
+    side: tuple[SideArray, ...] = ()
 
 
 def refuse_top_logprobs(name: str, request: Generate) -> None:

@@ -10,7 +10,7 @@ import sqlite3
 import msgspec
 import numpy as np
 
-from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
+from turngate.client.protocol import FeedConfig, WireColumn, WireDelivery, WireRollout, WireRow
 from turngate.errors import NotFound, StoreError
 from turngate.store.feeds import DeliveryMember, FeedRow
 from turngate.store.restores import RESHIPPED
@@ -19,6 +19,7 @@ from turngate.trace.advantage import compute_advantages, is_too_large, row_weigh
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
+from turngate.trace.side_data import SideColumn
 from turngate.trace.training_report import report_training
 
 # Values of `Session.stop`
@@ -89,13 +90,14 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
     try:
         row = store.find_key(member.session)
         session = None if row is None else store.load(row)
+        side = store.side_data.load(session, config.side or ()) if session is not None else None
     except StoreError as error:
         if isinstance(error.__cause__, sqlite3.Error):
             raise  # a disk error or a lock: a later attempt may succeed
         return _DeliveredRollout(member=member, reward=None, excluded=error.message)  # permanently damaged
     if session is None:
         return _DeliveredRollout(member=member, reward=None, excluded="its session was deleted")
-    rows = build_samples(session.trace, session.config.policy)
+    rows = build_samples(session.trace, session.config.policy, side=side)
     timed_out = _is_timed_out(session, member)
     truncated = not timed_out and _is_truncated(session, member, rows)
     untrained = "" if rows else _explain_untrained(session)
@@ -179,7 +181,13 @@ def _to_wire_row(row: Sample, weight: float) -> WireRow:
         logprobs=np.concatenate(sampled).astype("<f4", copy=False).tobytes(),
         spans=row.spans,
         weight=weight,
+        side=tuple(_to_wire_column(name, column) for name, column in row.side.items()),
     )
+
+
+def _to_wire_column(name: str, column: SideColumn) -> WireColumn:
+    values = np.ascontiguousarray(column.values, column.values.dtype.newbyteorder("<"))
+    return WireColumn(name, values.dtype.name, values.shape[1:], column.spans, values.reshape(-1).view(np.uint8).data)
 
 
 def read_config(row: FeedRow) -> FeedConfig:

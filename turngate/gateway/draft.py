@@ -10,9 +10,11 @@ import numpy as np
 
 from turngate.common import clock
 from turngate.engines.base import RelayChunk, VersionRuns
+from turngate.errors import EngineError
 from turngate.gateway.prompt import Prompt
 from turngate.telemetry.metrics import CallTiming
 from turngate.trace.session import Session
+from turngate.trace.side_data import InvalidSideData, add_array, select_new
 from turngate.types import (
     ID_DTYPE,
     LOGPROB_DTYPE,
@@ -26,6 +28,7 @@ from turngate.types import (
     Message,
     ReplyEvent,
     Sampling,
+    SideArray,
     TokenScore,
     Usage,
 )
@@ -58,6 +61,7 @@ class TurnDraft:
         "sampling",
         "scores",
         "session",
+        "side",
         "started",
         "timing",
         "verbatim",
@@ -96,6 +100,7 @@ class TurnDraft:
         self.lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the endpoint
         self.verbatim = b""
         self.scores: list[TokenScore] = []  # if the agent requested them
+        self.side: Sequence[SideArray] = ()  # as the engine reported it
         self._live = 0  # this draft's share of `session.live_tokens`
 
     def add(
@@ -119,6 +124,20 @@ class TurnDraft:
             self.cached = cached
         if runs is not None:
             self.version_runs = runs
+
+    def add_side(self, arrays: Sequence[SideArray]) -> None:
+        """Add side data. Raise `EngineError` if it cannot be recorded."""
+        for array in arrays:
+            try:
+                self.side = add_array(self.side, array, self.prompt.parent, len(self.prompt.ids))
+            except InvalidSideData as error:
+                raise EngineError(f"the engine returned invalid side data: {error}") from None
+
+    def select_side(self) -> tuple[SideArray, ...]:
+        """Return the side data to store: the values of tokens that have none yet."""
+        if not self.side:
+            return ()
+        return tuple(select_new(self.side, self.prompt.parent, len(self.prompt.ids), len(self.ids)))
 
     def read_versions(self) -> tuple[int, int, VersionRuns]:
         """Return the policy versions of the first and last token, and those of all tokens if the engine reported them."""

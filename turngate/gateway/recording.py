@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -27,8 +28,9 @@ from turngate.trace.fork_cause import find_fork_cause
 from turngate.trace.message_equality import argument_sizes, exact_digest, meaning_digest, reasoning_digest
 from turngate.trace.quotes import find_quotes, take_excerpts
 from turngate.trace.session import Session
+from turngate.trace.side_data import describe_arrays
 from turngate.trace.tree import Cause, Context, Sampled, SampledInfo
-from turngate.types import ID_DTYPE, Finish, Json, Message
+from turngate.types import ID_DTYPE, Finish, Json, Message, SideArray
 
 log = logging.getLogger("turngate")
 
@@ -51,9 +53,8 @@ class TurnRecorder:
         session, prompt = draft.session, draft.prompt
         trace, request = session.trace, prompt.location.request
         context = prompt.context or trace.find_same_context(prompt.parent, prompt.added, request, prompt.start)
-        location = (
-            prompt.location
-        )  # a prompt that is rendered again has no parent, but continues the located turn in meaning
+        # A prompt that is rendered again has no parent, but continues the located turn in meaning.
+        location = prompt.location
         quotes = find_quotes(trace, location.node, request, location.start) if context is None else ()
         cause = _find_cause(draft, context, quotes)
         if context is None:
@@ -63,16 +64,15 @@ class TurnRecorder:
             # Add it now, so that an identical call that ends in the meantime uses the same context.
             trace.add_context(context)
         assert context.ids is prompt.added or np.array_equal(context.ids, prompt.added), "ids differ from those sent"
+        side = draft.select_side()
         sampled = Sampled(
             trace.reserve_id(),
             context,
             np.array(draft.ids, ID_DTYPE),
             draft.build_logprobs(),
-            _build_info(draft, message, finish, cause, reasoning_open, fault),
+            _build_info(draft, message, finish, cause, reasoning_open, fault, side),
         )
-        facts = _event_facts(sampled)
-        if cause == "template" and prompt.refusal:
-            facts["reason"] = prompt.refusal
+        facts = _event_facts(sampled, prompt.refusal if cause == "template" else "")
         turn = NewTurn(
             session=session.key,
             context=None if context.stored else context,
@@ -81,6 +81,7 @@ class TurnRecorder:
             message=msgspec.json.encode(message),
             preamble=None if context.stored or prompt.parent is not None else _encode_preamble(prompt.preamble),
             event=new_event(session.id, "turn", facts),
+            side=side,
         )
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -190,7 +191,13 @@ def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ..
 
 
 def _build_info(
-    draft: TurnDraft, message: Message, finish: Finish, cause: Cause | None, reasoning_open: bool, fault: str
+    draft: TurnDraft,
+    message: Message,
+    finish: Finish,
+    cause: Cause | None,
+    reasoning_open: bool,
+    fault: str,
+    side: Sequence[SideArray],
 ) -> SampledInfo:
     version_start, version_end, version_runs = draft.read_versions()
     sampled_from = len(draft.prompt.ids) if draft.cached > 0 else 0
@@ -218,17 +225,22 @@ def _build_info(
         text_size=len(message.content),
         cached=draft.cached if draft.cached <= sampled_from else -1,
         version_runs=version_runs,
+        side=describe_arrays(side) if side else (),
     )
 
 
-def _event_facts(sampled: Sampled) -> dict[str, Json]:
-    return {
+def _event_facts(sampled: Sampled, reason: str) -> dict[str, Json]:
+    """Return the data of a turn's event. `reason` is why the template forked, if it did."""
+    facts: dict[str, Json] = {
         "node": sampled.id,
         "finish": sampled.info.finish,
         "prompt_tokens": sampled.parent.length,
         "sampled_tokens": sampled.size,
         "cause": sampled.info.cause,
     }
+    if reason:
+        facts["reason"] = reason
+    return facts
 
 
 def _encode_preamble(preamble: Preamble) -> tuple[bytes, bytes, bytes]:

@@ -356,6 +356,8 @@ class TurnPipeline:
         versions = chunk.versions or (now, now)
         draft.add(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         draft.note_report(chunk.cached, chunk.version_runs)
+        if chunk.side:
+            draft.add_side(chunk.side)
         if not by_token:
             events = reader.feed(ids[:end])
         if call.top_logprobs is not None and self._renderer is not None:

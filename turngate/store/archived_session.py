@@ -30,7 +30,9 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
     session: Row
     nodes: list[Row]
-    tables: dict[str, list[Row]]
+    tables: dict[
+        str, list[Row]
+    ]  # without `side_data` if there is none, so that digests are as before that table existed
     attempts: list[AttemptRow]
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
 
@@ -64,9 +66,13 @@ def read_session(db: StoreConnection, key: int) -> ArchivedSession:
         if delivered not in (0, 1) or checksum != (expected if delivered else expected ^ UNDELIVERED):
             raise StoreError(f"node {cells[0]} is damaged on disk")
     tables = {
-        table: db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE session=? ORDER BY 1, 2", (key,)).fetchall()
+        table: db.execute(
+            f"SELECT {', '.join(names)} FROM {table} WHERE session=? ORDER BY {', '.join(names[:3])}", (key,)
+        ).fetchall()
         for table, names in SESSION_TABLES.items()
     }
+    if not tables["side_data"]:
+        del tables["side_data"]
     events = "SELECT time, kind, data FROM events WHERE session=? ORDER BY seq"
     attempts = f"SELECT {', '.join(_ATTEMPT)} FROM attempts WHERE session=? ORDER BY rollout, attempt"
     return ArchivedSession(
@@ -98,7 +104,7 @@ def write_session(store: Store, archived: ArchivedSession) -> bool:
             checksum = node_checksum(key, *cells) ^ (0 if delivered else UNDELIVERED)
             _insert(db, "nodes", ("session", *NODE_COLUMNS), (key, *cells, delivered, checksum))
         for table, names in SESSION_TABLES.items():
-            for row in archived.tables[table]:
+            for row in archived.tables.get(table, ()):
                 _insert(db, table, ("session", *names), (key, *row))
         if archived.outcome is not None:
             _insert(db, "outcomes", ("session", "recorded", "outcome"), (key, *archived.outcome))

@@ -1,7 +1,8 @@
 """Write turns to the store, immediately or in batches, depending on the durability.
 
 `process` durability writes each turn immediately in the calling task, because a commit without a sync is cheaper than a switch to a thread.
-`disk` durability syncs every commit, so turns that end at the same time share one transaction, which a thread writes.
+`disk` durability syncs every commit, so turns that end at the same time share one transaction, which a thread writes. A turn with side data
+is always written by that thread, because its side data may be many megabytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Journal:
         self._took.observe(time.perf_counter() - began)
 
     async def _write_durably(self, turn: NewTurn) -> None:
-        if self._store.durability == "process":
+        if self._store.durability == "process" and not turn.side:
             self._write([turn])
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

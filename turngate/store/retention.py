@@ -19,7 +19,9 @@ from turngate.store.events import insert_events, new_event
 from turngate.types import Json
 
 _PAGE = 500  # sessions per query
-_SESSION_TABLES = ("nodes", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals", "reshipped")
+_SESSION_TABLES = (
+    *("nodes", "side_data", "preambles", "outcomes", "tool_calls", "replies", "reply_echoes", "refusals", "reshipped"),
+)
 _FACTS = (
     "SELECT key, id, status, closed, recorded, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0),"
     " CAST(config AS BLOB), CAST(outcome AS BLOB) FROM sessions LEFT JOIN outcomes ON outcomes.session=key"

@@ -13,15 +13,17 @@ from turngate.store.quotas import QUOTA_TABLES
 from turngate.store.refusals import REFUSAL_TABLES
 from turngate.store.replies import REPLY_TABLES
 from turngate.store.restores import RESTORE_TABLES
+from turngate.store.side_data import SIDE_DATA_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
 BEFORE_FEEDS = 3  # lacks the tables for feeds
 BEFORE_REFUSALS = 4  # lacks the tables for refused calls and stored replies
 BEFORE_ATTEMPTS = 5  # lacks the table for attempts, and the names of rollouts in feeds
 BEFORE_PROJECTS = 6  # lacks the tables for projects, keys and the audit log
 BEFORE_RESTORES = 7  # lacks the tables for restored stores and closed groups
+BEFORE_SIDE_DATA = 8  # lacks the table for side data
 READABLE_VERSIONS = (
     BEFORE_EVENTS,
     BEFORE_FEEDS,
@@ -29,6 +31,7 @@ READABLE_VERSIONS = (
     BEFORE_ATTEMPTS,
     BEFORE_PROJECTS,
     BEFORE_RESTORES,
+    BEFORE_SIDE_DATA,
     SCHEMA_VERSION,
 )
 SCHEMA = """
@@ -68,4 +71,4 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 SCHEMA += (
     EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES + REPLY_TABLES + REFUSAL_TABLES + ATTEMPT_TABLES
 )
-SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + QUOTA_TABLES + AUDIT_TABLES + RESTORE_TABLES
+SCHEMA += OUTBOX_TABLES + PROJECT_TABLES + QUOTA_TABLES + AUDIT_TABLES + RESTORE_TABLES + SIDE_DATA_TABLES

@@ -35,7 +35,7 @@ _KINDS = {  # columns that are not text
     **dict.fromkeys(("arguments", "reply", "request", "head", "echo", "tail"), "bytes"),
     **dict.fromkeys(("opened", "closed", "recorded", "reward", "called", "answered", "time"), "number"),
     **dict.fromkeys(("started", "ended"), "number"),
-    **dict.fromkeys(("node", "parent", "call", "repeated", "delivered", "attempt"), "int"),
+    **dict.fromkeys(("node", "parent", "call", "repeated", "delivered", "attempt", "first", "checksum"), "int"),
 }
 _OWN_KINDS = {
     ("nodes", "id"): "int",
@@ -223,7 +223,7 @@ def _to_record(session: ArchivedSession) -> dict[str, Any]:
         "nodes": [_to_arrays(dict(zip(ARCHIVED_NODE, row, strict=True))) for row in session.nodes],
         "attempts": attempts,
         **{
-            table: [dict(zip(names, row, strict=True)) for row in session.tables[table]]
+            table: [dict(zip(names, row, strict=True)) for row in session.tables.get(table, ())]
             for table, names in ARCHIVED_TABLES.items()
         },
         "content_digest": session.compute_digest(),
@@ -251,7 +251,12 @@ def _from_record(record: dict[str, Any]) -> ArchivedSession:
     return ArchivedSession(
         tuple(record[name] for name in SESSION_COLUMNS),
         rows("nodes", ARCHIVED_NODE),
-        {table: rows(table, names) for table, names in ARCHIVED_TABLES.items()},
+        # Archives from before side data do not have that table.
+        {
+            table: rows(table, names)
+            for table, names in ARCHIVED_TABLES.items()
+            if table != "side_data" or record.get(table)
+        },
         [AttemptRow(**attempt) for attempt in record["attempts"]],
         None if record["outcome"] is None else (record["recorded"], record["outcome"]),
     )

@@ -28,7 +28,11 @@ SESSION_TABLES = {
     "refusals": ("call", "status", "message", "request", "repeated"),
     "replies": ("id", "node", "head", "echo", "tail", "tools"),
     "reply_echoes": ("digest", "echo"),
+    "side_data": ("node", "name", "first", "dtype", "shape", "data", "checksum"),
 }
+_SIDE_DATA = (
+    f"SELECT {', '.join(SESSION_TABLES['side_data'])} FROM side_data WHERE session=? ORDER BY node, name, first"
+)
 NODE_COLUMNS = ("id", "parent", "kind", "ids", "logprobs", "info", "messages", "delivered", "checksum")
 _NODES = f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? ORDER BY id"
 _EVENTS = "SELECT seq, time, kind, data FROM events WHERE session=? ORDER BY seq"
@@ -110,6 +114,8 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
         reshipped = {key for (key,) in db.execute(f"SELECT session FROM reshipped WHERE session IN ({marks})", keys)}
         others: dict[int, dict[str, list[Row]]] = {key: {table: [] for table in SESSION_TABLES} for key in keys}
         for table, names in SESSION_TABLES.items():
+            if table == "side_data":
+                continue  # it may be large, so it is read session by session
             query = f"SELECT session, {', '.join(names)} FROM {table} WHERE session IN ({marks}) ORDER BY session"
             for key, found in _split(db.execute(query, keys)):
                 others[key][table].append(found)
@@ -124,6 +130,7 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
             except StoreError as error:
                 batch.damaged.append((row, f"session {session[0]}: {error.message}; it cannot be shipped"))
                 continue
+            side = others[row.session]["side_data"] = db.execute(_SIDE_DATA, (row.session,)).fetchall()
             events = db.execute(_EVENTS, (session[0],)).fetchall()
             shipment = Shipment(
                 session[0],
@@ -137,7 +144,7 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
                 row.session in reshipped,
             )
             batch.shipments.append((row, shipment))
-            size += len(trace.rows)
+            size += len(trace.rows) + sum(len(piece[5]) for piece in side)
     return batch
 
 

@@ -39,11 +39,13 @@ from turngate.store.schema import (
     BEFORE_PROJECTS,
     BEFORE_REFUSALS,
     BEFORE_RESTORES,
+    BEFORE_SIDE_DATA,
 )
+from turngate.store.side_data import SideDataTable
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, SideArray
 
 T = TypeVar("T")
 
@@ -89,6 +91,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     message: bytes  # JSON
     preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None if already stored
     event: NewEvent | None = None  # the event that announces this turn
+    side: tuple[SideArray, ...] = ()
 
 
 class Store:
@@ -131,6 +134,7 @@ class Store:
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.replies = ReplyTable(self._writing, self._reading)
         self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
+        self.side_data = SideDataTable(self._writing, self._reading, there=version > BEFORE_SIDE_DATA)
         self.queries = RolloutQueries(self._reading)
         self.restores = RestoreLog(self._writing, self._reading)
         self.retention = Retention(self._writing, self._reading, there=version > BEFORE_RESTORES)
@@ -237,8 +241,11 @@ class Store:
                 raise StoreError(f"session {session_id}: {damaged}")
             yield row
 
-    def commit(self, turns: Iterable[NewTurn]) -> None:
-        """Write all turns in one transaction."""
+    def commit(self, turns: Sequence[NewTurn]) -> None:
+        """Write all turns in one transaction, and their side data in others before it."""
+        for turn in turns:
+            if turn.side:
+                self.side_data.write(turn.session, turn.sampled.id, turn.side)
         with self._writing() as db:
             for turn in turns:
                 if turn.preamble is not None:

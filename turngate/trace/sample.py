@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
+from turngate.trace.side_data import SideColumn, join_columns
 from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
-from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
+from turngate.types import LOGPROB_DTYPE, Ids, Logprobs, SideArray
 
 REFUSED = "the agent was refused a model call"
 
@@ -35,7 +36,7 @@ class RowSpan(msgspec.Struct, frozen=True):
     version_end: int
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One row. `logprobs` is NaN for tokens that were not sampled or have no log-probability; `mask` is never set there."""
 
     branch: int  # id of the leaf node
@@ -43,14 +44,24 @@ class Sample(msgspec.Struct, frozen=True):
     mask: np.ndarray
     logprobs: Logprobs
     spans: tuple[RowSpan, ...]
+    side: Mapping[str, SideColumn] = {}  # by name, if the caller passed side data
 
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
 
 
-def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_empty: bool = False) -> list[Sample]:
-    """Build one row per branch. Branches without trainable tokens are left out unless `keep_empty` is set."""
+def build_samples(
+    trace: Trace,
+    policy: TrainingPolicy | None = None,
+    *,
+    keep_empty: bool = False,
+    side: Mapping[int, Sequence[SideArray]] | None = None,
+) -> list[Sample]:
+    """Build one row per branch. Branches without trainable tokens are left out unless `keep_empty` is set.
+
+    `side` is the side data to join into the rows, by node.
+    """
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
     reasons = find_untrained(trace, role_of, policy)
@@ -59,7 +70,11 @@ def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_em
         _build_row(leaf, role_of, reasons, claimed)
         for leaf in sorted(_find_leaves(trace), key=lambda s: _claim_order(s, role_of))
     ]
-    return [row for row in rows if keep_empty or row.trained_tokens]
+    rows = [row for row in rows if keep_empty or row.trained_tokens]
+    if not side:
+        return rows
+    turns = {turn.id: turn for turn in trace.turns()}
+    return [msgspec.structs.replace(row, side=join_columns(path_to(turns[row.branch]), side)) for row in rows]
 
 
 def _find_leaves(trace: Trace) -> list[Sampled]:

@@ -63,6 +63,16 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     detail: str = ""  # why the template does not extend the earlier ids, if the cause is `template`
 
 
+class SideRange(msgspec.Struct, frozen=True, array_like=True):
+    """Side data that a turn stores (`side_data.py`): consecutive tokens, and the type and shape of each value."""
+
+    name: str
+    first: int  # the first token, counted from the start of the reply; negative: in its prompt
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """The stored data of a sampled node, apart from its ids and log-probabilities."""
 
@@ -91,6 +101,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     version_runs: tuple[
         tuple[int, int], ...
     ] = ()  # (policy version, tokens) of all its tokens, if the engine reported them
+    side: tuple[SideRange, ...] = ()  # its side data, which is stored separately
 
 
 class _TokenNode:

@@ -43,6 +43,7 @@ from turngate.verify.roles import derive_roles
 from turngate.verify.rows import RowSource, TrainerRow, check_rows
 from turngate.verify.scorers import Scorer, ScriptedScorer, VLLMScorer
 from turngate.verify.shared_reader import open_session_reader
+from turngate.verify.side_data import check_side_data
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
@@ -108,6 +109,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     results = CheckResults()
     messages = NodeMessages(session)
     check_structure(session, messages, results)
+    check_side_data(session, results)
     check_quotes(session, messages, results)
     sound = all(finding.ok for finding in results.findings())
     check_replies(session, messages, results)

@@ -7,7 +7,7 @@ The caller passes in the rows, which the gateway's own code built. Reasons and c
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from turngate.types import Ids
 from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.messages import NodeMessages
 from turngate.verify.roles import derive_roles
+from turngate.verify.side_data import TrainerColumn, check_columns
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 
 
@@ -52,6 +53,8 @@ class TrainerRow(Protocol):
     def logprobs(self) -> np.ndarray: ...
     @property
     def spans(self) -> Sequence[TrainerSpan]: ...
+    @property
+    def side(self) -> Mapping[str, TrainerColumn]: ...
 
 
 # Takes a session id, and whether to include rows with nothing to train. Returns the rows.
@@ -84,6 +87,7 @@ def check_rows(
     _check_trained_once(session, role_of, every, results)
     _check_reasons(session, role_of, every, results)
     _check_roles(role_of, every, results)
+    check_columns(session, every, results)
     return {row.branch: int(np.asarray(row.mask).astype(bool).sum()) for row in trained}
 
 

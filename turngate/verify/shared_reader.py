@@ -11,7 +11,8 @@ from turngate.common.database_url import ENCODE_HINT, is_database_url, parse_dat
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
-SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9)  # later versions add tables that are not read here
+SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)  # later versions add tables that are not read here
+_BEFORE_SIDE_DATA = 9  # the last version without side data
 
 
 def open_session_reader(data: str | Path) -> SessionReader:
@@ -41,13 +42,14 @@ class SharedSessionReader(SessionReader):
             raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
         self._db: Any = _PostgresRows(connection, address.schema)
         try:
-            self._check_version()
+            version = self._check_version()
         except BaseException:
             connection.close()
             raise
         self._has_events = self._has_refusals = self._has_attempts = True
+        self._has_side_data = version > _BEFORE_SIDE_DATA
 
-    def _check_version(self) -> None:
+    def _check_version(self) -> int:
         try:
             (version,) = self._db.execute("SELECT version FROM turngate_version").fetchone()
         except self._error as error:
@@ -59,6 +61,7 @@ class SharedSessionReader(SessionReader):
                 f"data: {self._name} has version {version}, but this version of Turngate verifies {SHARED_SCHEMAS[-1]}",
                 param="data",
             )
+        return int(version)
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:

@@ -21,10 +21,11 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4, 5, 6, 7, 8)  # versions 4, 7 and 8 add tables that are not read here
+SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)  # versions 4, 7 and 8 add tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
 _BEFORE_ATTEMPTS = 5  # the last schema without attempts
 _BEFORE_REFUSALS = 4  # the last schema without refused calls and stored replies
+_BEFORE_SIDE_DATA = 8  # the last schema without side data
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
 _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
 
@@ -55,6 +56,16 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
+class SideFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn records about its side data: the tokens, counted from its start, and the type and shape of a value."""
+
+    name: str
+    first: int
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     """The stored facts about a turn, besides its ids and log-probabilities."""
 
@@ -81,6 +92,7 @@ class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     text_size: int = -1
     cached: int = -1
     version_runs: tuple[tuple[int, int], ...] = ()
+    side: tuple[SideFacts, ...] = ()
 
 
 class StoredPolicy(msgspec.Struct, frozen=True):
@@ -219,12 +231,25 @@ class StoredEvent(msgspec.Struct, frozen=True):
     data: object
 
 
+class StoredSideData(msgspec.Struct, frozen=True):
+    """A row of the `side_data` table. Its cells may have any type."""
+
+    node: object
+    name: object
+    first: object
+    dtype: object
+    shape: object
+    data: object
+    checksum: object
+
+
 class RelatedRecords(msgspec.Struct, frozen=True):
     """Records about a session outside its own tables, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
     refused: tuple[StoredRefusal, ...] = ()
     replies: tuple[StoredReplyRow, ...] = ()
+    side: tuple[StoredSideData, ...] = ()
     attempts: tuple[StoredAttempt, ...] | None = None  # None: not stored in this folder
     deliveries: tuple[int | None, ...] = ()  # its number in each feed that has it; None: it waits for its group
     events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
@@ -391,6 +416,9 @@ _ATTEMPTS = (
     "SELECT rollout, attempt, state, (SELECT count(*) FROM attempts AS other WHERE other.rollout=mine.rollout"
     " AND other.attempt!=mine.attempt AND other.state='settled') FROM attempts AS mine WHERE session=?"
 )
+_SIDE_DATA = (
+    "SELECT node, name, first, dtype, shape, data, checksum FROM side_data WHERE session=? ORDER BY node, name, first"
+)
 _DELIVERIES = "SELECT number FROM rolled WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
@@ -424,6 +452,7 @@ class SessionReader:
         self._has_events = version > _BEFORE_EVENTS
         self._has_refusals = version > _BEFORE_REFUSALS
         self._has_attempts = version > _BEFORE_ATTEMPTS
+        self._has_side_data = version > _BEFORE_SIDE_DATA
 
     def close(self) -> None:
         self._db.close()
@@ -480,11 +509,13 @@ class SessionReader:
         replies = self._db.execute(_REPLIES, (key,)).fetchall() if self._has_refusals else ()
         attempts = self._db.execute(_ATTEMPTS, (session_id,)).fetchall() if self._has_attempts else None
         deliveries = self._db.execute(_DELIVERIES, (key,)).fetchall() if self._has_attempts else ()
+        side = self._db.execute(_SIDE_DATA, (key,)).fetchall() if self._has_side_data else ()
         events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
             outcome=None if outcome is None else StoredOutcome(*outcome),
             refused=tuple(StoredRefusal(*cells) for cells in refused),
             replies=tuple(StoredReplyRow(*cells) for cells in replies),
+            side=tuple(StoredSideData(*cells) for cells in side),
             attempts=None if attempts is None else tuple(StoredAttempt(*cells) for cells in attempts),
             deliveries=tuple(number for (number,) in deliveries),
             events=tuple(StoredEvent(*cells) for cells in events),

@@ -6,12 +6,12 @@ thread reads a consistent snapshot, even while turns are being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceTurn
+from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceSideData, TraceTurn
 from turngate.errors import NotFound, StoreError
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
@@ -20,7 +20,7 @@ from turngate.trace.roles import RoleDecision, decide_roles
 from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
-from turngate.types import encode_array
+from turngate.types import SideArray, encode_array
 
 T = TypeVar("T")
 
@@ -61,8 +61,16 @@ class SessionView(msgspec.Struct, frozen=True):
         )
         return encode_json(trace)
 
-    def samples(self, *, keep_empty: bool = False, policy: TrainingPolicy | None = None) -> list[Sample]:
-        return build_samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
+    def samples(
+        self,
+        *,
+        keep_empty: bool = False,
+        policy: TrainingPolicy | None = None,
+        side: Mapping[int, Sequence[SideArray]] | None = None,
+    ) -> list[Sample]:
+        """Return the training rows. `side` is the side data to join into them, by node."""
+        policy = policy or self.session.config.policy
+        return build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side)
 
 
 class SessionViews:
@@ -161,5 +169,6 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
         lost=info.lost,
         cached=info.cached if info.cached >= 0 else msgspec.UNSET,
         version_runs=info.version_runs or msgspec.UNSET,
+        side=tuple(TraceSideData(*msgspec.structs.astuple(side)) for side in info.side) or msgspec.UNSET,
         delivered=node.delivered,
     )

@@ -18,6 +18,7 @@ import msgspec
 
 from turngate.errors import StoreError, TurngateError
 from turngate.store.location import open_store_for_reading
+from turngate.trace.sample import Sample
 from turngate.verify import Renderers, RowSource, SessionReader, SpotChecker, Verdict, VerifyOptions, verify
 from turngate.views.session import load_session_view
 
@@ -28,8 +29,13 @@ _LOWEST_PRIORITY = 19  # a `nice` value
 def open_row_source(data: str | Path) -> Iterator[RowSource]:
     """Open the rows that the gateway delivers to trainers. Works whether or not a gateway is serving the folder."""
     store = open_store_for_reading(data)
+
+    def build_rows(session_id: str, everything: bool) -> list[Sample]:
+        view = load_session_view(store, session_id)
+        return view.samples(keep_empty=everything, side=store.side_data.load(view.session))
+
     try:
-        yield lambda session_id, everything: load_session_view(store, session_id).samples(keep_empty=everything)
+        yield build_rows
     finally:
         store.close()
 

@@ -52,6 +52,7 @@ _TYPES = {  # columns that are not of type text
 }
 _OWN_TYPES = {  # columns whose type depends on the table
     "nodes": {"id": "int8"},
+    "side_data": {"first": "int8"},
     "refusals": {"status": "int8"},
     "replies": {"echo": "bytea"},
     "reply_echoes": {"echo": "bytea"},

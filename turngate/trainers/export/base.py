@@ -29,6 +29,7 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.0  # dpo: minimum difference between the rewards of a pair
     pairs: int = 4  # dpo: maximum number of pairs per group
     prompt_ids: bool = False  # atif: include the full prompt of every step
+    side: tuple[str, ...] = ()  # rows: names of the side data to include
 
 
 class Format(Protocol):
@@ -56,7 +57,7 @@ class Format(Protocol):
 
 
 _DEFAULTS = ExportChoices(format="")
-_FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids")
+_FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids", "side")
 _FLAG_NAMES = {"form": "as"}
 
 

@@ -11,6 +11,7 @@ from turngate.trace.sample import Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import TOO_LARGE
+from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
@@ -47,10 +48,10 @@ class Rows:
     whole_groups = True  # the baseline covers the whole group, including rollouts that are not selected
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices, "advantage")
+        return reject_unused(choices, "advantage", "side")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="rows", columns=_COLUMNS)
+        return RecordLayout(what="rows", columns=_COLUMNS | ({"side": "json"} if choices.side else {}))
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -69,8 +70,9 @@ class Rows:
             elif rollout.reward is not None and is_too_large(rollout.reward):
                 exclusions.add(TOO_LARGE)
                 continue
-            for row in rollout.rows:
-                yield _build_record(rollout, row, advantage)
+            for row in rollout.rows_with(choices.side):
+                side = {"side": encode_columns(row, choices.side, exclusions)} if choices.side else {}
+                yield {**_build_record(rollout, row, advantage), **side}
 
 
 def _build_record(rollout: RecordedRollout, row: Sample, advantage: float | None) -> Record:

@@ -7,7 +7,7 @@ whether it matches the filter are kept in memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -109,6 +109,13 @@ class RecordedRollout:
     def rows(self) -> list[Sample]:
         """Rows with at least one trained token."""
         return build_samples(self.session.trace, self.session.config.policy)
+
+    def rows_with(self, side: Collection[str]) -> list[Sample]:
+        """The same rows with side data, by name. They are not kept in memory, because side data may be large."""
+        if not side:
+            return self.rows
+        arrays = self._store.side_data.load(self.session, side)
+        return build_samples(self.session.trace, self.session.config.policy, side=arrays)
 
     @cached_property
     def branches(self) -> list[Sample]:

@@ -1,0 +1,143 @@
+"""Side data of turns (`trace/side_data.py`) in the store, in pieces of bounded size.
+
+A turn's side data may be a thousand times as large as its ids. It is written before the turn, piece by piece, so that the turns of other
+sessions are written in between. After a crash in the middle, pieces of a turn that does not exist are left. They are ignored.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from turngate.errors import StoreError
+from turngate.store.connection import Connect
+from turngate.trace.session import Session
+from turngate.trace.side_data import DTYPES
+from turngate.trace.tree import SideRange
+from turngate.types import SideArray
+
+SIDE_DATA_TABLES = """
+CREATE TABLE IF NOT EXISTS side_data (
+    session INTEGER NOT NULL,
+    node INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    first INTEGER NOT NULL,       -- token of the first value, from the start of the turn; negative: in its prompt
+    dtype TEXT NOT NULL,
+    shape TEXT NOT NULL,          -- of one value, such as 48x8
+    data BLOB NOT NULL,           -- little-endian
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (session, node, name, first)
+);
+"""
+PIECE_BYTES = 2**20
+_COLUMNS = "node, name, first, dtype, shape, CAST(data AS BLOB), checksum"
+_INSERT = "INSERT INTO side_data SELECT ?,?,?,?,?,?,?,? WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?)"
+
+
+class SideDataTable:
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a read-only file of an older version, without this table
+
+    def write(self, session: int, node: int, arrays: Sequence[SideArray]) -> None:
+        """Write the side data of a turn that is about to be written. Each piece has its own short transaction."""
+        with self._writing() as db:  # of a turn that a crash prevented
+            db.execute("DELETE FROM side_data WHERE session=? AND node=?", (session, node))
+        for array in arrays:
+            for piece in split_array(array, PIECE_BYTES):
+                row = encode_piece(node, piece)
+                with self._writing() as db:
+                    db.execute(_INSERT, (session, *row, session))
+
+    def load(self, session: Session, names: Collection[str] | None = None) -> dict[int, list[SideArray]]:
+        """Load the side data of a session by node: all of it, or that with the given names. Raise `StoreError` if it is damaged."""
+        due = {
+            (turn.id, side.name, side.first): side
+            for turn in session.trace.turns()
+            for side in turn.info.side
+            if names is None or side.name in names
+        }
+        if not due or not self._there:
+            return {}
+        wanted = sorted({name for _, name, _ in due})
+        query = (
+            f"SELECT {_COLUMNS} FROM side_data WHERE session=? AND name IN ({','.join('?' * len(wanted))})"
+            " ORDER BY node, name, first"
+        )
+        with self._reading() as db:
+            rows = db.execute(query, (session.key, *wanted)).fetchall()
+        try:
+            return _join_pieces(due, rows)
+        except _DamagedPiece as error:
+            raise StoreError(
+                f"session {session.id}: the {error.name} of node {error.node} are damaged on disk; they cannot be used"
+            ) from None
+
+
+class _DamagedPiece(Exception):
+    def __init__(self, node: int, name: str) -> None:
+        self.node, self.name = node, name
+
+
+def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
+    """Split an array into pieces of at most `max_bytes`, or of one token."""
+    values = array.values
+    step = max(1, max_bytes * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), step):
+        yield SideArray(array.name, array.first + start, values[start : start + step])
+
+
+def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
+    """Return the columns of a piece after the session's key."""
+    values = np.ascontiguousarray(piece.values, piece.values.dtype.newbyteorder("<"))
+    dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), values.tobytes()
+    return (
+        node,
+        piece.name,
+        piece.first,
+        dtype,
+        shape,
+        data,
+        _checksum(node, piece.name, piece.first, dtype, shape, data),
+    )
+
+
+def _checksum(node: int, name: str, first: int, dtype: str, shape: str, data: bytes) -> int:
+    """Return the checksum of a piece. The session's key is not part of it, so it is the same in another store."""
+    return zlib.crc32(data, zlib.crc32(f"{node}/{name}/{first}/{dtype}/{shape}".encode()))
+
+
+def _join_pieces(
+    due: Mapping[tuple[int, str, int], SideRange], rows: Sequence[tuple[Any, ...]]
+) -> dict[int, list[SideArray]]:
+    """Join stored pieces into the arrays that the nodes list. Raise `_DamagedPiece` if a piece is damaged or missing."""
+    pieces = {row[:3]: row for row in rows}
+    found: dict[int, list[SideArray]] = {}
+    for (node, name, first), side in due.items():
+        parts, at = [], first
+        while at < first + side.count:
+            row = pieces.get((node, name, at))
+            values = None if row is None else _decode_piece(row, side)
+            if values is None or not len(values):
+                raise _DamagedPiece(node, name)
+            parts.append(values)
+            at += len(values)
+        if at != first + side.count:
+            raise _DamagedPiece(node, name)
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found.setdefault(node, []).append(SideArray(name, first, joined))
+    return found
+
+
+def _decode_piece(row: tuple[Any, ...], side: SideRange) -> np.ndarray | None:
+    """Return the values of a piece, or None if it is not what the node lists or was damaged."""
+    node, name, first, dtype, shape, data, checksum = row
+    if dtype != side.dtype or dtype not in DTYPES or shape != "x".join(map(str, side.shape)):
+        return None
+    if not isinstance(data, bytes) or checksum != _checksum(node, name, first, dtype, shape, data):
+        return None
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(-1, *side.shape)

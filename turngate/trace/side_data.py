@@ -1,0 +1,199 @@
+"""Side data: named arrays with one value per token, such as the experts that a mixture-of-experts model chose.
+
+A turn stores the values that its call reported: for tokens of its reply, and for tokens of its prompt that have none yet. A later call
+repeats the prompt of the earlier ones, and its copy of a value that an earlier turn of the path has is dropped. So along each path a token
+has at most one value, from the first call that reported it. A token without a value has none: nothing is filled in. No I/O.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from turngate.trace.tree import Node, Sampled, SideRange, path_to
+from turngate.types import SideArray
+
+DTYPES = ("uint8", "uint16", "int32", "float32")
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+MAX_VALUE_BYTES = 2**20  # of one token
+
+
+class SideColumn(msgspec.Struct, frozen=True, eq=False):
+    """The side data of a row under one name: a value for each token in `spans`, and none for the others."""
+
+    spans: tuple[tuple[int, int], ...]  # start and end, sorted, with at least one token between them
+    values: np.ndarray  # those of all spans, one after the other
+
+    def cut(self, start: int, end: int) -> SideColumn:
+        """Return the part for tokens `start` to `end`, which become tokens 0 to `end - start`."""
+        spans, parts, at = [], [self.values[:0]], 0
+        for first, last in self.spans:
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                spans.append((low - start, high - start))
+                parts.append(self.values[at + low - first : at + high - first])
+            at += last - first
+        return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else np.concatenate(parts))
+
+    def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
+        """Return one value for each of `tokens` tokens, with `missing` for those without one. Only for trainers that require it."""
+        whole = np.full((tokens, *self.values.shape[1:]), missing, dtype or self.values.dtype)
+        at = 0
+        for start, end in self.spans:
+            whole[start:end] = self.values[at : at + end - start]
+            at += end - start
+        return whole
+
+
+class InvalidSideData(ValueError):
+    """Side data that cannot be recorded: a wrong type or shape, or values for tokens that do not exist."""
+
+
+class _Range(NamedTuple):
+    start: int
+    end: int
+
+
+def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | None, prompt: int) -> list[SideArray]:
+    """Return the arrays of a call with another one. Raise `InvalidSideData` if it cannot be recorded.
+
+    `parent` is the turn that the call continues, and `prompt` its number of prompt tokens.
+    """
+    _check_array(array)
+    if array.first < -prompt:
+        raise InvalidSideData(f"{array.name} has values for {-array.first} tokens before the reply, of {prompt}")
+    before = [each for each in known if each.name == array.name]
+    if before:
+        kinds = [_kind(before[-1].values)]
+        if array.first < before[-1].end:
+            raise InvalidSideData(f"{array.name} has two values for one token")
+    else:
+        kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
+    _check_same_kind(array, kinds)
+    return [*known, array]
+
+
+def _check_array(array: SideArray) -> None:
+    if not _NAME.fullmatch(array.name):
+        raise InvalidSideData(f"{array.name[:80]!r} is not a name of lower-case letters, digits and _")
+    values = array.values
+    if values.dtype.name not in DTYPES:
+        raise InvalidSideData(f"{array.name} has the type {values.dtype.name}; it must be one of {', '.join(DTYPES)}")
+    if not values.ndim:
+        raise InvalidSideData(f"{array.name} is a single number, not one value per token")
+    size = values.dtype.itemsize * math.prod(values.shape[1:])
+    if not 0 < size <= MAX_VALUE_BYTES:
+        raise InvalidSideData(f"{array.name} has {size} bytes per token; it must have 1 to {MAX_VALUE_BYTES}")
+
+
+def _kind(values: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    return values.dtype.name, values.shape[1:]
+
+
+def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Raise `InvalidSideData` if other values of the path have another shape. Integers may differ in size."""
+    dtype, shape = _kind(array.values)
+    for other, other_shape in kinds:
+        if other_shape != shape or (other == "float32") != (dtype == "float32"):
+            raise InvalidSideData(
+                f"{array.name} has values of type {dtype} and shape {shape}, but those before it have {other} and {other_shape}"
+            )
+
+
+def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int, reply: int) -> list[SideArray]:
+    """Return what a turn stores of the arrays that its call reported: the values of tokens that have none on its path.
+
+    `prompt` and `reply` are numbers of tokens. Values after the end of the reply, which the gateway may have cut, are dropped.
+    """
+    kept: list[SideArray] = []
+    for name in dict.fromkeys(array.name for array in arrays):
+        covered = [_Range(start, end) for start, end, _ in list_ranges(parent, name)]
+        for array in _merge([array for array in arrays if array.name == name]):
+            limits = _Range(prompt + array.first, prompt + min(array.end, reply))
+            kept += [array.cut(start - prompt, end - prompt) for start, end in _subtract(limits, covered)]
+    return kept
+
+
+def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
+    """Join arrays that follow each other, as chunks of a stream do."""
+    runs: list[list[SideArray]] = []
+    for array in arrays:
+        if runs and array.first == runs[-1][-1].end:
+            runs[-1].append(array)
+        else:
+            runs.append([array])
+    return [
+        run[0] if len(run) == 1 else SideArray(run[0].name, run[0].first, np.concatenate([each.values for each in run]))
+        for run in runs
+    ]
+
+
+def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRange]]:
+    """Return which tokens of the path to `node` have a value, as start and end from the root."""
+    found = []
+    for turn in path_to(node):
+        if isinstance(turn, Sampled) and turn.info.side:
+            start = turn.length - turn.size
+            found += [(start + s.first, start + s.first + s.count, s) for s in turn.info.side if s.name == name]
+    return found
+
+
+def find_first_missing(node: Sampled | None, name: str) -> int:
+    """Return the first token of the path to `node` that has no value; the length of the path if all have one."""
+    at = 0
+    for start, end, _ in sorted(list_ranges(node, name), key=lambda found: found[:2]):
+        if start > at:
+            break
+        at = max(at, end)
+    return at
+
+
+def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
+    """Return what the node of a turn records about its arrays."""
+    return tuple(
+        SideRange(array.name, array.first, len(array.values), array.values.dtype.name, array.values.shape[1:])
+        for array in arrays
+    )
+
+
+def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]]) -> dict[str, SideColumn]:
+    """Join the arrays of the turns on a path, by node, into the columns of its row."""
+    parts: dict[str, list[tuple[_Range, np.ndarray]]] = {}
+    start = 0
+    for node in nodes:
+        for array in arrays.get(node.id, ()) if isinstance(node, Sampled) else ():
+            known = parts.setdefault(array.name, [])
+            limits = _Range(start + array.first, start + array.end)
+            for low, high in _subtract(limits, [where for where, _ in known]):
+                known.append((_Range(low, high), array.cut(low - start, high - start).values))
+        start += node.size
+    return {name: _build_column(sorted(found, key=lambda part: part[0])) for name, found in parts.items()}
+
+
+def _build_column(parts: Sequence[tuple[_Range, np.ndarray]]) -> SideColumn:
+    spans: list[tuple[int, int]] = []
+    for start, end in (where for where, _ in parts):
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return SideColumn(tuple(spans), parts[0][1] if len(parts) == 1 else np.concatenate([values for _, values in parts]))
+
+
+def _subtract(limits: _Range, covered: Iterable[_Range]) -> list[_Range]:
+    """Return the parts of `limits` that are not covered, sorted."""
+    left, at = [], limits.start
+    for start, end in sorted(covered):
+        if start >= limits.end:
+            break
+        if start > at:
+            left.append(_Range(at, start))
+        at = max(at, end)
+    if at < limits.end:
+        left.append(_Range(at, limits.end))
+    return left

@@ -1,0 +1,169 @@
+"""Check side data: what is stored against what the turns record, and the columns of rows against what is stored.
+
+A session without side data has none of these checks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from turngate.types import Ids
+from turngate.verify.findings import CheckResults, VerifyCheck
+from turngate.verify.store_reader import SideFacts, StoredSession, StoredSideData, StoredTurn, path
+
+_TYPES = {"uint8": "|u1", "uint16": "<u2", "int32": "<i4", "float32": "<f4"}
+
+
+class TrainerColumn(Protocol):
+    """Side data of a row as a trainer receives it."""
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def values(self) -> np.ndarray: ...
+
+
+class RowWithSideData(Protocol):
+    @property
+    def branch(self) -> int: ...
+    @property
+    def ids(self) -> Ids: ...
+    @property
+    def side(self) -> Mapping[str, TrainerColumn]: ...
+
+
+class StoredSideArrays:
+    """The side data of a session, by turn, as far as it is intact."""
+
+    def __init__(self, session: StoredSession) -> None:
+        self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}
+        self._read: dict[tuple[int, str, int], np.ndarray | str] = {}
+        for piece in session.related.side:
+            self._pieces.setdefault((piece.node, piece.name), []).append(piece)
+        self.unlisted = {node for node, _ in self._pieces} - {turn.id for turn in session.turns if turn.info.side}
+
+    def read(self, turn: StoredTurn, facts: SideFacts) -> np.ndarray | str:
+        """Return the values that a turn lists, or what is wrong with them."""
+        key = turn.id, facts.name, facts.first
+        if key not in self._read:
+            self._read[key] = self._join(turn, facts)
+        return self._read[key]
+
+    def _join(self, turn: StoredTurn, facts: SideFacts) -> np.ndarray | str:
+        if facts.dtype not in _TYPES:
+            return f"its {facts.name} have the unknown type {facts.dtype!r}"
+        size, at, parts = np.dtype(_TYPES[facts.dtype]).itemsize * math.prod(facts.shape), facts.first, []
+        for piece in self._pieces.get((turn.id, facts.name), ()):
+            if not isinstance(piece.first, int) or piece.first != at or at >= facts.first + facts.count:
+                continue
+            if (piece.dtype, piece.shape) != (facts.dtype, "x".join(str(n) for n in facts.shape)):
+                return f"its {facts.name} are stored with type {piece.dtype} and shape {piece.shape}"
+            if not isinstance(piece.data, bytes) or not piece.data or not size or len(piece.data) % size:
+                return f"its {facts.name} at token {at} do not have whole values"
+            label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
+            if zlib.crc32(label + piece.data) != piece.checksum:
+                return f"its {facts.name} at token {at} do not match their checksum"
+            parts.append(np.frombuffer(piece.data, _TYPES[facts.dtype]))
+            at += len(piece.data) // size
+        if at != facts.first + facts.count:
+            return f"it lists {facts.name} for {facts.count} tokens, but {at - facts.first} are stored"
+        return np.concatenate(parts).reshape(facts.count, *facts.shape)
+
+
+def has_side_data(session: StoredSession) -> bool:
+    return bool(session.related.side) or any(turn.info.side for turn in session.turns)
+
+
+def check_side_data(session: StoredSession, results: CheckResults) -> None:
+    """Check that side data is stored as it was recorded, and that each token of a path has at most one value of each name."""
+    if not has_side_data(session):
+        return
+    stored = StoredSideArrays(session)
+    with results.check(
+        "structure", "side data", "all side data is stored unchanged, and no token has two values of one name"
+    ) as check:
+        for turn in session.turns:
+            for facts in turn.info.side:
+                _check_place(turn, facts, check)
+                values = stored.read(turn, facts)
+                check.expect(isinstance(values, np.ndarray), values if isinstance(values, str) else "", node=turn.id)
+                if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+                    check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all numbers", node=turn.id)
+    if stored.unlisted:
+        nodes = ", ".join(sorted(map(str, stored.unlisted)))
+        results.note("side data", f"no turn lists the side data of node {nodes}; a crash prevented the turn")
+
+
+def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None:
+    start = turn.length - len(turn.ids)
+    first, last = start + facts.first, start + facts.first + facts.count
+    inside = 0 <= first < last <= turn.length
+    check.expect(inside, f"its {facts.name} cover tokens {first} to {last} of a path of {turn.length}", node=turn.id)
+    for other in path(turn):
+        for known in other.info.side if isinstance(other, StoredTurn) else ():
+            if known is facts or known.name != facts.name:
+                continue
+            begin = other.length - len(other.ids) + known.first
+            apart = begin >= last or begin + known.count <= first
+            check.expect(apart, f"its {facts.name} overlap those of turn {other.id}", node=turn.id)
+
+
+def check_columns(session: StoredSession, every: Sequence[RowWithSideData], results: CheckResults) -> None:
+    """Check that the side data in a session's rows is at the tokens for which it was stored."""
+    if not has_side_data(session):
+        return
+    stored, leaves = StoredSideArrays(session), {leaf.id: leaf for leaf in session.leaves}
+    with results.check(
+        "rows", "side data", "every value of side data is at its own token; nothing is filled in"
+    ) as check:
+        for row in every:
+            if row.branch in leaves:
+                _check_row(row, leaves[row.branch], stored, check)
+
+
+def _check_row(row: RowWithSideData, leaf: StoredTurn, stored: StoredSideArrays, check: VerifyCheck) -> None:
+    turns = [node for node in path(leaf) if isinstance(node, StoredTurn)]
+    names = {facts.name for turn in turns for facts in turn.info.side}
+    check.expect(
+        set(row.side) == names, f"its row has {sorted(row.side)}, but {sorted(names)} were recorded", node=leaf.id
+    )
+    for name in sorted(names & set(row.side)):
+        _check_column(name, row.side[name], len(row.ids), turns, stored, check, leaf.id)
+
+
+def _check_column(
+    name: str,
+    column: TrainerColumn,
+    size: int,
+    turns: Sequence[StoredTurn],
+    stored: StoredSideArrays,
+    check: VerifyCheck,
+    leaf: int,
+) -> None:
+    values, given = column.values, np.zeros(size, bool)
+    for start, end in column.spans:
+        given[start:end] = True
+    whole = int(given.sum()) == sum(end - start for start, end in column.spans) == len(values)
+    if not check.expect(whole, f"its {name} have {len(values)} values for tokens {column.spans}", node=leaf):
+        return
+    due, recorded = np.zeros((size, *values.shape[1:]), values.dtype), np.zeros(size, bool)
+    for turn, facts in ((each, facts) for each in turns for facts in each.info.side if facts.name == name):
+        found = stored.read(turn, facts)
+        if isinstance(found, str):
+            continue  # reported by the check of the structure
+        same = found.shape[1:] == values.shape[1:] and np.can_cast(found.dtype, values.dtype)
+        if not check.expect(same, f"its {name} do not have the type and shape of those of turn {turn.id}", node=leaf):
+            return
+        begin = turn.length - len(turn.ids) + facts.first
+        due[begin : begin + len(found)], recorded[begin : begin + len(found)] = found, True
+    missing = np.flatnonzero(recorded != given)
+    text = f"token {missing[0] if len(missing) else 0} of its row has {name} that were not recorded, or lacks those that were"
+    if check.expect(not len(missing), text, node=leaf):
+        wrong = np.flatnonzero((due[given] != values).any(axis=tuple(range(1, values.ndim))))
+        at = int(np.flatnonzero(given)[wrong[0]]) if len(wrong) else 0
+        check.expect(not len(wrong), f"token {at} of its row does not have the recorded {name}", node=leaf)
