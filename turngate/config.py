@@ -5,6 +5,7 @@ Settings are read from a TOML file, and command-line flags override them. Secret
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -24,6 +25,9 @@ OBSERVED_ENGINES: dict[str, tuple[str, ...]] = {
     "gemini": ("auto", "logprobs", "text"),
     "responses": ("auto", "logprobs", "text"),
 }
+
+
+EXPERT_SHAPE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,3})")  # layers, experts per token
 
 
 # Headings under which `--help` groups the settings.
@@ -63,6 +67,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "completions"
     engine_key_env: Annotated[str, _about("Name of the environment variable with the engine's API key.", ENGINE)] = ""
     engine_ranks: Annotated[int, _about("Data-parallel ranks behind each engine URL.", ENGINE)] = 1
+    routed_experts: Annotated[
+        str,
+        _about(
+            "Record the experts that a mixture-of-experts model chose for each token: auto (vLLM with engine_api generate), or "
+            "LAYERSxEXPERTS such as 48x8 (SGLang).",
+            ENGINE,
+        ),
+    ] = ""
     engine_silence_s: Annotated[
         float, _about("Fail a call if the engine sends nothing for this many seconds.", ENGINE)
     ] = 600.0
@@ -189,6 +201,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.engine in ("vllm", "sglang")
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers and experts per token; None: as the engine reports them."""
+        found = EXPERT_SHAPE.fullmatch(self.routed_experts)
+        return None if found is None else (int(found[1]), int(found[2]))
+
+    @property
     def folder(self) -> Path:
         """The local folder for the admin key and, unless the data is in a shared store, for all recorded data."""
         return parse_database_url(self.data).folder if self.is_shared else Path(self.data)
@@ -211,6 +229,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"not {self.capture!r}",
                 param="capture",
             )
+        if self.routed_experts:
+            self._check_routed_experts()
         if self.engine == "gate":
             self._check_gate()
         if self.engine == "local":
@@ -289,6 +309,30 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "engine_url lists several URLs, but observe mode relays to one endpoint; pass one --engine-url",
                 param="engine_url",
+            )
+
+    def _check_routed_experts(self) -> None:
+        if not (self.routed_experts == "auto" or EXPERT_SHAPE.fullmatch(self.routed_experts)):
+            raise ConfigError(
+                "routed_experts must be auto or LAYERSxEXPERTS, such as 48x8 (layers of the model, experts per token), "
+                f"not {self.routed_experts!r}",
+                param="routed_experts",
+            )
+        if not self.has_pool:
+            raise ConfigError(
+                f"routed_experts needs the engine 'vllm' or 'sglang', not {self.engine!r}; remove --routed-experts",
+                param="routed_experts",
+            )
+        if self.engine == "vllm" and self.engine_api != "generate":
+            raise ConfigError(
+                "routed_experts needs --engine-api generate, because vLLM's completions endpoint does not stream them",
+                param="routed_experts",
+            )
+        if self.engine == "sglang" and self.routed_experts == "auto":
+            raise ConfigError(
+                "routed_experts must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang', which does not report the "
+                "shape; the model's config.json has num_hidden_layers and num_experts_per_tok",
+                param="routed_experts",
             )
 
     def _check_gate(self) -> None:

@@ -391,7 +391,7 @@ class ExportOptions:
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
     side: Annotated[
         list[str] | None,
-        _flag("rows: include side data by name, such as routed_experts; may be repeated.", FORMAT),
+        _flag("rows, verl, slime: include side data by name, such as routed_experts; may be repeated.", FORMAT),
     ] = None
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

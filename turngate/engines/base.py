@@ -51,6 +51,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0  # policy version when the call was made
     model: str = ""  # the engine's name for that version; empty for its default
     echo_prompt: bool = False  # ask the engine to return the prompt ids it received, as a check
+    routed_experts: int | None = None  # the first token whose routed experts are needed; None: they are not
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
         """Encode a JSON object with the prompt as its first field. The ids are copied once and never become Python integers."""

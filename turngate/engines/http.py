@@ -18,6 +18,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from turngate.engines.base64_field import Base64Field
 from turngate.engines.http1 import ConnectFailed, ConnectionCut, ConnectionPool, MalformedReply, Response
 from turngate.errors import (
     ContextOverflow,
@@ -257,13 +258,20 @@ class Reply:
     ended; the rest of the reply is then only drained. `done` is set if the engine ended the stream properly.
     """
 
-    def __init__(self, client: EngineClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        large_field: Base64Field | None = None,
+    ) -> None:
         self.finished = False
         self.sent = False
         self.done = False
         self._client = client
         self.body = body
-        self._path, self._headers = path, headers
+        self._path, self._headers, self._large_field = path, headers, large_field
         self._response: aiohttp.ClientResponse | Response | None = None
         self._events = EventParser()
         self._closed = False
@@ -289,7 +297,12 @@ class Reply:
         """Read the whole body."""
         response = await self.open()
         with map_errors(self._client.engine):
-            return await response.read()
+            if self._large_field is None:
+                return await response.read()
+            parts = []
+            while read := await _readany(response):
+                parts.append(await self._large_field.feed_slowly(read))
+            return b"".join(parts)
 
     async def batch(self) -> list[bytes] | None:
         """Return the events of the next read that completes any, or None at the end."""
@@ -299,6 +312,8 @@ class Reply:
                 read = await _readany(response)
             if not read:
                 return None
+            if self._large_field is not None:
+                read = await self._large_field.feed_slowly(read)
             batch = self._events.feed(read)
             if _DONE in batch:
                 self.done = True
@@ -428,9 +443,9 @@ class EngineClient:
         if session is not None:
             await session.close()
 
-    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Return a streamed call as a context manager. The first read sends it."""
-        return Reply(self, path, body, headers)
+    def post(self, path: str, body: bytes, headers: Mapping[str, str], large_field: Base64Field | None = None) -> Reply:
+        """Return a streamed call as a context manager. The first read sends it. `large_field` is taken out of the reply."""
+        return Reply(self, path, body, headers, large_field)
 
     async def get(self, path: str, shape: type[T]) -> T:
         """Fetch a small JSON document, with a short timeout."""

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from turngate.engines.base import Chunk, Generate, VersionRuns, check_echo
-from turngate.types import ID_DTYPE, Ids, PromptIds, ReasoningTokens, ids_to_json
+from turngate.types import ID_DTYPE, Ids, PromptIds, ReasoningTokens, SideArray, ids_to_json
 
 Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
 
@@ -57,7 +57,12 @@ async def _generate(
     if left < 1:
         yield Chunk([], [], "length")
         return
-    rest = msgspec.structs.replace(request, prompt=_extend(request.prompt, sampled), max_tokens=left)
+    first_missing = request.routed_experts
+    if sampled and first_missing is not None:  # the last token of the reasoning, which was not an input yet
+        first_missing = len(request.prompt) + len(sampled) - 1
+    rest = msgspec.structs.replace(
+        request, prompt=_extend(request.prompt, sampled), max_tokens=left, routed_experts=first_missing
+    )
     async with generate(rest) as chunks:
         async for chunk in chunks:
             check_echo(chunk, rest)
@@ -65,7 +70,8 @@ async def _generate(
             if sampled and rest_runs is not None:
                 rest_runs = None if runs is None else runs + rest_runs
             cached = None if sampled else chunk.cached  # already reported with the reasoning
-            yield msgspec.structs.replace(chunk, prompt=None, cached=cached, version_runs=rest_runs)
+            side = tuple(SideArray(each.name, each.first + len(sampled), each.values) for each in chunk.side)
+            yield msgspec.structs.replace(chunk, prompt=None, cached=cached, version_runs=rest_runs, side=side)
 
 
 def _extend(prompt: Ids | PromptIds, sampled: Sequence[int]) -> Ids | PromptIds:

@@ -29,6 +29,7 @@ from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
+from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling, TokenId
@@ -119,9 +120,11 @@ class SGLang:
         name: str = "sglang",
         connect_s: float = 10.0,
         silence_s: float | None = None,
+        expert_shape: ExpertShape | None = None,
     ) -> None:
         self.name = name
         self.model = model
+        self._expert_shape = expert_shape  # of routed experts, which SGLang does not report
         self._rank = rank
         self._ranks = ranks
         self._initial_path = ""  # the initial model's folder, once a different one is loaded
@@ -181,9 +184,13 @@ class SGLang:
     @asynccontextmanager
     async def _generate_once(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         rid = f"{request.request_id or 'turngate'}-{uuid.uuid4().hex}"
-        async with self._client.post("/generate", self._body(request, rid), self._headers(request)) as reply:
+        experts = None
+        if request.routed_experts is not None:
+            experts = RoutedExpertsReply(self.name, self._expert_shape)
+        field = None if experts is None else experts.field
+        async with self._client.post("/generate", self._body(request, rid), self._headers(request), field) as reply:
             try:
-                yield self._chunks(reply, request)
+                yield self._chunks(reply, request, experts)
             finally:
                 if reply.sent and not reply.finished:
                     self._abort(rid)
@@ -294,11 +301,16 @@ class SGLang:
             body["data_parallel_rank"] = self._rank  # the name of this field in early 0.5 versions
         if request.echo_prompt:
             body["return_prompt_token_ids"] = True
+        if request.routed_experts is not None:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = request.routed_experts
         if request.model:
             body["lora_path"] = request.model
         return request.body("input_ids", body)
 
-    async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
+    async def _chunks(
+        self, reply: Reply, request: Generate, experts: RoutedExpertsReply | None
+    ) -> AsyncIterator[Chunk]:
         batches = reply.events() if request.stream else reply.whole()
         sampled, echo = 0, request.echo_prompt
         async for batch in batches:
@@ -310,6 +322,8 @@ class SGLang:
             reply.finished = chunk.finish is not None
             if chunk.finish == "abort" and not sampled:
                 raise make_abort_error(self.name)
+            if experts is not None and reply.finished and sampled and chunk.finish != "abort":
+                chunk = msgspec.structs.replace(chunk, side=await experts.read(request, sampled))
             yield chunk
             if reply.finished:
                 return

@@ -4,6 +4,7 @@ Written against the request and response models of vLLM 0.32. Requirements for t
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
+- for routed experts, `api="generate"` and `--enable-return-routed-experts`, which its CPU backend does not support;
 - for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
 - to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
   `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
@@ -26,6 +27,7 @@ from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, parse_vllm_metrics
+from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling, TokenId
@@ -152,9 +154,11 @@ class VLLM:
         name: str = "vllm",
         connect_s: float = 10.0,
         silence_s: float | None = None,
+        expert_shape: ExpertShape | None = None,
     ) -> None:
         self.name = name
         self.model = model
+        self.expert_shape = expert_shape  # to check routed experts against; None: any
         self._api = api
         self._rank = rank
         self._ranks = ranks
@@ -313,8 +317,9 @@ class VLLM:
             body["cache_salt"] = request.cache_salt
         return request.body(prompt, body)
 
-    def post(self, request: Generate) -> Reply:
-        return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
+    def post(self, request: Generate, experts: RoutedExpertsReply | None = None) -> Reply:
+        field = None if experts is None else experts.field
+        return self._client.post(_PATHS[self._api], self._body(request), self._headers(request), field)
 
     def chunk(self, batch: Sequence[bytes], request: Generate) -> Chunk | None:
         """Merge the events of one read into one chunk. Return None if they add nothing."""
@@ -410,11 +415,14 @@ class VLLMGeneration:
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
         self._reply: Reply
+        self._experts: RoutedExpertsReply | None = None
+        if request.routed_experts is not None:
+            self._experts = RoutedExpertsReply(engine.name, engine.expert_shape)
         self._sampled = 0  # tokens received so far
         self._read = False  # whether the body of a non-streamed reply was read
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
-        self._reply = await self._engine.post(self._request).__aenter__()
+        self._reply = await self._engine.post(self._request, self._experts).__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -443,6 +451,9 @@ class VLLMGeneration:
                 chunk = await self._read_usage(chunk)
             if chunk.counted not in (None, self._sampled) and chunk.finish != "abort":
                 raise EngineError(f"{self._engine.name} sent {self._sampled} tokens, but reported {chunk.counted}")
+            if self._experts is not None and self._sampled and chunk.finish != "abort":
+                side = await self._experts.read(self._request, self._sampled)
+                chunk = msgspec.structs.replace(chunk, side=side)
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
@@ -514,6 +525,8 @@ def _sampling(request: Generate) -> dict[str, Any]:
         params["stop"] = request.stop
     if request.constraint is not None:
         params["structured_outputs"] = _constraint_fields(request.constraint)
+    if request.routed_experts:
+        params["routed_experts_prompt_start"] = request.routed_experts
     return params
 
 

@@ -26,6 +26,7 @@ import msgspec
 
 from turngate.common import clock
 from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest, check_echo
+from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavailable, NotFound, TurngateError
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
 from turngate.gateway.fair_shares import FairShares
@@ -39,6 +40,7 @@ from turngate.render import Renderer, ReplyReader
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.trace.session import CallError, LimitReached, Session, limit_message
+from turngate.trace.side_data import find_first_missing
 from turngate.trace.signals import is_model_alias
 from turngate.trace.tree import Sampled, path_to
 from turngate.types import (
@@ -71,6 +73,7 @@ class PipelineSettings(msgspec.Struct, frozen=True):
     vocabulary: str = ""  # digest of the tokenizer; a session can only continue with the same one
     mode: Mode = "exact"  # of the sessions that the engine serves; "gate" if the trainer is the engine
     project: str = DEFAULT_PROJECT
+    routed_experts: bool = False  # ask the engine for the routed experts of tokens that have none yet
 
 
 class TurnPipeline:
@@ -336,6 +339,7 @@ class TurnPipeline:
             version=self._fence.version,
             model=self._fence.model,
             echo_prompt=self._settings.echo_prompt,
+            routed_experts=_find_unrouted(prompt) if self._settings.routed_experts else None,
         )
 
     def _add_chunk(self, draft: TurnDraft, chunk: Chunk, reader: ReplyReader) -> list[Delta | CallDelta]:
@@ -499,6 +503,11 @@ def _check(chunk: Chunk, request: Generate) -> None:
     check_echo(chunk, request)
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine returned {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+
+
+def _find_unrouted(prompt: Prompt) -> int:
+    """Return the first token of a prompt whose routed experts are not recorded. Engines report at least those of its last token."""
+    return min(find_first_missing(prompt.parent, ROUTED_EXPERTS), len(prompt.ids) - 1)
 
 
 def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:

@@ -36,9 +36,11 @@ def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | 
 def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
     """Build one engine of a pool."""
     key, ranks, silence_s = read_engine_key(config), config.engine_ranks, config.engine_silence_s
+    shape = config.expert_shape
     if config.engine == "sglang":
-        return SGLang(url, config.model, key=key, ranks=ranks, silence_s=silence_s)
-    return VLLM(url, config.model, api=config.engine_api, key=key, ranks=ranks, silence_s=silence_s)
+        return SGLang(url, config.model, key=key, ranks=ranks, silence_s=silence_s, expert_shape=shape)
+    api = config.engine_api
+    return VLLM(url, config.model, api=api, key=key, ranks=ranks, silence_s=silence_s, expert_shape=shape)
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:

@@ -220,6 +220,7 @@ class ProjectGateway:
                 vocabulary=self._vocabulary,
                 mode=self._engine_mode,
                 project=self.project,
+                routed_experts=bool(self.config.routed_experts),
             ),
             recorder=self.recorder,
             fence=self.fence,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import ConfigError
 from turngate.trace.sample import Sample
 from turngate.trace.side_data import DTYPES, SideColumn
+from turngate.trainers.export.base import ExportChoices
 from turngate.trainers.export.source import Exclusions
+from turngate.trainers.routed_experts import has_all_experts
 from turngate.types import Json
 
 
@@ -41,6 +45,37 @@ def _encode_column(column: SideColumn) -> Json:
         "spans": [list(span) for span in column.spans],
         "data": base64.b64encode(values.reshape(-1).view(np.uint8).data).decode(),
     }
+
+
+def check_experts(choices: ExportChoices) -> ExportChoices:
+    """Raise `ConfigError` unless the side data to include is routed experts, the only one that the format has a field for."""
+    if set(choices.side) - {ROUTED_EXPERTS}:
+        raise ConfigError(
+            f"side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
+        )
+    return choices
+
+
+def encode_experts(
+    row: Sample, tokens: int, names: Sequence[str], exclusions: Exclusions, field: str = ROUTED_EXPERTS
+) -> dict[str, Json] | None:
+    """Encode the routed experts of the first `tokens` tokens of a row, except the last, which trainers do not need.
+
+    Return an empty dictionary if they are not requested, and None if the row must be left out because some are missing.
+    """
+    if not names:
+        return {}
+    column = row.side.get(ROUTED_EXPERTS)
+    if column is None or not has_all_experts(column, tokens):
+        exclusions.add("a row without the routed experts of all its tokens")
+        return None
+    return {field: _encode_column(column.cut(0, tokens - 1))}
+
+
+def decode_experts(value: Json) -> np.ndarray:
+    """Decode the routed experts of an exported record: tokens × layers × experts per token, in the form that verl and miles take."""
+    column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
+    return decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
 
 
 def decode_columns(side: Json) -> Mapping[str, SideColumn]:

@@ -14,6 +14,7 @@ from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
 from turngate.trainers.export.rows import describe_rollout, version_range
+from turngate.trainers.export.side_data import check_experts, encode_experts
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
 
@@ -33,6 +34,7 @@ _COLUMNS = {
     "status": "text",
     "metadata": "json",
 }
+_EXPERTS = "rollout_routed_experts"
 _NODES = 2**24  # more nodes than any session has
 
 
@@ -41,10 +43,10 @@ class Slime:
     whole_groups = False
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices)
+        return check_experts(reject_unused(choices, "side"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="slime samples", columns=_COLUMNS)
+        return RecordLayout(what="slime samples", columns=_COLUMNS | ({_EXPERTS: "json"} if choices.side else {}))
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return (
@@ -59,9 +61,14 @@ class Slime:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in select_trainable(group, exclusions):
-            for row in rollout.rows:
+            for row in rollout.rows_with(choices.side):
                 parts = split_row(row)
+                size = len(parts.prompt) + len(parts.response)
+                experts = encode_experts(row, size, choices.side, exclusions, field=_EXPERTS)
+                if experts is None:
+                    continue
                 yield {
+                    **experts,
                     # Derived from session keys: stable across exports, the first equal within a group, the second unique per row.
                     "group_index": group.selected[0].row.key,
                     "index": rollout.row.key * _NODES + row.branch,

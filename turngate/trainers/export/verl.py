@@ -9,6 +9,7 @@ from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
 from turngate.trainers.export.rows import describe_rollout, version_range
+from turngate.trainers.export.side_data import check_experts, encode_experts
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
 
@@ -29,10 +30,10 @@ class Verl:
     whole_groups = False
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices)
+        return check_experts(reject_unused(choices, "side"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="verl rows", columns=_COLUMNS)
+        return RecordLayout(what="verl rows", columns=_COLUMNS | dict.fromkeys(choices.side, "json"))
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return (FILLED_LOGPROBS, ROW_WEIGHTS, "tokens after the last trained token")
@@ -42,9 +43,13 @@ class Verl:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in select_trainable(group, exclusions):
-            for row in rollout.rows:
+            for row in rollout.rows_with(choices.side):
                 parts = split_row(row)
+                experts = encode_experts(row, len(parts.prompt) + len(parts.response), choices.side, exclusions)
+                if experts is None:
+                    continue
                 yield {
+                    **experts,
                     "uid": rollout.group or rollout.id,
                     "prompt_ids": parts.prompt,
                     "response_ids": parts.response,

@@ -1,0 +1,83 @@
+"""Take one long base64 string out of a JSON reply as it arrives.
+
+The string may have a hundred megabytes. Joined and parsed with the rest of its event, it would stop the event loop for a second. A thread
+would not help, because JSON and base64 decoders keep the interpreter lock. Read by read, each step takes about a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+
+from turngate.errors import EngineError
+
+_STEP_BYTES = 2**18
+
+
+class Base64Field:
+    """The field `name` of a JSON reply. `feed` removes its content from the reply, and `data` is that content, decoded."""
+
+    def __init__(self, name: str, engine: str, max_bytes: int) -> None:
+        self.data = bytearray()
+        self._name, self._engine, self._max_bytes = name, engine, max_bytes
+        # These bytes cannot occur inside a JSON string, where a quotation mark follows a backslash.
+        self._mark = f'"{name}":'.encode()
+        self._held = b""  # the end of the last read, if it may be the beginning of the mark
+        self._is_inside = False
+        self._rest = b""  # characters of an incomplete group of four
+
+    async def feed_slowly(self, read: bytes) -> bytes:
+        """Like `feed`, but let other tasks run in between. While this one waits for its turn, megabytes may arrive."""
+        parts = [self.feed(read[:_STEP_BYTES])]
+        for start in range(_STEP_BYTES, len(read), _STEP_BYTES):
+            await asyncio.sleep(0)
+            parts.append(self.feed(read[start : start + _STEP_BYTES]))
+        return b"".join(parts)
+
+    def feed(self, read: bytes) -> bytes:
+        """Return a read of the reply with an empty string as the field's content."""
+        data = self._held + read if self._held else read
+        self._held = b""
+        kept, at = [], 0
+        while at < len(data):
+            if self._is_inside:
+                end = data.find(b'"', at)
+                self._decode(data[at : end if end >= 0 else len(data)], is_last=end >= 0)
+                if end < 0:
+                    break
+                self._is_inside = False
+                at = end
+            start, content = self._find_content(data, at)
+            kept.append(data[at:start])
+            if content is None:
+                self._held = data[start:]
+                break
+            at = content
+        return b"".join(kept)
+
+    def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
+        """Return the end of what to keep, and where the field's content begins. None: not in this read."""
+        found = data.find(self._mark, at)
+        if found < 0:
+            sizes = range(min(len(self._mark) - 1, len(data) - at), 0, -1)
+            return len(data) - next((size for size in sizes if data.endswith(self._mark[:size])), 0), None
+        quote = found + len(self._mark)
+        while data[quote : quote + 1] == b" ":
+            quote += 1
+        if quote == len(data):
+            return found, None
+        if data[quote : quote + 1] == b'"':
+            self._is_inside, self.data, self._rest = True, bytearray(), b""
+            return quote + 1, quote + 1
+        return quote, quote  # null, for example
+
+    def _decode(self, characters: bytes, *, is_last: bool) -> None:
+        characters = self._rest + characters
+        size = len(characters) if is_last else len(characters) // 4 * 4
+        self._rest = characters[size:]
+        try:
+            self.data += binascii.a2b_base64(characters[:size], strict_mode=True)
+        except binascii.Error as error:
+            raise EngineError(f"{self._engine} sent {self._name} that cannot be decoded: {error}") from None
+        if len(self.data) > self._max_bytes:
+            raise EngineError(f"{self._engine} sent more than {self._max_bytes} bytes of {self._name}")
