@@ -98,6 +98,10 @@ def test_trees(world: World) -> None:
         ("nodes", "info", "CAST(x'7bff' AS TEXT)"),
         ("events", "data", "CAST(x'7bff' AS TEXT)"),
         ("preambles", "tools", "CAST(x'7bff' AS TEXT)"),
+        ("sessions", "id", "CAST(x'7bff' AS TEXT)"),
+        ("sessions", "stop", "CAST(x'7bff' AS TEXT)"),
+        ("events", "kind", "CAST(x'7bff' AS TEXT)"),
+        ("refusals", "message", "CAST(x'7bff' AS TEXT)"),
     ],
 )
 def test_damaged_column_concerns_only_its_session(world: World, table: str, column: str, value: str) -> None:

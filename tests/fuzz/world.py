@@ -31,7 +31,7 @@ from tests.fuzz.requests import FuzzRequest
 from tests.kit import Running, gateway, say, user
 from tests.speed import scaled
 from turngate.engines.gate import Gate
-from turngate.errors import StoreError
+from turngate.errors import NotFound, StoreError
 from turngate.verify import VerifyOptions, verify
 from turngate.verify.store_reader import SessionReader
 
@@ -59,12 +59,14 @@ class Damage(msgspec.Struct, frozen=True):
 
 DAMAGES = st.builds(
     Damage,
-    st.just("nodes") | st.sampled_from(["sessions", "preambles", "outcomes", "events", "refused_calls", "attempts"]),
+    st.just("nodes") | st.sampled_from(["sessions", "preambles", "outcomes", "events", "refusals", "attempts"]),
     st.sampled_from(
         ["ids", "logprobs", "info", "messages", "parent", "kind", "checksum", "delivered", "tools", "kwargs"]
     )
     | st.sampled_from(["config", "status", "stop", "vocabulary", "opened", "closed", "outcome", "data", "kind", "time"])
-    | st.sampled_from(["status", "message", "count", "state", "attempt", "rollout"]),
+    | st.sampled_from(
+        ["status", "message", "call", "repeated", "state", "attempt", "rollout", "id", "session", "recorded"]
+    ),
     st.sampled_from(
         ["NULL", "''", "'x'", "x'ff'", "x''", "5", "-1", "1e308", "9223372036854775807", "zeroblob(10)", "'{'", "'{}'"]
     )
@@ -256,17 +258,19 @@ class World:
         """Damage a row of a new session, and read the session in every way. Errors name it, and the lists stay readable."""
         self.run(self._restore())
         session = self.run(self._record_session())
+        row = self.gateway.app.store.find(session)
+        assert row is not None
         try:
             self._damage(session, damage)
             for path in READERS:
                 self._read(session, path)
-            with SessionReader(Path(self.gateway.app.config.data)) as reader:
+            with SessionReader(Path(self.gateway.app.config.data)) as reader, suppress(NotFound):
                 verify(reader, session, VerifyOptions())
         except Exception as error:
             error.add_note(str(damage))
             raise
         finally:
-            self._remove_session(session)
+            self._remove_session(row.key, session)
 
     async def _record_session(self) -> str:
         opened = await self.gateway.open(metadata={"group": "g"})
@@ -305,12 +309,17 @@ class World:
         if self._log.records:
             raise Finding(f"{path}: an error was logged: {self._log.records[0]}")
 
-    def _remove_session(self, session: str) -> None:
+    def _remove_session(self, key: int, session: str) -> None:
         with self.gateway.app.store._writing() as db:
-            db.execute("DELETE FROM nodes WHERE session=(SELECT key FROM sessions WHERE id=?)", (session,))
-            db.execute("DELETE FROM outcomes WHERE session=(SELECT key FROM sessions WHERE id=?)", (session,))
-            db.execute("DELETE FROM sessions WHERE id=?", (session,))
-            db.execute("DELETE FROM events WHERE session=?", (session,))
+            for table, column in (
+                ("nodes", "session"),
+                ("outcomes", "session"),
+                ("refusals", "session"),
+                ("sessions", "key"),
+            ):
+                db.execute(f"DELETE FROM {table} WHERE {column}=?", (key,))
+            for table in ("events", "attempts"):
+                db.execute(f"DELETE FROM {table} WHERE session=?", (session,))
 
     def check_tree(self, histories: list[Json]) -> None:
         """Send several histories in one session. The tree holds exactly what the engine received."""

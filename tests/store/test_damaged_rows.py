@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.feed.kit import TrainingGateway, training
 from turngate.client.feed import Delivery, Feed
 from turngate.client.protocol import FeedConfig
+from turngate.server.web.login import PAGE_HEADER
 from turngate.store.outcomes import RecordedOutcome
 
 INVALID_UTF8 = "CAST(x'7bff' AS TEXT)"  # invalid UTF-8
@@ -108,3 +110,76 @@ async def test_damaged_settings_do_not_break_session_list(written: str) -> None:
         assert answer.status_code == 503
         assert answer.json()["error"]["message"].startswith(f"session {bad}: its settings are damaged on disk (")
         assert t.g.app.store.ids(10) == [good, bad]
+
+
+# ── other columns ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+LISTS = ("/admin/sessions", "/sessions", "/page/api/overview", "/page/api/rollouts", "/page/api/groups")
+
+
+async def open_page(t: TrainingGateway) -> httpx.AsyncClient:
+    page = t.g.http(t.g.app.admin_key)
+    headers = {PAGE_HEADER: "1"}
+    (await page.post("/page/login", json={"key": t.g.app.admin_key}, headers=headers)).raise_for_status()
+    return page
+
+
+@pytest.mark.parametrize("column", ["status", "stop", "vocabulary"])
+async def test_text_that_is_not_utf8_marks_only_its_session(column: str) -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5)
+        damage(t, "sessions", column, bad, INVALID_UTF8)
+        found = await list_sessions(t)
+        assert found[bad]["damaged"] == "its row is damaged on disk" and "damaged" not in found[good]
+        page = await open_page(t)
+        for path in LISTS:
+            answer = await page.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+        answer = await t.g.admin.get(f"/admin/sessions/{bad}")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == f"session {bad}: its row is damaged on disk"
+
+
+async def test_session_with_damaged_id_is_listed_under_its_readable_part() -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5)
+        damage(t, "sessions", "id", bad, "CAST(CAST('bad-' AS BLOB) || x'ff' AS TEXT)")
+        found = await list_sessions(t)
+        assert list(found) == [good, "bad-\ufffd"] == t.g.app.store.ids(10)
+        assert found["bad-\ufffd"]["damaged"] == "its row is damaged on disk"
+        rows = (await (await open_page(t)).get("/page/api/rollouts")).json()["rollouts"]
+        assert {row["id"]: row["message"] for row in rows} == {good: "", "bad-\ufffd": "its row is damaged on disk"}
+
+
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [("nodes", "kind"), ("events", "kind"), ("events", "session"), ("attempts", "rollout"), ("refusals", "message")],
+)
+async def test_related_text_that_is_not_utf8_breaks_no_list(table: str, column: str) -> None:
+    async with training() as t:
+        bad = await t.open_session()
+        await t.g.http(bad.key).post("/v1/chat/completions", json={"messages": 5})  # a refused call
+        await t.g.seal(bad.id)
+        owner = "session IN (?, (SELECT key FROM sessions WHERE id=?))"
+        with t.g.app.store._writing() as db:
+            changed = db.execute(f"UPDATE {table} SET {column}={INVALID_UTF8} WHERE {owner}", (bad.id, bad.id))
+            assert changed.rowcount
+        assert "damaged" not in (await list_sessions(t))[bad.id]
+        page = await open_page(t)
+        for path in LISTS:
+            answer = await page.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+        answer = await t.g.admin.get(f"/admin/sessions/{bad.id}/trace")
+        is_named = f"session {bad.id}: node 1 is damaged on disk" in answer.text
+        assert is_named if table == "nodes" else answer.status_code == 200, answer.text
+        events = (await t.g.admin.get(f"/admin/sessions/{bad.id}/events?wait=0")).json()["events"]
+        assert all(event["data"].get("damaged") for event in events) == (table == "events")
+
+
+async def test_pruning_keeps_session_with_damaged_row() -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5, group="other")
+        damage(t, "sessions", "status", bad, INVALID_UTF8)
+        plan = t.g.app.store.retention.plan(2**40)
+        assert [session.id for session in plan.removable] == [good]
+        assert plan.kept == {"its row is damaged on disk": 1}

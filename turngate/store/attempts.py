@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import Conflict, Gone
+from turngate.store.columns import as_number
 from turngate.store.connection import LOCK_FEEDS, Connect, StoreConnection
 from turngate.store.events import insert_event, new_event
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome, decode_outcome
@@ -102,7 +103,7 @@ class AttemptTable:
         return {
             **{key: OF_CANCELLED for (key,) in cancelled},
             **{
-                key: f"superseded by attempt {newest}" if newest > attempt else GIVEN_UP
+                key: f"superseded by attempt {newest}" if as_number(newest) > as_number(attempt) else GIVEN_UP
                 for key, attempt, newest in superseded
             },
         }

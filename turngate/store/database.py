@@ -16,6 +16,7 @@ from typing import IO
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
 from turngate.store.audit import SQLITE_AUDIT_GUARD
+from turngate.store.columns import decode_text
 from turngate.store.connection import Durability
 from turngate.store.lock import lock_folder
 from turngate.store.migration import finish_upgrade, prepare_upgrade
@@ -39,7 +40,7 @@ class SqliteDatabase:
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
         self._shared = shared
         try:
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._db = _connect(self.path)
             try:
                 self._lock()
                 try:
@@ -79,7 +80,7 @@ class SqliteDatabase:
         self.path = path
         self.durability = "process"
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._db = _connect(path)
             self._db.execute("PRAGMA query_only=ON")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
@@ -228,8 +229,15 @@ class SqliteDatabase:
         db.close()
 
 
-class _Reader(sqlite3.Connection):
-    """A connection for reading. Unlike its base class, it supports weak references."""
+class _Connection(sqlite3.Connection):
+    """A connection to the file. Unlike its base class, it supports weak references."""
+
+
+def _connect(path: Path) -> _Connection:
+    """Open a connection that any thread may use, and that has no transaction of its own."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
+    db.text_factory = decode_text
+    return db
 
 
 class _Readers:
@@ -241,18 +249,15 @@ class _Readers:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._own = threading.local()
-        self._all: weakref.WeakSet[_Reader] = weakref.WeakSet()  # the reader of an ended thread is closed
+        self._all: weakref.WeakSet[_Connection] = weakref.WeakSet()  # the reader of an ended thread is closed
         self._closed = False
 
     def get(self) -> sqlite3.Connection:
-        reader: _Reader | None = getattr(self._own, "reader", None)
+        reader: _Connection | None = getattr(self._own, "reader", None)
         if reader is None:
             if self._closed:
                 raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
-            reader = sqlite3.connect(
-                self._path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Reader
-            )
-            self._own.reader = reader
+            self._own.reader = reader = _connect(self._path)
             self._all.add(reader)
         return reader
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
+from turngate.store.columns import as_name, as_number
 from turngate.store.connection import Database, StoreConnection
 from turngate.types import Json
 
@@ -144,11 +145,10 @@ class EventTable:
         return 0 if row is None else int(row[0])
 
 
-def _read_event(seq: int, when: object, session: str, kind: object, data: object) -> GatewayEvent:
+def _read_event(seq: int, when: object, session: object, kind: object, data: object) -> GatewayEvent:
     """Return an event. One that is damaged on disk says so in its data, so that its reader gets the others."""
-    if isinstance(when, int | float) and isinstance(kind, str) and isinstance(data, bytes | str):
+    of, at, is_text = as_name(session), as_number(when), isinstance(kind, str)
+    if is_text and (of, at) == (session, when) and isinstance(data, bytes | str):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return GatewayEvent(seq, when, session, kind, _data.decode(data))
-    at = when if isinstance(when, int | float) else 0.0
-    name = kind if isinstance(kind, str) else "damaged"
-    return GatewayEvent(seq, at, session, name, {"damaged": "this event is damaged on disk"})
+            return GatewayEvent(seq, at, of, str(kind), _data.decode(data))
+    return GatewayEvent(seq, at, of, str(kind) if is_text else "damaged", {"damaged": "this event is damaged on disk"})

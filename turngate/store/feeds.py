@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from turngate.store.attempts import find_rollout
+from turngate.store.columns import as_name
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, LOCK_FEEDS_TABLE, Connect, StoreConnection
 from turngate.store.events import NewEvent, insert_event, new_event
 from turngate.store.feed_groups import FeedEntry, FeedGroups, NewEntry
@@ -295,7 +296,8 @@ class FeedLog:
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
         return [
-            DeliveryMember(key, name, group, _decode_or_stand_in(outcome, group)) for key, name, group, outcome in rows
+            DeliveryMember(key, as_name(name), as_name(group), _decode_or_stand_in(outcome, as_name(group)))
+            for key, name, group, outcome in rows
         ]
 
     def take_over(self, name: str) -> FeedRow | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from turngate.store.columns import as_blob, as_name, as_number, as_text
 from turngate.store.connection import Connect
 from turngate.trace.tree import SampledInfo
 
@@ -118,7 +119,8 @@ class RolloutQueries:
         )
         with self._reading() as db:
             return [
-                EventTotals(of, newest, as_number(at), *sums) for of, newest, at, *sums in db.execute(query).fetchall()
+                EventTotals(as_name(of), newest, as_number(at), *sums)
+                for of, newest, at, *sums in db.execute(query).fetchall()
             ]
 
     def last_stages(self) -> list[RawEvent]:
@@ -138,7 +140,8 @@ class RolloutQueries:
     def list_deleted(self) -> list[str]:
         """Return the ids of deleted sessions. A new session may reuse such an id."""
         with self._reading() as db:
-            return [session for (session,) in db.execute("SELECT DISTINCT session FROM events WHERE kind='deleted'")]
+            query = "SELECT DISTINCT session FROM events WHERE kind='deleted'"
+            return [as_name(session) for (session,) in db.execute(query)]
 
     def has_opened_event(self, session: str) -> bool:
         """Return whether the events of a session go back to its opening."""
@@ -156,14 +159,14 @@ class RolloutQueries:
             " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
         )
         with self._reading() as db:
-            return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
+            return [as_name(session) for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
 
     def _facts(self, where: str, values: Sequence[object] = ()) -> list[RawEvent]:
         with self._reading() as db:
             rows = db.execute(
                 f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {where}", values
             ).fetchall()
-        return [RawEvent(n, as_number(at), of, as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
+        return [RawEvent(n, as_number(at), as_name(of), as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
         """Count turns and outcomes per interval of `seconds`, as far back as events go."""
@@ -213,25 +216,13 @@ class RolloutQueries:
         return count, newest, delivered
 
 
-def as_number(value: object) -> float:
-    """Return a stored number, or 0.0 if the column is damaged. SQLite stores a value of any type in any column."""
-    return value if isinstance(value, int | float) else 0.0
-
-
-def as_text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def as_blob(value: object) -> bytes:
-    return value if isinstance(value, bytes) else value.encode("utf-8", "replace") if isinstance(value, str) else b""
-
-
 def _read_session(
-    key: int, session: str, config: object, opened: object, closed: object, status: object, stop: object
+    key: int, session: object, config: object, opened: object, closed: object, status: object, stop: object
 ) -> RawSession:
     end = None if closed is None else as_number(closed)
-    values = (as_number(opened), end, as_text(status), as_text(stop))
-    return RawSession(key, session, as_blob(config), *values, damaged=values != (opened, closed, status, stop))
+    name, values = as_name(session), (as_number(opened), end, as_text(status), as_text(stop))
+    damaged = (name, *values) != (session, opened, closed, status, stop)
+    return RawSession(key, name, as_blob(config), *values, damaged=damaged)
 
 
 def _decode_info(packed: bytes) -> SampledInfo | None:

@@ -17,6 +17,7 @@ CREATE TABLE IF NOT EXISTS refusals (
     PRIMARY KEY (session, call)
 ) WITHOUT ROWID;
 """
+DAMAGED = "this refusal is damaged on disk"
 MAX_CALLS = 100  # per session, not counting those repeated successfully; an agent may repeat a refused call forever
 
 
@@ -64,4 +65,9 @@ class Refusals:
 def _read(db: StoreConnection, session: int) -> RefusedCalls | None:
     query = "SELECT status, message FROM refusals WHERE session=? AND repeated=0 ORDER BY call"
     rows = db.execute(query, (session,)).fetchall()
-    return RefusedCalls(len(rows), *rows[0]) if rows else None
+    if not rows:
+        return None
+    status, message = rows[0]
+    if isinstance(status, int) and isinstance(message, str):
+        return RefusedCalls(len(rows), status, message)
+    return RefusedCalls(len(rows), 0, DAMAGED)

@@ -32,6 +32,7 @@ TOO_NEW = "it ended too recently"
 UNSHIPPED = "it is not in the shared store yet"
 OTHERS_KEPT = "another rollout of its group is kept"
 CHANGED = "it changed meanwhile"
+DAMAGED = "its row is damaged on disk"
 
 
 class OldSession(msgspec.Struct, frozen=True):
@@ -43,6 +44,14 @@ class OldSession(msgspec.Struct, frozen=True):
     closed: float | None
     recorded: float | None  # when its outcome was recorded
     newest: int  # number of its newest event
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a column has a value of the wrong type, so that its age is unknown."""
+        times = (self.closed, self.recorded)
+        return not all(isinstance(text, str) for text in (self.id, self.status)) or not all(
+            when is None or isinstance(when, int | float) for when in times
+        )
 
 
 class RetentionPlan(msgspec.Struct):
@@ -157,6 +166,8 @@ class Retention:
 
 def _judge_age(session: OldSession, before: float) -> str:
     """Return why a session is kept, or an empty string if it is old enough."""
+    if session.is_damaged:
+        return DAMAGED
     if session.status == "open":
         return OPEN
     ended = max(session.closed or 0.0, session.recorded or 0.0)

@@ -19,6 +19,7 @@ from turngate.errors import StoreError
 from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
 from turngate.store.audit import AuditTable
 from turngate.store.checksums import UNDELIVERED, node_checksum
+from turngate.store.columns import as_name, as_number, as_text
 from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Database, Durability, StoreConnection
 from turngate.store.database import SqliteDatabase
 from turngate.store.events import EventTable, NewEvent, insert_optional_event
@@ -223,12 +224,14 @@ class Store:
     def ids(self, limit: int) -> list[str]:
         """Return the ids of sessions, newest first, including damaged ones."""
         with self._reading() as db:
-            return [session for (session,) in db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,))]
+            rows = db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,)).fetchall()
+        return [as_name(session) for (session,) in rows]
 
     def open_sessions(self) -> list[tuple[str, bytes, float]]:
         """Return the id, secret digest and opening time of each open session."""
         with self._reading() as db:
-            return db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
+            rows = db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
+        return [(as_name(session), secret, as_number(opened)) for session, secret, opened in rows]
 
     def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
         """Read session rows. Raise `StoreError` for damaged settings, or mark the row as damaged if `marked` is set."""
@@ -238,7 +241,7 @@ class Store:
         for key, session_id, config, *rest in rows:
             row, damaged = _read_session_row(key, session_id, config, rest)
             if damaged and not marked:
-                raise StoreError(f"session {session_id}: {damaged}")
+                raise StoreError(f"session {row.id}: {damaged}")
             yield row
 
     def commit(self, turns: Sequence[NewTurn]) -> None:
@@ -343,7 +346,7 @@ class Store:
         """Return the settings whose names start with one of the prefixes."""
         with self._reading() as db:
             rows = db.execute("SELECT name, value FROM settings").fetchall()
-        return {name: value for name, value in rows if name.startswith(prefixes)}
+        return {name: value for name, value in rows if as_text(name).startswith(prefixes)}
 
     def set_setting(self, name: str, value: str, event: NewEvent | None = None) -> None:
         self.set_settings({name: value}, event)
@@ -412,9 +415,10 @@ def _is_intact(
     return checksum == (written if delivered else written ^ UNDELIVERED)
 
 
-def _read_session_row(key: int, session_id: str, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
+def _read_session_row(key: int, session_id: object, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
     """Return the row of a session, and which part of it cannot be read, if any. That part has its default."""
-    settings, columns, damaged = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", ""), ""
+    settings, columns = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", "")
+    damaged = "" if isinstance(session_id, str) else _DAMAGED_ROW
     try:
         columns = msgspec.convert(rest, _SessionColumns)
     except msgspec.ValidationError:
@@ -424,7 +428,7 @@ def _read_session_row(key: int, session_id: str, config: bytes, rest: Sequence[o
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         damaged = f"{_DAMAGED_SETTINGS} ({error})"
     more = msgspec.structs.asdict(columns)
-    row = SessionRow(key=key, id=session_id, config=settings, **more, damaged=damaged.partition(" (")[0])
+    row = SessionRow(key=key, id=as_name(session_id), config=settings, **more, damaged=damaged.partition(" (")[0])
     return row, damaged
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from turngate.common import clock
+from turngate.store.columns import as_name
 from turngate.store.connection import FOR_UPDATE, Connect
 from turngate.store.events import insert_event, new_event
 
@@ -95,4 +96,4 @@ def _tool_call_from_row(
 ) -> HostToolCall:
     call, tool, arguments, called, repeat, reply, answered, by = row
     raw = None if reply is None else msgspec.Raw(reply)
-    return HostToolCall(call, tool, msgspec.Raw(arguments), called, repeat, raw, answered, by)
+    return HostToolCall(call, as_name(tool), msgspec.Raw(arguments), called, repeat, raw, answered, by)
