@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tests.sandboxes import kit
 from tests.sandboxes.contract import Contract, wait_until_ended
 from tests.speed import scaled
 from turngate.errors import SandboxError, SandboxUnavailable
-from turngate.sandboxes import BACKENDS, get_backend
+from turngate.sandboxes import BACKENDS, folders, get_backend
 from turngate.sandboxes.base import Backend, SandboxSpec
 
 pytestmark = pytest.mark.process
@@ -174,6 +176,18 @@ async def test_sweep_removes_half_made_folders_of_killed_owner(root: Path, momen
     (left,) = root.iterdir()
     await kit.MAKE["local"](root).sweep()
     assert not left.exists()
+
+
+async def test_sweep_removes_old_unfinished_folders_of_older_versions(root: Path) -> None:
+    """Before November 2026, the name of an unfinished folder did not contain its owner."""
+    old, new = root / ".local-0123456789ab", root / ".local-ba9876543210"
+    for folder in (old, new):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "work").mkdir()
+    os.utime(old, (0, time.time() - 2 * folders.STALE_S))
+    await kit.MAKE["local"](root).sweep()
+    assert [path.name for path in root.iterdir()] == [new.name]
+    shutil.rmtree(new)
 
 
 async def test_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:

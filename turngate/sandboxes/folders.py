@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in the environment of every host process that belongs to a sandbox
 KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+STALE_S = 3600.0  # creating a folder never takes this long
 SLASH = "~"  # stands for a slash of an owner in the name of an unfinished folder
 
 
@@ -63,10 +64,20 @@ def _sweep_folders(root: Path, kind: str) -> int:
             remove_folder(folder)
         except SandboxError as error:  # continue with the next one
             log.warning("%s", error.message)
-    for unfinished in root.glob(f".{kind}-* *"):
-        if _is_gone(unfinished.name.partition(" ")[2].replace(SLASH, "/")):
+    for unfinished in root.glob(f".{kind}-*"):
+        if _is_abandoned(unfinished):
             supervisor.remove_folder(str(unfinished))
     return len(leftovers)
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Return whether a folder will never be completed. Before November 2026, its name did not contain its owner."""
+    _, _, owner_name = unfinished.name.partition(" ")
+    if owner_name:
+        return _is_gone(owner_name.replace(SLASH, "/"))
+    with suppress(OSError):
+        return time.time() - unfinished.lstat().st_mtime > STALE_S
+    return False
 
 
 def _is_ownerless(folder: Path) -> bool:
