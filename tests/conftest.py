@@ -11,7 +11,7 @@ import pytest
 
 from tests import kit
 from tests.needs import needs
-from tests.postgres import PostgresServer, start_postgres
+from tests.postgres import CutOffProxy, PostgresServer, start_postgres
 from tests.vllm import Servers
 from turngate.render import Renderer, Tokenizer
 from turngate.telemetry import logs
@@ -60,6 +60,13 @@ def postgres_server() -> Iterator[PostgresServer]:
 def postgres_url(postgres_server: PostgresServer) -> str:
     """The URL of an empty database of this test."""
     return postgres_server.create_database()
+
+
+@pytest.fixture
+def cut_off_proxy(postgres_url: str) -> Iterator[CutOffProxy]:
+    """A proxy to the database of this test."""
+    with closing(CutOffProxy(postgres_url)) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """A real PostgreSQL server in a folder of its own, on a free port, run by an unprivileged user.
 
-Tests use the fixture `postgres_url`, an empty database on one server per process. A test that kills, stops or restores a server starts
-its own with `start_postgres`.
+Tests use the fixture `postgres_url`, an empty database on one server per process, or `cut_off_proxy`, the same behind a proxy that can cut
+it off. A test that kills, stops or restores a server starts its own with `start_postgres`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 import os
 import pwd
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tests.needs import require, uses
 from tests.ports import free_port
@@ -129,3 +133,49 @@ def start_postgres() -> Iterator[PostgresServer]:
     finally:
         server.stop()
         shutil.rmtree(folder)
+
+
+class CutOffProxy:
+    """A TCP proxy to PostgreSQL. While it is cut, bytes vanish and connections hang, as if a cable were unplugged."""
+
+    def __init__(self, url: str) -> None:
+        self._target = urlsplit(url).port or 5432
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = url.replace(f":{self._target}/", f":{self._listener.getsockname()[1]}/")
+        self._open = threading.Event()
+        self._open.set()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def mend(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._open.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            if not select.select([self._listener], [], [], 0.1)[0]:
+                continue
+            with suppress(OSError):
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        self._open.wait()
+        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as far:
+            other = {near: far, far: near}
+            while not self._stopping:
+                ready = select.select([near, far], [], [], 0.1)[0]
+                self._open.wait()
+                for source in ready:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    other[source].sendall(data)

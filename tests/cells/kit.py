@@ -1,14 +1,11 @@
-"""Cells as processes, and a proxy that can cut one off from PostgreSQL."""
+"""Cells as processes."""
 
 from __future__ import annotations
 
 import re
-import select
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,49 +95,3 @@ def delivered(shared: SharedStore, feed: str = "f") -> list[str]:
     row = shared.feeds.find(feed)
     assert row is not None
     return [m.id for number in range(1, row.newest + 1) for m in shared.feeds.members(row.key, number)]
-
-
-class CutOffProxy:
-    """A TCP proxy to PostgreSQL. While it is cut, bytes vanish and connections hang, as if a cable were unplugged."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._open = threading.Event()
-        self._open.set()
-        self._stopping = False
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def cut(self) -> None:
-        self._open.clear()
-
-    def mend(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self._stopping = True
-        self._open.set()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._stopping:
-            if not select.select([self._listener], [], [], 0.1)[0]:
-                continue
-            with suppress(OSError):
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, near: socket.socket) -> None:
-        self._open.wait()
-        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as far:
-            other = {near: far, far: near}
-            while not self._stopping:
-                ready = select.select([near, far], [], [], 0.1)[0]
-                self._open.wait()
-                for source in ready:
-                    data = source.recv(65536)
-                    if not data:
-                        return
-                    other[source].sendall(data)

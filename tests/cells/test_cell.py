@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.cells.kit import (
-    CutOffProxy,
     delivered,
     give_up,
     open_shared_store,
@@ -21,7 +20,7 @@ from tests.cells.kit import (
     start_shared_gateway,
     wait_for,
 )
-from tests.postgres import PostgresServer, start_postgres
+from tests.postgres import CutOffProxy, start_postgres
 from tests.speed import scaled
 from tests.workers.test_processes import ENV, ROOT
 from turngate.store.shared.fence import FenceStage
@@ -100,109 +99,89 @@ def test_postgres_killed_and_restarted_loses_and_doubles_nothing(tmp_path: Path)
 
 
 def test_a_cell_cut_off_for_longer_than_its_lease_holds_calls_and_refuses_the_rest(
-    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+    tmp_path: Path, postgres_url: str, cut_off_proxy: CutOffProxy
 ) -> None:
-    proxy = CutOffProxy(postgres_server.port)
-    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
-    try:
-        with open_shared_store(postgres_url) as shared, start_cell(tmp_path / "a", url) as cell:
-            shared.feeds.open("f", b"{}", 1, "", from_start=False)
-            opened = cell.open(rollout="r1", attempt=1)
-            sealed = cell.open(rollout="r2", attempt=1)
-            cell.say(opened["api_key"])
-            cell.ask("POST", f"/admin/sessions/{sealed['id']}/seal", json={})
-            proxy.cut()
-            cell.say(opened["api_key"])  # the lease lasts
-            wait_for(lambda: cell.metric("turngate_cell_lease_seconds") == 0)
-            for refused in (cell.request("POST", "/admin/sessions", json={}), cell.record(sealed["id"])):
-                assert refused.status_code == 503
-                assert refused.json()["error"]["code"] == "lease_lapsed"
-            replies: list[str] = []
-            held = threading.Thread(target=lambda: replies.append(cell.say(opened["api_key"])))
-            held.start()
-            held.join(1.0)
-            assert held.is_alive() and not replies
-            proxy.mend()
-            held.join(20)
-            assert replies  # it was held, not refused
-            assert cell.record(sealed["id"]).is_success
-            wait_for(lambda: delivered(shared) == [sealed["id"]])  # it was cut off, not taken over
-    finally:
-        proxy.close()
+    with open_shared_store(postgres_url) as shared, start_cell(tmp_path / "a", cut_off_proxy.url) as cell:
+        shared.feeds.open("f", b"{}", 1, "", from_start=False)
+        opened = cell.open(rollout="r1", attempt=1)
+        sealed = cell.open(rollout="r2", attempt=1)
+        cell.say(opened["api_key"])
+        cell.ask("POST", f"/admin/sessions/{sealed['id']}/seal", json={})
+        cut_off_proxy.cut()
+        cell.say(opened["api_key"])  # the lease lasts
+        wait_for(lambda: cell.metric("turngate_cell_lease_seconds") == 0)
+        for refused in (cell.request("POST", "/admin/sessions", json={}), cell.record(sealed["id"])):
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "lease_lapsed"
+        replies: list[str] = []
+        held = threading.Thread(target=lambda: replies.append(cell.say(opened["api_key"])))
+        held.start()
+        held.join(1.0)
+        assert held.is_alive() and not replies
+        cut_off_proxy.mend()
+        held.join(20)
+        assert replies  # it was held, not refused
+        assert cell.record(sealed["id"]).is_success
+        wait_for(lambda: delivered(shared) == [sealed["id"]])  # it was cut off, not taken over
 
 
 def test_a_cell_stops_while_the_shared_store_does_not_answer(
-    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+    tmp_path: Path, postgres_url: str, cut_off_proxy: CutOffProxy
 ) -> None:
-    proxy = CutOffProxy(postgres_server.port)
-    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
-    try:
-        with start_cell(tmp_path / "a", url, lease_s=60) as cell, open_shared_store(postgres_url) as shared:
-            first = cell.finish("first")
-            wait_for(lambda: shared.find(first) is not None)  # so that all its connections are open
-            proxy.cut()
-            session = cell.finish("r")
-            cell.process.terminate()
-            assert cell.process.wait(scaled(25)) == 0, cell.log.read_text()
-    finally:
-        proxy.close()
+    with start_cell(tmp_path / "a", cut_off_proxy.url, lease_s=60) as cell, open_shared_store(postgres_url) as shared:
+        first = cell.finish("first")
+        wait_for(lambda: shared.find(first) is not None)  # so that all its connections are open
+        cut_off_proxy.cut()
+        session = cell.finish("r")
+        cell.process.terminate()
+        assert cell.process.wait(scaled(25)) == 0, cell.log.read_text()
     with start_cell(tmp_path / "a", postgres_url), open_shared_store(postgres_url) as shared:
         wait_for(lambda: shared.find(session) is not None)
 
 
 def test_a_gateway_on_a_shared_store_that_does_not_answer_says_so_recovers_and_stops(
-    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+    tmp_path: Path, postgres_url: str, cut_off_proxy: CutOffProxy
 ) -> None:
-    proxy = CutOffProxy(postgres_server.port)
-    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
-    try:
-        with start_shared_gateway(tmp_path, url) as gateway:
-            assert gateway.request("GET", "/admin/sessions").is_success
-            proxy.cut()
-            refused = gateway.request("GET", "/admin/sessions")
-            assert refused.status_code == 503 and "answer" in refused.text
-            assert gateway.request("GET", "/health").is_success
-            refused = gateway.request("PUT", "/admin/feeds/f", json={"n": 1})
-            assert refused.status_code == 503 and "does not answer" in refused.text
-            proxy.mend()
-            wait_for(lambda: gateway.request("GET", "/admin/sessions").is_success)
-            proxy.cut()
-            gateway.process.terminate()
-            assert gateway.process.wait(scaled(25)) == 0, gateway.log.read_text()
-            assert "Traceback" not in gateway.log.read_text()
-    finally:
-        proxy.close()
+    with start_shared_gateway(tmp_path, cut_off_proxy.url) as gateway:
+        assert gateway.request("GET", "/admin/sessions").is_success
+        cut_off_proxy.cut()
+        refused = gateway.request("GET", "/admin/sessions")
+        assert refused.status_code == 503 and "answer" in refused.text
+        assert gateway.request("GET", "/health").is_success
+        refused = gateway.request("PUT", "/admin/feeds/f", json={"n": 1})
+        assert refused.status_code == 503 and "does not answer" in refused.text
+        cut_off_proxy.mend()
+        wait_for(lambda: gateway.request("GET", "/admin/sessions").is_success)
+        cut_off_proxy.cut()
+        gateway.process.terminate()
+        assert gateway.process.wait(scaled(25)) == 0, gateway.log.read_text()
+        assert "Traceback" not in gateway.log.read_text()
 
 
 def test_a_cell_refuses_an_attempt_that_is_superseded_in_the_shared_store(
-    tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
+    tmp_path: Path, postgres_url: str, cut_off_proxy: CutOffProxy
 ) -> None:
-    proxy = CutOffProxy(postgres_server.port)
-    url = postgres_url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
-    try:
-        with (
-            open_shared_store(postgres_url) as shared,
-            start_cell(tmp_path / "a", postgres_url) as first,
-            start_cell(tmp_path / "b", url, "--rest-s", "1", lease_s=30) as second,
-        ):
-            assert give_up(shared, "r") and give_up(shared, "late")  # before any cell has opened them
-            refused = first.request("POST", "/admin/sessions", json={"rollout": "r", "attempt": 1})
-            assert refused.status_code == 409 and "superseded in the shared store" in refused.text
-            assert second.open(rollout="r", attempt=2)["status"] == "open"
-            done = first.finish("q")
-            wait_for(lambda: shared.find(done) is not None)
-            refused = second.request("POST", "/admin/sessions", json={"rollout": "q", "attempt": 2})
-            assert refused.status_code == 409  # the rollout has an outcome
-            assert first.finish("q2") and second.finish("q3")
-            proxy.cut()
-            opened = second.open(rollout="late", attempt=1)  # the lease lasts, so it is served
-            assert second.say(opened["api_key"])
-            proxy.mend()
-            session = f"/admin/sessions/{opened['id']}"
-            wait_for(lambda: second.ask("GET", session)["status"] == "cancelled")
-            assert second.ask("GET", session)["stop"] == "superseded"
-    finally:
-        proxy.close()
+    with (
+        open_shared_store(postgres_url) as shared,
+        start_cell(tmp_path / "a", postgres_url) as first,
+        start_cell(tmp_path / "b", cut_off_proxy.url, "--rest-s", "1", lease_s=30) as second,
+    ):
+        assert give_up(shared, "r") and give_up(shared, "late")  # before any cell has opened them
+        refused = first.request("POST", "/admin/sessions", json={"rollout": "r", "attempt": 1})
+        assert refused.status_code == 409 and "superseded in the shared store" in refused.text
+        assert second.open(rollout="r", attempt=2)["status"] == "open"
+        done = first.finish("q")
+        wait_for(lambda: shared.find(done) is not None)
+        refused = second.request("POST", "/admin/sessions", json={"rollout": "q", "attempt": 2})
+        assert refused.status_code == 409  # the rollout has an outcome
+        assert first.finish("q2") and second.finish("q3")
+        cut_off_proxy.cut()
+        opened = second.open(rollout="late", attempt=1)  # the lease lasts, so it is served
+        assert second.say(opened["api_key"])
+        cut_off_proxy.mend()
+        session = f"/admin/sessions/{opened['id']}"
+        wait_for(lambda: second.ask("GET", session)["status"] == "cancelled")
+        assert second.ask("GET", session)["stop"] == "superseded"
 
 
 def test_workers_of_a_cell_share_its_lease_and_its_outbox(tmp_path: Path, postgres_url: str) -> None:

@@ -15,12 +15,11 @@ from typing import Any
 
 import httpx
 
-from tests.cells.kit import CutOffProxy
 from tests.chaos.engine import MODEL, ChaosEngine, serve_engine
 from tests.chaos.fault_proxy import FaultProxy, open_proxy
 from tests.chaos.invariants import RecordedRollout
 from tests.crash.storm import ADMIN, Server, children
-from tests.postgres import PostgresServer, start_postgres
+from tests.postgres import CutOffProxy, PostgresServer, start_postgres
 from tests.speed import scaled
 from turngate.render import BUILTIN_TOKENIZER
 
@@ -139,12 +138,11 @@ async def open_cell(rng: random.Random) -> AsyncIterator[Site]:
         (folder / "reader").mkdir()
         postgres = await asyncio.to_thread(stack.enter_context, start_postgres())
         url = postgres.create_database()
-        postgres_side = CutOffProxy(postgres.port)
+        postgres_side = CutOffProxy(url)
         stack.callback(postgres_side.close)
         engine = await stack.enter_async_context(serve_engine(rng))
         engine_side = await stack.enter_async_context(open_proxy(_port(engine.url), rng))
-        cut_url = url.replace(f":{postgres.port}/", f":{postgres_side.port}/")
-        options = [*_ENGINE, "--engine-url", engine_side.url, "--shared", cut_url, "--lease-s", str(LEASE_S)]
+        options = [*_ENGINE, "--engine-url", engine_side.url, "--shared", postgres_side.url, "--lease-s", str(LEASE_S)]
         server = Server(folder, "process", 1, [*options, "--cell-name", "chaos"], "cell", env=_clock_env(folder))
         site = Site(server, engine, rng)
         site.engine_side, site.postgres, site.postgres_side = engine_side, postgres, postgres_side

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.cells.kit import CutOffProxy
 from tests.kit import OpenSession, Running, gateway, until
-from tests.postgres import PostgresServer
+from tests.postgres import CutOffProxy, PostgresServer
 from tests.server.test_engines import change, refuse, states
 from tests.server.test_weights import FakeVLLM, engines, events, load, load_error
 from tests.speed import scaled
@@ -260,46 +259,42 @@ async def test_list_and_version_survive_restarts_and_reach_other_gateways(postgr
 @pytest.mark.needs("postgres")
 @pytest.mark.full
 @pytest.mark.promise(1)
-async def test_lease_that_lapses_during_an_update_ends_old_weights(postgres_url: str) -> None:
+async def test_lease_that_lapses_during_an_update_ends_old_weights(
+    postgres_url: str, cut_off_proxy: CutOffProxy
+) -> None:
     """A cell is cut off while it has a call. The update loads new weights only when that call has ended."""
-    proxy = CutOffProxy(int(postgres_url.rpartition(":")[2].partition("/")[0]))
-    behind = postgres_url.replace(postgres_url.rpartition(":")[2].partition("/")[0], str(proxy.port))
-    try:
-        async with (
-            engines(1) as fakes,
-            controller(postgres_url) as g,
-            cell(postgres_url, "near") as near,
-            cell(behind, "far") as far,
-        ):
-            await change(g, "add", url=fakes[0].url)
-            assert await ask(near) == await ask(far) == sampled_by(0)
-            fakes[0].pace.clear()
-            session = await far.open()
-            hanging = far.start(far.ask(session.key, "Hi", "async stream"))
-            await until(lambda: far.app.fence.in_flight == 1)
-            proxy.cut()
-            fakes[0].load_gate.clear()
-            loading = g.start(load(g, version=1, path="/w/1"))
-            await until(lambda: "/collective_rpc" in fakes[0].control_paths, LEASE_S + 10)
-            # The engine begins to load. The cell cannot know of it, and has stopped by its own clock.
-            assert far.app.fence.in_flight == 0 and not far.app.fence.admits
-            with pytest.raises(openai.APIError):
-                await hanging
-            fakes[0].pace.set()
-            fakes[0].load_gate.set()
-            await loading
-            assert await ask(near) == sampled_by(1)
-            late = far.start(far.ask(session.key, "Hi again"))  # a session that the agent has open
-            await asyncio.sleep(LEASE_S / 2)
-            assert not late.done() and len(far.app.sessions._live) > 0
-            calls = len(fakes[0].salts)
-            proxy.mend()
-            assert (await late).content == sampled_by(1) and len(fakes[0].salts) == calls + 1
-            turns = [turn for turn in await far.turns(session.id) if turn["finish"] == "stop"]
-            assert [(t["version_start"], t["version_end"]) for t in turns] == [(1, 1)]
-    finally:
-        with suppress(OSError):
-            proxy.close()
+    async with (
+        engines(1) as fakes,
+        controller(postgres_url) as g,
+        cell(postgres_url, "near") as near,
+        cell(cut_off_proxy.url, "far") as far,
+    ):
+        await change(g, "add", url=fakes[0].url)
+        assert await ask(near) == await ask(far) == sampled_by(0)
+        fakes[0].pace.clear()
+        session = await far.open()
+        hanging = far.start(far.ask(session.key, "Hi", "async stream"))
+        await until(lambda: far.app.fence.in_flight == 1)
+        cut_off_proxy.cut()
+        fakes[0].load_gate.clear()
+        loading = g.start(load(g, version=1, path="/w/1"))
+        await until(lambda: "/collective_rpc" in fakes[0].control_paths, LEASE_S + 10)
+        # The engine begins to load. The cell cannot know of it, and has stopped by its own clock.
+        assert far.app.fence.in_flight == 0 and not far.app.fence.admits
+        with pytest.raises(openai.APIError):
+            await hanging
+        fakes[0].pace.set()
+        fakes[0].load_gate.set()
+        await loading
+        assert await ask(near) == sampled_by(1)
+        late = far.start(far.ask(session.key, "Hi again"))  # a session that the agent has open
+        await asyncio.sleep(LEASE_S / 2)
+        assert not late.done() and len(far.app.sessions._live) > 0
+        calls = len(fakes[0].salts)
+        cut_off_proxy.mend()
+        assert (await late).content == sampled_by(1) and len(fakes[0].salts) == calls + 1
+        turns = [turn for turn in await far.turns(session.id) if turn["finish"] == "stop"]
+        assert [(t["version_start"], t["version_end"]) for t in turns] == [(1, 1)]
 
 
 @pytest.mark.needs("postgres")

@@ -7,13 +7,13 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests.cells.kit import CellProcess, CutOffProxy, start_cell, wait_for
+from tests.cells.kit import CellProcess, start_cell, wait_for
 from tests.kit import Json, Running, gateway
+from tests.postgres import CutOffProxy
 from tests.projects.kit import create_key, create_project
 from tests.speed import scaled
 from turngate.client.gateway import RequestRejected
@@ -77,16 +77,14 @@ async def test_worker_0_ships_the_sessions_of_a_project_that_only_another_worker
 
 
 async def test_cell_serves_projects_of_the_shared_store(
-    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    postgres_url: str, cut_off_proxy: CutOffProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     async with gateway(data=postgres_url) as g:
         for project in ("alpha", "beta"):
             await create_project(g, project)
         alpha, beta = [(await create_key(g, project))["key"] for project in ("alpha", "beta")]
-        proxy = CutOffProxy(urlsplit(postgres_url).port or 5432)
-        cut_url = postgres_url.replace(f":{urlsplit(postgres_url).port}/", f":{proxy.port}/")
-        with start_cell(tmp_path / "cell", cut_url, lease_s=LEASE_S) as cell:
+        with start_cell(tmp_path / "cell", cut_off_proxy.url, lease_s=LEASE_S) as cell:
             for key in (alpha, beta, cell.admin["authorization"].removeprefix("Bearer ")):
                 await run_session(cell, key, "same")
             for key in (alpha, beta, g.app.admin_key):
@@ -110,14 +108,13 @@ async def test_cell_serves_projects_of_the_shared_store(
             refused = await asyncio.to_thread(ask, cell, alpha, "POST", "/admin/keys", json={"scopes": ["traces"]})
             assert refused.status_code == 409 and "manage projects and keys at the gateway" in refused.text
 
-            proxy.cut()
+            cut_off_proxy.cut()
             began = time.monotonic()
             assert await asyncio.to_thread(status, alpha) == 200  # from memory, without waiting
             assert time.monotonic() - began < LEASE_S / 2
             await asyncio.to_thread(wait_for, lambda: status(alpha) == 503, LEASE_S + 10)
-            proxy.mend()
+            cut_off_proxy.mend()
             await asyncio.to_thread(wait_for, lambda: status(alpha) == 200, 30)
-        proxy.close()
 
 
 async def test_orders_carry_their_project_to_the_cell(
