@@ -338,6 +338,39 @@ async def test_open_loopback_opens_only_the_default_project(tmp_path: Path) -> N
             assert chat.status_code == 401
 
 
+FORGED = f"tg-0000{'x' * 43}"
+CARRIERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "query", "path")
+
+
+async def forge(g: Running, route: tuple[str, str], carrier: str, project: str, prefix: str) -> tuple[int, str]:
+    """Send a request with a forged secret or login of a project. Return the status and the answer, with the project's name replaced."""
+    method, path = route
+    headers, query, secret = {"content-type": "application/json", PAGE_HEADER: "1"}, "", f"{FORGED}.{project}"
+    match carrier:
+        case "path":
+            path = path.replace("{id}", secret)
+        case "query":
+            query = f"?key={secret}"
+        case "cookie":
+            headers["cookie"] = f"{COOKIE}={prefix}.forged"
+        case _:
+            headers[carrier] = f"Bearer {secret}" if carrier == "authorization" else secret
+    content = None if method == "GET" else b"{}"
+    response = await g.http().request(method, aim(path, 1, prefix) + query, headers=headers, content=content)
+    return response.status_code, response.text.replace(project, "TARGET").replace(prefix, "TARGET")
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_no_answer_tells_whether_a_project_exists(carrier: str) -> None:
+    """With `open_loopback`, which answers requests without a key."""
+    async with gateway([say("Hello.")], open_loopback=True) as g:
+        await create_project(g, "alpha")
+        prefix = (await create_key(g, "alpha"))["prefix"]
+        for route in {*ATTACKS, *SESSION_ATTACKS, *(("GET", path) for path in OPEN_ROUTES)}:
+            real = await forge(g, route, carrier, "alpha", prefix)
+            assert real == await forge(g, route, carrier, "ghost", "tgp-00000000"), route
+
+
 async def observe(g: Running) -> Json:
     """Everything of project alpha that an attack could change."""
     store = g.app.hosted.open("alpha").store

@@ -53,6 +53,19 @@ def test_projects_keys_and_entries_are_kept(store: Store) -> None:
     assert store.audit.page() == entries
 
 
+def test_entries_of_a_project_have_numbers_of_their_own(store: Store) -> None:
+    """Gaps in the numbers would tell members of a project how much happens in others."""
+    for n in range(7):
+        store.audit.add(NewAuditEntry("operator", ("acme", "other", "other")[n % 3], "key created", str(n)))
+    assert [(entry.number, entry.subject) for entry in store.audit.page(project="acme")] == [
+        (1, "0"),
+        (2, "3"),
+        (3, "6"),
+    ]
+    assert [(entry.number, entry.subject) for entry in store.audit.page(project="acme", after=1, limit=1)] == [(2, "3")]
+    assert [entry.subject for entry in store.audit.page(after=store.audit.page()[4].number)] == ["5", "6"]
+
+
 @pytest.mark.needs("postgres")
 @pytest.mark.full
 def test_project_schemas_share_only_the_cells(postgres_url: str) -> None:

@@ -6,12 +6,14 @@ An API key belongs to one project, and is unknown to the gateways of the others.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE, read_key, read_key_file
 from turngate.errors import ConfigError, Forbidden, Unauthorized
+from turngate.server.asgi import Scope
 from turngate.server.scopes import MODEL_CALLS, Scopes
 from turngate.store.projects import DEFAULT_PROJECT, OPERATOR_CALLER, SCOPE_NAMES, ApiKey, Caller
 from turngate.telemetry.logs import register_secrets
@@ -22,6 +24,8 @@ if TYPE_CHECKING:  # the front process imports this module and must stay light
     from turngate.trace.session import Session
 
 METRICS_KEY = "TURNGATE_METRICS_KEY"
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
+SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)  # of a session, with its project
 
 
 def admin_key(data: Path) -> str:
@@ -134,13 +138,22 @@ class Auth:
             require_scope(found, MODEL_CALLS)
         return self._sessions.find(session_id)
 
-    def trusts(self, key: str, client: str) -> bool:
+    def trusts(self, scope: Scope) -> bool:
         """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set.
 
-        Other projects always need a key: without one, anything in the request could name the project.
+        Other projects always need a key. A request that carries any key needs a valid one: otherwise the answer would tell whether the
+        project that the key names exists.
         """
         is_open = self._open_loopback and self._project == DEFAULT_PROJECT
-        return is_open and not key and client in ("127.0.0.1", "::1")
+        client = scope.get("client")
+        return is_open and client is not None and client[0] in ("127.0.0.1", "::1") and not _carries_key(scope)
+
+
+def _carries_key(scope: Scope) -> bool:
+    """Return whether a request has a key or a login, valid or not, anywhere that `HostedProjects.choose` searches for one."""
+    if any(value and name in (*KEY_HEADERS, b"cookie") for name, value in scope["headers"]):
+        return True
+    return bool(SECRET.search(scope["query_string"]) or SECRET.search(scope["path"].encode("utf-8", "surrogatepass")))
 
 
 def require_scope(key: ApiKey, scopes: Scopes) -> None:

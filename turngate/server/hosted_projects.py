@@ -15,6 +15,7 @@ import msgspec
 from turngate.engines.project_engine import ProjectEngine
 from turngate.errors import TurngateError
 from turngate.server.asgi import Scope
+from turngate.server.auth import KEY_HEADERS, SECRET
 from turngate.server.project_gateway import ANSWER_S, ProjectGateway
 from turngate.server.web.login import COOKIE
 from turngate.store.location import open_store
@@ -24,9 +25,7 @@ from turngate.telemetry.metrics import Metrics
 log = logging.getLogger("turngate")
 _WATCH_S = 1.0  # between checks for new and deleted projects
 PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
-_HEADERS = _KEY_HEADERS | {b"cookie", PROJECT_HEADER}
-_SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)
+_HEADERS = KEY_HEADERS | {b"cookie", PROJECT_HEADER}
 _API_KEY = re.compile(rb"tgp-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
 _LOGIN = re.compile(rb"(?:^|;\s*)" + COOKIE.encode() + rb"=(tgp-[0-9a-f]{8})\.")
 
@@ -144,9 +143,9 @@ class HostedProjects:
         for header, value in scope["headers"]:
             if header not in _HEADERS:
                 continue
-            if header in _KEY_HEADERS:
+            if header in KEY_HEADERS:
                 # Every model call runs this, so the patterns are matched only if they can match.
-                if b"." in value and (secret := _SECRET.search(value)) is not None:
+                if b"." in value and (secret := SECRET.search(value)) is not None:
                     return self._find(secret[1].decode())
                 if b"tgp-" in value and (api_key := _API_KEY.search(value)) is not None:
                     found = ring.find(api_key[0].decode())
@@ -168,7 +167,7 @@ class HostedProjects:
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None
-        secret = _SECRET.search(query) or _SECRET.search(scope["path"].encode("utf-8", "surrogatepass"))
+        secret = SECRET.search(query) or SECRET.search(scope["path"].encode("utf-8", "surrogatepass"))
         return None if secret is None else self._find(secret[1].decode())
 
     def _find(self, name: str) -> str | None:

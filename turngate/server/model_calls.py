@@ -40,7 +40,7 @@ from turngate.server.asgi import (
 )
 from turngate.server.auth import Auth
 from turngate.server.request_body import read_content
-from turngate.server.routing import RouteMatch, client_host
+from turngate.server.routing import RouteMatch
 from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics
 from turngate.telemetry.spans import current_tracer
@@ -133,10 +133,9 @@ class ModelCalls:
         prime: bool,
     ) -> Session:
         """Return the session that the caller's key opens. prime-rl may be allowed to omit the key."""
-        key = dialect.read_key(headers, query)
-        if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
+        if prime and session_id is not None and self._auth.trusts(scope):
             return self._sessions.find(session_id)
-        return self._auth.session(key, session_id)
+        return self._auth.session(dialect.read_key(headers, query), session_id)
 
     def decode(self, session: Session, dialect: Dialect, wire: WireRequest) -> Call:
         call = self._prefix_cache(session, dialect).decode(wire)

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from turngate.store.connection import Connect, StoreConnection
+from turngate.store.connection import LOCK_AUDIT, Connect, StoreConnection
 from turngate.types import Json
 
 AUDIT_TABLES = """
@@ -70,16 +70,21 @@ class AuditTable:
             insert_audit_entry(db, entry)
 
     def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return entries past a number, oldest first, of one project or of all."""
+        """Return entries past a number, oldest first, of one project or of all.
+
+        The entries of one project are numbered 1, 2, … of their own: gaps would tell its members how much happens in others.
+        """
         if not self._there:
             return []
-        where, values = ("", ()) if project is None else (" AND project=?", (project,))
-        query = (
-            "SELECT number, at, actor, project, action, subject, CAST(details AS BLOB) FROM audit"
-            f" WHERE number>?{where} ORDER BY number LIMIT ?"
-        )
+        columns = "at, actor, project, action, subject, CAST(details AS BLOB)"
         with self._reading() as db:
-            rows = db.execute(query, (after, *values, limit)).fetchall()
+            if project is None:
+                query = f"SELECT number, {columns} FROM audit WHERE number>? ORDER BY number LIMIT ?"
+                rows = db.execute(query, (after, limit)).fetchall()
+            else:
+                query = f"SELECT {columns} FROM audit WHERE project=? ORDER BY number LIMIT ? OFFSET ?"
+                found = db.execute(query, (project, limit, after)).fetchall()
+                rows = [(number, *row) for number, row in enumerate(found, after + 1)]
         return [
             AuditEntry(
                 number=number,
@@ -95,7 +100,8 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Add an entry in the transaction of the change that it describes."""
+    """Add an entry in the transaction of the change that it describes, after all other locks."""
+    db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",
         (time.time(), entry.actor, entry.project, entry.action, entry.subject, msgspec.json.encode(entry.details)),

@@ -19,6 +19,7 @@ LOCK_FEEDS = f"SELECT key FROM feeds ORDER BY key {FOR_UPDATE}"
 LOCK_FEEDS_TABLE = (
     "/* LOCK TABLE feeds IN EXCLUSIVE MODE */"  # wait for all transactions that have locked feeds, and block new ones
 )
+LOCK_AUDIT = "/* LOCK TABLE audit IN EXCLUSIVE MODE */"  # so that entries are numbered in commit order
 
 
 class Cursor(Protocol):

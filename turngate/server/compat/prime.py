@@ -82,9 +82,8 @@ class PrimeRoutes:
 
         async def serve(request: Request) -> Response:
             try:
-                key = bearer_key(request)
-                if not self._auth.trusts(key, request.client.host if request.client else ""):
-                    self._auth.require(key, scopes)
+                if not self._auth.trusts(request.scope):
+                    self._auth.require(bearer_key(request), scopes)
                 return await endpoint(request, **await operation.read_arguments(request))
             except TurngateError as error:
                 return error_response(error)
