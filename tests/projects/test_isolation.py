@@ -364,11 +364,11 @@ async def forge(g: Running, route: tuple[str, str], carrier: str, project: str, 
 async def test_no_answer_tells_whether_a_project_exists(carrier: str) -> None:
     """With `open_loopback`, which answers requests without a key."""
     async with gateway([say("Hello.")], open_loopback=True) as g:
-        await create_project(g, "alpha")
-        prefix = (await create_key(g, "alpha"))["prefix"]
+        await create_project(g, "tenant-1")
+        prefix = (await create_key(g, "tenant-1"))["prefix"]
         for route in {*ATTACKS, *SESSION_ATTACKS, *(("GET", path) for path in OPEN_ROUTES)}:
-            real = await forge(g, route, carrier, "alpha", prefix)
-            assert real == await forge(g, route, carrier, "ghost", "tgp-00000000"), route
+            real = await forge(g, route, carrier, "tenant-1", prefix)
+            assert real == await forge(g, route, carrier, "tenant-2", "tgp-00000000"), route
 
 
 async def observe(g: Running) -> Json:
