@@ -75,6 +75,7 @@ LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
     "templates": partial(parts.missing, "templates"),
     "torch": partial(_missing_module, "torch", "make setup"),
     "swebench": partial(_missing_module, "swebench", "make test"),
+    "cyclonedx": partial(_missing_module, "cyclonedx", "pip install 'cyclonedx-python-lib[json-validation]'"),
     "systemd-analyze": partial(_missing_program, "systemd-analyze", "systemd"),
     "node": _missing_node,
     "curl": partial(_missing_program, "curl", "curl"),
@@ -88,6 +89,7 @@ IN_PROCESS = {
     "templates",
     "torch",
     "swebench",
+    "cyclonedx",
 }  # parts that a test can use without starting a process
 
 

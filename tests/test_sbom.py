@@ -31,6 +31,19 @@ def test_document_lists_own_and_agent_packages() -> None:
     assert sbom.build_document(reversed(packages)) == document
 
 
+@pytest.mark.needs("cyclonedx")
+@pytest.mark.full
+def test_document_follows_official_schema() -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    validator = JsonStrictValidator(SchemaVersion.V1_5)
+    document = sbom.build_document([*sbom.list_own_packages(), *sbom.list_agent_packages()])
+    assert validator.validate_str(json.dumps(document)) is None
+    component = {**document["components"][0], "purl": 5}
+    assert validator.validate_str(json.dumps({**document, "components": [component]})) is not None  # the control
+
+
 def advisory(name: str, ecosystem: str = "PyPI", **affected: Any) -> dict[str, Any]:
     package = {"ecosystem": ecosystem, "name": name}
     return {"id": f"TEST-{name}", "summary": "a hole", "affected": [{"package": package, **affected}]}

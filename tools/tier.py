@@ -40,6 +40,7 @@ AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code")
 MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")
 # The `swe` extra, without the dependencies of SWE-bench's own harness (half a gigabyte).
 SWEBENCH = ("swebench==5.0.2", "unidiff==1.0.1")
+CYCLONEDX = "cyclonedx-python-lib[json-validation]==11.12.0"  # has the official schema of a bill of materials
 ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 SIGNAL_ON_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 MEMORY = "TURNGATE_TEST_MEMORY"  # environment variable: a folder in memory for the databases of the tests
@@ -60,6 +61,7 @@ ALL_PARTS = [
     *LIGHT_PARTS,
     [PYTHON, "tools/parts.py", "templates", "vllm", "smollm2", "tiny-qwen3", "trl", "verifiers"],
     [PYTHON, "tools/parts.py", "clients", "js-clients", "ray"],
+    [PYTHON, "-m", "pip", "install", "--quiet", CYCLONEDX],
     [TURNGATE, "agents", "install", *AGENTS],
     # PostgreSQL does not run as root, and another user cannot read root's cache: root uses Debian's server.
     [PYTHON, "tools/base_image.py" if os.geteuid() == 0 else "tools/parts.py", "postgres"],
