@@ -11,6 +11,7 @@ import json
 import os
 import select
 import socket
+import stat
 import sys
 import urllib.error
 import urllib.request
@@ -96,6 +97,26 @@ def write_host_files():
         except OSError:
             pass
     return " ".join(written)
+
+
+def reach_devices():
+    """Make and open devices of the host: its memory, its disks, and loop devices, which turn a file into a disk."""
+    found = []
+    for name, kind, major, minor in GIVEN["device_nodes"]:
+        path = os.path.join(os.getcwd(), "device-" + name)
+        try:
+            os.mknod(path, (stat.S_IFCHR if kind == "c" else stat.S_IFBLK) | 0o600, os.makedev(major, minor))
+        except OSError:
+            continue
+        found.append("made " + name)
+        os.unlink(path)
+    for path in [path for pattern in GIVEN["devices"] for path in glob.glob(pattern)]:
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            found.append("opened " + path)
+        except OSError:
+            pass
+    return " ".join(found)
 
 
 # ---- processes ----
@@ -203,6 +224,18 @@ def see_token_data():
         if '"logprobs":{"content":[{' in text or '_ids":[' in text:
             found.append(text[:300])
     return "; ".join(found)
+
+
+def make_host_tool_fetch():
+    """Call a host tool with arguments that a careless checker would follow. The test checks whether anyone called the listener."""
+    url = f"http://{GIVEN['listener']}/by-tool"
+    if GIVEN["fetches"]:  # the control: a checker that follows references
+        request("GET", "/by-tool", url=f"http://{GIVEN['listener']}")
+    for name in GIVEN["tools"]:
+        for value in (url, {"$ref": url}, {"$schema": url}, {"$id": url, "$ref": "#/x"}, [{"$dynamicRef": url}]):
+            request("POST", "/v1/tools/" + name, {"text": value, "$schema": url, "$ref": url})
+            request("POST", "/v1/tools/" + name, {"text": value})
+    return ""
 
 
 def make_gateway_fetch():

@@ -27,6 +27,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     control: Mapping[
         str, str
     ] = {}  # what the control is given: a field of the intruder, and the name of the test's value
+    needs_root: bool = False  # it can succeed only for root, so the tests without a wall do not run for others
     isolates: bool = True  # False: the stand-ins of remote services do not isolate, so they cannot be tested
 
 
@@ -71,6 +72,14 @@ PROBES = (
         goal="write files of the host, such as a cron job that outlives the sandbox",
         asset="host files",
         open_in_local="host files, also to write",
+        isolates=False,
+    ),
+    Probe(
+        name="reach_devices",
+        goal="make or open devices: the memory of the machine, its disks, loop devices",
+        asset="the host",
+        open_in_local="devices, if Turngate runs as root",
+        needs_root=True,
         isolates=False,
     ),
     Probe(
@@ -172,6 +181,12 @@ PROBES = (
     Probe(
         name="make_gateway_fetch",
         goal="make the gateway fetch a URL: images, files, tools, model names, forwarded hosts",
+        asset="the host's network",
+        control={"fetches": "yes"},
+    ),
+    Probe(
+        name="make_host_tool_fetch",
+        goal="make the gateway fetch a URL in the arguments of a host tool, or in the schema of one",
         asset="the host's network",
         control={"fetches": "yes"},
     ),

@@ -11,8 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -47,9 +50,12 @@ class Exhaustion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> set[str]:
-        return {name for name, value in msgspec.structs.asdict(self.limit).items() if value} - {"disk_mb"}
+        """The limits that need control groups."""
+        return {name for name, value in msgspec.structs.asdict(self.limit).items() if value} - {"disk_mb", "open_files"}
 
 
+FILES = "import os, resource, socket\n_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+FILES += "resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))\n"
 DISK = {"limit": Resources(disk_mb=24), "control": Resources(disk_mb=1000)}
 EXHAUSTION = {
     "memory": Exhaustion(
@@ -59,6 +65,16 @@ EXHAUSTION = {
         code="import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        time.sleep(600)",
         limit=Resources(pids=30),
         control=Resources(pids=300),
+    ),
+    "files": Exhaustion(
+        code=FILES + "kept = [os.open('/dev/null', os.O_RDONLY) for _ in range(1500)]",
+        limit=Resources(open_files=1000),
+        control=Resources(open_files=2000),
+    ),
+    "sockets": Exhaustion(
+        code=FILES + "kept = [socket.socketpair() for _ in range(2500)]",
+        limit=Resources(),  # the default
+        control=Resources(open_files=8000),
     ),
     "disk, with one file": Exhaustion(code="open('f', 'wb').truncate(100_000_000)", **DISK),
     "disk, with many files": Exhaustion(
@@ -85,7 +101,7 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 async def take(
     root: Path, sandbox: str, code: str, resources: Resources, nap_s: float = 0.0
 ) -> tuple[bool, SandboxError | None]:
-    """Run code in a sandbox with these limits. Return whether it took all it wanted, and how it exceeded the limit.
+    """Run code in a sandbox with these limits. Return whether it took all it wanted, and the error of its disk.
 
     `nap_s` is how long it holds what it took, so that a watch has time to notice."""
     backend = kit.MAKE[sandbox](root)
@@ -95,7 +111,7 @@ async def take(
         done = await created.exec(command, timeout_s=scaled(60), leave=False)
         assert (await neighbor.exec(["echo", "fine"])).stdout == b"fine\n"
         assert (await created.exec(["echo", "still usable"])).stdout == b"still usable\n"
-        return b"took it all" in done.stdout, created.exceeded
+        return b"took it all" in done.stdout, created.disk_error
     finally:
         await created.stop()
         await neighbor.stop()
@@ -123,9 +139,9 @@ async def test_resource_is_limited(sandbox: str, resource: str, root: Path) -> N
     if sandbox == "docker" and resource == "inodes":
         pytest.skip("docker counts bytes only")
     is_watched = case.limit.disk_mb is not None and resource != "disk, with one file"  # which the kernel limits
-    took_all, exceeded = await take(root, sandbox, case.code, case.limit, nap_s=scaled(40) if is_watched else 0)
+    took_all, error = await take(root, sandbox, case.code, case.limit, nap_s=scaled(40) if is_watched else 0)
     assert not took_all
-    assert isinstance(exceeded, SandboxTooLarge) == is_watched, exceeded
+    assert isinstance(error, SandboxTooLarge) == is_watched, error
 
 
 @pytest.mark.usefixtures("quick_watch")
@@ -357,3 +373,68 @@ async def test_special_files_do_not_harm_host(sandbox: str, root: Path, tmp_path
             shutil.copytree(work, tmp_path / "naive")
     finally:
         await created.stop()
+
+
+# ── links that replace files and folders while the host copies or measures them ──
+
+SWAP = """
+import os, sys
+os.mkdir('folder'); open('folder/secret', 'w').write('mine'); open('file', 'w').write('mine')
+os.symlink(sys.argv[1], 'folder.link'); os.symlink(sys.argv[1] + '/secret', 'file.link')
+print('swapping', flush=True)
+while True:
+    for name in ('folder', 'file'):
+        os.rename(name, name + '.real'); os.rename(name + '.link', name)
+        os.rename(name, name + '.link'); os.rename(name + '.real', name)
+"""
+
+
+def copy_carelessly(source: Path, target: Path) -> None:
+    """The control: check that a file is no link, and then copy it."""
+    for name in ("file", "folder/secret"):
+        with suppress(OSError):
+            path = source / name
+            if not path.is_symlink() and not path.parent.is_symlink():
+                time.sleep(0.0002)
+                target.mkdir(exist_ok=True)
+                (target / name.replace("/", "-")).write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("sandbox", NO_DOCKER)
+async def test_link_swaps_lead_nowhere(sandbox: str, root: Path, tmp_path: Path) -> None:
+    if sandbox != "local":
+        kit.need(sandbox)
+    write_files(tmp_path / "host", {"secret": "a secret of the host" * 1_000_000})
+    created = await kit.MAKE[sandbox](root).create(SandboxSpec())
+    work = root / created.id / "work"
+    try:
+        await created.start(["python3", "-c", SWAP, str(tmp_path / "host")], stdout="swapping")
+        await kit.wait_until(lambda: (work / "swapping").exists() and (work / "swapping").read_bytes())
+        for n in range(20):
+            with suppress(SandboxError):  # a file may be missing for a moment
+                await created.download(created.workdir, tmp_path / f"copy-{n}")
+            assert not has_secret(tmp_path / f"copy-{n}")
+        assert max([disk.measure_folder(work) for _ in range(200)]) < 1_000_000
+        deadline = time.monotonic() + scaled(60)
+        while not has_secret(tmp_path / "control") and time.monotonic() < deadline:
+            copy_carelessly(work, tmp_path / "control")
+        assert has_secret(tmp_path / "control")
+    finally:
+        await created.stop()
+
+
+def test_measuring_does_not_follow_folder_that_becomes_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = write_files(tmp_path / "outside", {"deep/large": "x" * 8_000_000})
+    inside = write_files(tmp_path / "inside", {"folder/deep/small": "x"})
+    scandir = os.scandir
+
+    def swap_after_scan(place: int | str) -> Any:
+        found = list(scandir(place))
+        if (inside / "folder" / "deep").exists() and any(entry.name == "deep" for entry in found):
+            (inside / "folder").rename(inside / "was")
+            (inside / "folder").symlink_to(outside)
+        return nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", swap_after_scan)
+    assert disk.measure_folder(inside) < 1_000_000
+    assert sum(path.stat().st_size for path in (inside / "folder" / "deep").iterdir()) == 8_000_000  # the control

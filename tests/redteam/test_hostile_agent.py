@@ -13,13 +13,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import msgspec
 import pytest
 
 from tests.kit import say
@@ -37,6 +38,7 @@ from turngate.sandboxes.base import Backend, SandboxSpec
 from turngate.sandboxes.e2b import E2BBackend
 from turngate.sandboxes.huggingface import HuggingFaceBackend
 from turngate.store.outcomes import RecordedOutcome
+from turngate.trace.host_tools import HostTool
 
 pytestmark = [pytest.mark.process, pytest.mark.promise(7)]
 
@@ -56,6 +58,23 @@ SECRETS = {
     name: f"{name}-{os.urandom(8).hex()}"
     for name in ("words", "grade", "answer", "host", "spec", "variable", "argument", "file")
 }
+DEVICES = [
+    "mem",
+    "kmem",
+    "port",
+    "kmsg",
+    "loop*",
+    "sd*",
+    "vd*",
+    "xvd*",
+    "nvme*",
+    "dm-*",
+    "fuse",
+    "kvm",
+    "net/tun",
+    "vhost-*",
+]
+DEVICE_NODES = [("mem", "c", 1, 1), ("kmsg", "c", 1, 11), ("loop-control", "c", 10, 237), ("loop0", "b", 7, 0)]
 TOOL = {"name": "answer", "description": "Hand in the answer.", "schema": {"type": "object"}}
 
 
@@ -77,12 +96,18 @@ def test_probe_gets_nothing(sandbox: str, probe: str) -> None:
     assert run_intruder(sandbox)[probe] == ""
 
 
-@pytest.mark.parametrize("probe", [probe.name for probe in PROBES])
-def test_probe_succeeds_without_wall(probe: str) -> None:
-    assert run_intruder(CONTROL)[probe] != ""
+def without_wall(probes: Iterable[Probe]) -> list[Any]:
+    """Return probes for `parametrize`, each with its marks."""
+    marks = {True: [pytest.mark.needs("root")], False: []}
+    return [pytest.param(probe, marks=marks[probe.needs_root], id=probe.name) for probe in probes]
 
 
-@pytest.mark.parametrize("probe", [probe for probe in PROBES if probe.open_in_local], ids=lambda probe: probe.name)
+@pytest.mark.parametrize("probe", without_wall(PROBES))
+def test_probe_succeeds_without_wall(probe: Probe) -> None:
+    assert run_intruder(CONTROL)[probe.name] != ""
+
+
+@pytest.mark.parametrize("probe", without_wall(probe for probe in PROBES if probe.open_in_local))
 def test_local_is_open_as_documented(probe: Probe) -> None:
     assert run_intruder("local")[probe.name] != ""
     assert f"- {probe.open_in_local}\n" in (DOCS / "sandboxes.md").read_text()
@@ -115,13 +140,16 @@ async def _run_intruder(sandbox: str) -> dict[str, str]:
         given = {name: value for name, value in known.items() if name not in WITHHELD}
         given |= {"probes": [probe.name for probe in PROBES], "control": control if sandbox == CONTROL else {}}
         results = await run_probes(harness, backend, given)
-        return {**results, "make_gateway_fetch": " ".join(fetched)}
+        by_tool = [line for line in fetched if "/by-tool" in line]
+        others = [line for line in fetched if line not in by_tool]
+        return {**results, "make_gateway_fetch": " ".join(others), "make_host_tool_fetch": " ".join(by_tool)}
 
 
 async def run_probes(harness: Harness, backend: Backend, given: dict[str, Any]) -> dict[str, str]:
     """Run all probes in one rollout."""
     with tempfile.TemporaryDirectory() as folder:
         task = script_task(Path(folder), {"test.sh": f"echo {SECRETS['answer']}"})
+        task = msgspec.structs.replace(task, tools=build_tools(f"http://{given['listener']}/by-tool"))
         known = json.dumps({**given, "hidden_tests": f"{folder}/tests"})
         write_files(Path(folder, "files"), {"intruder.py": Path(intruder.__file__).read_text(), "given.json": known})
         outcome = await harness.run(
@@ -135,6 +163,15 @@ async def run_probes(harness: Harness, backend: Backend, given: dict[str, Any]) 
     assert outcome.status == "finished", (outcome, outcome.collected.stderr)
     found: dict[str, str] = json.loads((harness.folder / outcome.session / "stdout").read_bytes())
     return found
+
+
+def build_tools(url: str) -> tuple[HostTool, ...]:
+    """Tools of the attacked task. The schema of the second one refers to a URL, as that of a careless or hostile author may."""
+    schemas = {"look_up": {}, "refer": {"$ref": url}}
+    return tuple(
+        HostTool(name, "Look it up.", {"type": "object", "properties": {"text": schema}})
+        for name, schema in schemas.items()
+    )
 
 
 @asynccontextmanager
@@ -195,6 +232,9 @@ async def prepare_host(
         "spec_variable": SECRETS["spec"],
         "program_name": "intruder.py",
         "listener": listener,
+        "tools": [tool.name for tool in build_tools("")],
+        "devices": [f"/dev/{pattern}" for pattern in DEVICES],
+        "device_nodes": DEVICE_NODES,
         "public_paths": ["/", "/health", "/metrics", "/openapi.json", "/docs", "/page", "/page/", f"/s/{OTHER}"],
         "admin_paths": ["/admin/sessions"],
         "secrets": {"a session": OTHER, "a grade": SECRETS["grade"], "the admin key": gateway.app.admin_key},

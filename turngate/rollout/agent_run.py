@@ -89,11 +89,11 @@ async def run_agent(
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
     """Record that the agent was killed because it used too much disk space. Raise the error if the machine's disk was full."""
-    if sandbox.exceeded is None:
+    if sandbox.disk_error is None:
         return
-    if not isinstance(sandbox.exceeded, SandboxTooLarge):
-        raise sandbox.exceeded
-    note(sandbox.exceeded.message)
+    if not isinstance(sandbox.disk_error, SandboxTooLarge):
+        raise sandbox.disk_error
+    note(sandbox.disk_error.message)
     ending.limit = ending.stop = DISK_LIMIT
     ending.exit_code = None
 

@@ -23,6 +23,7 @@ Network = Literal["none", "open"]
 NO_SETTINGS: Mapping[str, Json] = {}  # of a backend that works the same way on every machine
 
 DEFAULT_PIDS = 4096  # process limit of a spec that has none, where it can be enforced
+DEFAULT_OPEN_FILES = 4096  # the kernel's own default; files of all users together may be limited, too
 
 # Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
@@ -43,6 +44,7 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
     pids: Annotated[int, msgspec.Meta(ge=1)] | None = None
     disk_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
+    open_files: Annotated[int, msgspec.Meta(ge=64)] | None = None  # files and sockets of each process
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +109,7 @@ class Sandbox(Protocol):
         """The folder that host and sandbox share for unix sockets: its paths on the host and inside. None for remote sandboxes."""
 
     @property
-    def exceeded(self) -> SandboxError | None:
+    def disk_error(self) -> SandboxError | None:
         """Why the sandbox's commands were killed: `SandboxTooLarge` if it used too much disk space, another error if the machine's
         disk was nearly full. None if they were not."""
 

@@ -13,8 +13,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -116,26 +116,41 @@ class DiskWatch:
 def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
     """Return the bytes that a folder's files take on disk, and files that only these processes still have open.
 
-    Raise `SandboxTooLarge` if folders are nested so deeply that they cannot be measured.
+    The agent may be changing the folder: one that becomes a link meanwhile is not followed. Raise `SandboxTooLarge` if folders are nested
+    so deeply that they cannot be measured.
     """
     seen: set[tuple[int, int]] = set()  # files with several names, or open in several processes
     used = 0
-    waiting = [os.fspath(folder)]
+    top = os.path.realpath(folder)
+    waiting = [top]
     while waiting:
+        place = waiting.pop()
         try:
-            with os.scandir(waiting.pop()) as entries:
+            with _open_inside(place, top) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     with suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
                         used += _count(status, seen)
                         if stat.S_ISDIR(status.st_mode):
-                            waiting.append(entry.path)
+                            waiting.append(f"{place}/{entry.name}")
         except OSError as error:  # it has been removed, or its permissions were
             if error.errno == errno.ENAMETOOLONG:
                 raise SandboxTooLarge("the sandbox's folders are nested too deeply") from None
     for process in processes:
         used += _count_deleted_files(process, seen)
     return used
+
+
+@contextmanager
+def _open_inside(place: str, top: str) -> Iterator[int]:
+    """Open a folder at or below `top`. Raise OSError if it, or a folder on the way to it, has become a link to another place."""
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"{top}/"):  # noqa: PTH115
+            raise NotADirectoryError(errno.ENOTDIR, "it has become a link", place)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def measure_deleted_files(process: int) -> int:

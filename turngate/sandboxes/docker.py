@@ -30,7 +30,7 @@ from typing import Any
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import disk, folders, owner
-from turngate.sandboxes.base import DEFAULT_PIDS, STANDALONE_ENV, ExecResult, SandboxSpec
+from turngate.sandboxes.base import DEFAULT_OPEN_FILES, DEFAULT_PIDS, STANDALONE_ENV, ExecResult, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox
 from turngate.types import Json
 
@@ -124,7 +124,7 @@ class DockerSandbox(PosixSandbox):
         self._started_at = 0.0
         self._killed = False  # we killed the container, because its processes could not be killed otherwise
         self._watch: disk.DiskWatch | None = None
-        self.exceeded: SandboxError | None = None
+        self.disk_error: SandboxError | None = None
 
     @property
     def id(self) -> str:
@@ -169,7 +169,7 @@ class DockerSandbox(PosixSandbox):
 
     async def _kill_commands(self, error: SandboxError) -> None:
         """Kill everything but the relay, because the sandbox used too much disk space."""
-        self.exceeded = error
+        self.disk_error = error
         for job in [job for job in self._jobs if not job.standalone]:
             await job.kill(grace_s=0)
 
@@ -400,6 +400,8 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
         str(limits.pids or DEFAULT_PIDS),
         "--oom-score-adj",
         str(OOM_SCORE),
+        "--ulimit",
+        f"nofile={limits.open_files or DEFAULT_OPEN_FILES}",
     ]
     if spec.network == "none":
         options += ["--network", "none"]

@@ -134,7 +134,7 @@ class ShellSandbox:
     """A sandbox that uses a service's connection."""
 
     shared = None
-    exceeded = None  # the service limits the disk
+    disk_error = None  # the service limits the disk
 
     def __init__(self, connection: SandboxConnection, root: str, spec: SandboxSpec, ends: float) -> None:
         self._connection = connection

@@ -20,7 +20,7 @@ from typing import Any
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxStuck
 from turngate.sandboxes import cgroups, disk, folders, supervisor, warm_start
-from turngate.sandboxes.base import DEFAULT_PIDS, STANDALONE_ENV, Job, Resources, SandboxSpec
+from turngate.sandboxes.base import DEFAULT_OPEN_FILES, DEFAULT_PIDS, STANDALONE_ENV, Job, Resources, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox, open_devnull, redirect
 from turngate.sandboxes.warm_start import ForkedProcess, ForkFailed, ForkServer, WarmStart
 
@@ -78,7 +78,7 @@ class SupervisedSandbox(PosixSandbox):
         self._warm: WarmStart | None = None
         self._jobs: set[SupervisedJob] = set()  # that the disk limit kills
         self._watch: disk.DiskWatch | None = None
-        self.exceeded: SandboxError | None = None
+        self.disk_error: SandboxError | None = None
         self._forked: list[
             tuple[Control, ForkedProcess]
         ] = []  # more supervisors, of programs forked from a fork server
@@ -146,7 +146,7 @@ class SupervisedSandbox(PosixSandbox):
 
     async def _kill_commands(self, error: SandboxError) -> None:
         """Kill everything but the relay, because the sandbox used too much disk space."""
-        self.exceeded = error
+        self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)
 
@@ -225,7 +225,8 @@ class SupervisedSandbox(PosixSandbox):
         self, control: Control, order: Mapping[str, Any], streams: Sequence[int], warm: WarmStart | None = None
     ) -> SupervisedJob:
         name = secrets.token_hex(8)
-        order = {**order, "file_bytes": self._disk_bytes}
+        open_files = self._spec.resources.open_files or DEFAULT_OPEN_FILES
+        order = {**order, "file_bytes": self._disk_bytes, "open_files": open_files}
         read_end, write_end = os.pipe()
         try:
             with tempfile.TemporaryFile() as file:  # an environment may be larger than one message

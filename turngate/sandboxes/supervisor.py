@@ -243,8 +243,9 @@ def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    if "file_bytes" in order:
-        _limit_file_size(order["file_bytes"])
+    for what, name in ((resource.RLIMIT_FSIZE, "file_bytes"), (resource.RLIMIT_NOFILE, "open_files")):
+        if name in order:
+            _lower_limit(what, order[name])
     for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own 0, 1 and 2 are open
         os.dup2(fd, target)
     where = order["cwd"]
@@ -254,10 +255,10 @@ def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session
         _exit_with_error(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
 
 
-def _limit_file_size(size: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    size = size if hard == resource.RLIM_INFINITY else min(size, hard)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def _lower_limit(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
 
 
 def _exit_with_error(why: str, code: int) -> None:

@@ -44,7 +44,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     image: str = ""  # for tasks without an image
     images: tuple[str, ...] = ("xingyaoww/*", "swebench/*", "swerebench/*")  # the images that a SWE row may name
     network: Network = "none"  # network access of sandboxes; with none, only the model is reachable
-    resources: Resources = Resources()  # limits per sandbox: cpus, memory_mb, pids, disk_mb
+    resources: Resources = Resources()  # limits per sandbox: cpus, memory_mb, pids, disk_mb, open_files
     public_url: str = ""  # remote sandboxes: a public URL of the gateway
     tunnel: str = ""  # remote sandboxes: a command that opens a tunnel and prints its URL
     agent: str = ""  # the default agent; defaults to the first of `agents`, or mini-swe-agent

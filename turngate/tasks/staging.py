@@ -35,6 +35,7 @@ def build_sandbox_spec(
             memory_mb=resources.memory_mb or task.memory_mb,
             pids=resources.pids,
             disk_mb=resources.disk_mb,
+            open_files=resources.open_files,
         ),
         labels={"task": task.id},
     )
