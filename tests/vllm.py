@@ -22,8 +22,11 @@ from tests.speed import scaled
 from tools import parts
 
 CONTEXT = 8192
+TINY_RUNS = 4  # sequences of the tiny model at once, so that a few calls saturate it
 # Serving adapters slows every token down: the tiny model does it.
-OPTIONS = {"tiny-qwen3": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]}
+OPTIONS = {
+    "tiny-qwen3": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-num-seqs", str(TINY_RUNS)]
+}
 REPORTS = ["--enable-prompt-tokens-details"]  # how many tokens of a prompt were cached
 START_S = 120
 

@@ -144,7 +144,7 @@ class Script:
                 files[name] = self._fill_in(step.text)
                 continue
             if programs:  # consecutive blocks are one program
-                lines.append(f"python -m tests.docs.run_block names.py {' '.join(programs)}")
+                lines.append(f"run_block names.py {' '.join(programs)}")
                 programs = []
             if step is not None:
                 command = self._fill_in(step.text)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,11 +60,27 @@ def pages() -> Iterator[Any]:
             yield pytest.param(page, marks=marks, id=page)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Path]:
+    """The socket of a process that forks the programs of the pages."""
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        socket = Path(folder) / "socket"
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": folder, "LANG": "C.UTF-8"}
+        process = subprocess.Popen([sys.executable, "-m", "tests.docs.warm_programs", str(socket)], cwd=folder, env=env)
+        end = time.monotonic() + scaled(30)
+        while not socket.exists():
+            assert process.poll() is None and time.monotonic() < end, "the server did not start"
+            time.sleep(0.05)
+        yield socket
+        process.terminate()
+        process.wait()
+
+
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder(server: Path) -> Iterator[Path]:
     """A short path, because sandboxes put unix sockets below it."""
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
-    prepare(folder)
+    prepare(folder, server)
     yield folder
     shutil.rmtree(folder)
 

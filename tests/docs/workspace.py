@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.docs import warm_programs
 from tests.docs.blocks import ROOT
 from turngate.agents.install import cache_folder
 
@@ -65,8 +66,8 @@ def _only_first_task(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name != "fix-add"] if Path(folder).name == "tasks" else []
 
 
-def prepare(folder: Path) -> None:
-    """Write the files of the workspace."""
+def prepare(folder: Path, server: Path) -> None:
+    """Write the files of the workspace. `server` is the socket of `warm_programs.py`."""
     (folder / "tmp").mkdir()
     (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n", encoding="utf-8")
     (folder / "pip.py").write_text(PIP, encoding="utf-8")
@@ -76,8 +77,13 @@ def prepare(folder: Path) -> None:
     programs.mkdir()
     for name in ("python", "python3"):
         write_program(programs / name, sys.executable)
-    write_program(programs / "turngate", f"{sys.executable} -m turngate")
-    write_program(programs / "vllm", f"{sys.executable} -m tests.docs.engine")
+    warm = f"{sys.executable} -I -S {Path(warm_programs.__file__)} {server}"
+    for name, module in (
+        ("turngate", "turngate"),
+        ("vllm", "tests.docs.engine"),
+        ("run_block", "tests.docs.run_block"),
+    ):
+        write_program(programs / name, f"{warm} {module}")
     write_program(programs / "mine", f"{sys.executable} {folder / 'mine.py'}")
     write_program(programs / "pip", f"{sys.executable} {folder / 'pip.py'}")
     for path in cache_folder().glob("agents/claude-code-*/node_modules/.bin/claude"):
