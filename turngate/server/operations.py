@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.requests import Request
@@ -100,9 +101,20 @@ class ApiRoute(Route):
         self.operation = operation
 
 
+_hints: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
+
+
+def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function. Evaluating them is slow, and each project of a gateway has routes of its own."""
+    hints = _hints.get(function)
+    if hints is None:
+        hints = _hints[function] = get_type_hints(function)
+    return hints
+
+
 def describe_operation(path: str, method: str, endpoint: Callable[..., Any], access: Access, **more: Any) -> Operation:
     """Return the operation of an endpoint, from its signature and docstring. `more` are further fields."""
-    hints = get_type_hints(endpoint)
+    hints = _read_hints(getattr(endpoint, "__func__", endpoint))
     reply = hints.get("return")
     kind = get_origin(reply) or reply
     more = {"reply_media": getattr(kind, "media_type", None) or JSON, **more}
