@@ -25,6 +25,9 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+PIP = $(BIN)/python -m pip install --quiet --no-compile
+DEV := --editable '.[dev]'
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 
 .PHONY: help setup demo demo-cluster test test-real test-all check format docs dist sbom bench soak chaos fuzz gauntlet clean
 
@@ -34,21 +37,24 @@ help:
 setup: $(READY)
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(CHECK_PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing turngate into .venv …"
-	@$(BIN)/python -m pip install --quiet --no-compile --editable .
+	@$(PIP) --editable .
 	@touch $@
 
-$(READY): $(INSTALLED)
-	@echo "Installing the development tools and torch into .venv …"
-	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
+# One call of pip for everything is faster than several.
+$(READY): pyproject.toml
+	@$(CHECK_PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing turngate, the development tools and torch into .venv …"
+	@if $(BIN)/python -c 'import torch, safetensors' 2> /dev/null; then $(PIP) $(DEV); \
+	elif ! $(PIP) $(DEV) '$(TORCH)' safetensors > .venv/torch.log 2>&1; then \
+		$(PIP) $(DEV) && $(PIP) --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \
+		|| { echo "torch could not be installed: no local engine (.venv/torch.log says why)"; test "$$CI" != true; }; \
+	fi
 	@$(BIN)/python -c 'import turngate, openai, anthropic, google.genai, e2b, renderers, pytest'
-	@$(BIN)/python -c 'import torch, safetensors' 2> /dev/null \
-		|| $(BIN)/python -m pip install --quiet --no-compile '$(TORCH)' safetensors > .venv/torch.log 2>&1 \
-		|| $(BIN)/python -m pip install --quiet --no-compile --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \
-		|| { echo "torch could not be installed: no local engine (.venv/torch.log says why)"; test "$$CI" != true; }
-	@touch $@
+	@touch $(INSTALLED) $@
 
 # A bare machine shows a first result with a scripted model before torch and the model are installed.
 demo: $(INSTALLED)
