@@ -79,6 +79,7 @@ async def run_control(plant: Callable[[Tampering], None] | None) -> Breaches:
             shown = await gateway.show(log.session)
             samples = await gateway.samples(log.session, keep_empty=True)
             recorded = RecordedRollout(await gateway.trace(log.session), samples, shown["outcome"])
+            (Path(name) / "turngate.db").unlink()  # else tests/verify/everywhere.py finds the damage, too
     return check_rollouts([log], {log.session: recorded}, generations)
 
 

@@ -27,7 +27,7 @@ from tests.speed import scaled
 from tests.tasks.grading.kit import write_files
 from turngate.errors import SandboxError, SandboxTooLarge
 from turngate.rollout import collect
-from turngate.sandboxes import cgroups, disk, door, supervisor
+from turngate.sandboxes import cgroups, disk, docker, door, supervisor
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.disk import FreeSpace
 
@@ -96,6 +96,8 @@ EXHAUSTION = {
 @pytest.fixture
 def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "CHECK_S", 0.05)
+    # A slow Docker must not make Turngate kill the container instead of the command.
+    monkeypatch.setattr(docker, "KILL_TIMEOUT_S", scaled(15))
 
 
 async def take(

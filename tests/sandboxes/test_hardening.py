@@ -23,7 +23,7 @@ from tests.speed import scaled
 from turngate.agents import install
 from turngate.errors import AgentError, SandboxError
 from turngate.sandboxes import archive, door, owner, relay, seccomp, tunnel
-from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
 
@@ -208,6 +208,32 @@ async def test_deep_folder_is_partly_downloaded_and_removed(root: Path, name: st
 
 
 # ── docker ──
+
+
+FORK_BOMB = """
+import os, time
+while True:
+    try:
+        if os.fork() == 0:
+            time.sleep(600)
+    except OSError:
+        pass  # the limit is reached; try again at once
+"""
+
+
+@pytest.mark.needs("docker")
+@pytest.mark.full
+async def test_fork_bomb_is_killed_without_its_container(root: Path) -> None:
+    """`docker exec` cannot fork in a container that has reached its limit of processes."""
+    kit.need("docker")
+    sandbox = await DockerBackend(root).create(SandboxSpec(resources=Resources(pids=12)))
+    try:
+        job = await sandbox.start(["python3", "-c", FORK_BOMB, "bomb-4203"])
+        await kit.wait_until(lambda: len(kit.processes("bomb-4203")) >= 10)
+        await job.kill()
+        assert (await sandbox.exec(["echo", "still usable"])).stdout == b"still usable\n"
+    finally:
+        await sandbox.stop()
 
 
 @pytest.mark.needs("docker")

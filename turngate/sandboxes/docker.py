@@ -22,8 +22,8 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a comma
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
 STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
+SPARE_PIDS = 64  # to kill processes in a container that has reached its limit
 MAX_ENV_LINE = (
     30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
 )
@@ -122,6 +123,7 @@ class DockerSandbox(PosixSandbox):
         self._stopped = False
         self.gone = False  # the container has ended, though `stop` was not called
         self._started_at = 0.0
+        self._pids = DEFAULT_PIDS  # limit of processes
         self._killed = False  # we killed the container, because its processes could not be killed otherwise
         self._watch: disk.DiskWatch | None = None
         self.disk_error: SandboxError | None = None
@@ -139,6 +141,7 @@ class DockerSandbox(PosixSandbox):
         folder = await run_docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
         self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
         self._started_at = time.time()
+        self._pids = spec.resources.pids or DEFAULT_PIDS
         limit = (spec.resources.disk_mb or disk.DEFAULT_DISK_MB) << 20
         await self._create_container([*_create_options(self, spec), image, str(math.ceil(spec.life_s))], limit)
         await run_docker("start", self.id)
@@ -219,6 +222,15 @@ class DockerSandbox(PosixSandbox):
         code, _, _ = await _run_docker("kill", self.id)
         self._killed = self._killed or not code  # on failure, it had already ended
 
+    @asynccontextmanager
+    async def allow_more_processes(self) -> AsyncIterator[None]:
+        """Raise the limit of processes for a moment: `docker exec` fails in a container that has reached it."""
+        await _run_docker("update", "--pids-limit", str(self._pids + SPARE_PIDS), self.id)
+        try:
+            yield
+        finally:
+            await _run_docker("update", "--pids-limit", str(self._pids), self.id)
+
     async def check_running(self) -> bool:
         """Return whether the container is running. Raise `SandboxError` if the daemon does not answer."""
         code, out, stderr = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
@@ -277,6 +289,9 @@ class DockerJob:
         arguments = ["all", *(job.name for job in others)] if last else ["marked"]
         while True:
             code, stderr = await self._kill_inside(grace_s, arguments)
+            if code:
+                async with self._sandbox.allow_more_processes():
+                    code, stderr = await self._kill_inside(grace_s, arguments)
             failed = f"cannot kill a process in the container: {stderr.strip()[-200:]}" if code else ""
             if failed and not await self._sandbox.check_running():
                 failed = ""
@@ -345,9 +360,9 @@ class DockerBackend:
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
         image = await self._resolve_image(spec)
-        folder = folders.create_folder(self.root, KIND, "shared")
+        self._storage = self._storage or await _find_storage(self.root or Path(tempfile.gettempdir()))
+        folder = folders.create_folder(self.root, KIND, "shared")  # from here on, a cancelled creation removes it
         _make_readable(folder / "shared")
-        self._storage = self._storage or await _find_storage(folder.parent)
         sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env}, self._storage)
         try:
             await run_to_completion(sandbox.start_container(image, spec))
