@@ -14,13 +14,14 @@ import pytest
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import RequestRejected
 from turngate.rollout import lost_attempts
+from turngate.rollout.classify import Classification
 from turngate.rollout.cluster import ray_cluster, ray_executor
 from turngate.rollout.cluster.messages import OrderEnded, OrderProgress, RunnerSettings
 from turngate.rollout.cluster.placement import CellLoad, Demand, RayNodeView
 from turngate.rollout.cluster.ray_cluster import PlacedCell, RayCluster
 from turngate.rollout.cluster.ray_executor import RayExecutor, adopt_outcome
 from turngate.rollout.cluster.ray_nodes import CallFailed
-from turngate.rollout.executor import AttemptResult, fail_attempt
+from turngate.rollout.executor import AttemptResult, build_result, fail_attempt
 from turngate.rollout.order import RolloutOrder, SandboxChoice, decode_order
 from turngate.rollout.outcome import Fault, Outcome, RolloutProgress
 from turngate.store.attempts import AttemptRow, AttemptState
@@ -103,6 +104,11 @@ class FakeStore:
         if self.outcome is None or self.looks <= self.arrives_after:
             raise RequestRejected("unknown session", 404)
         return shown(self.outcome, self.excluded)
+
+    async def attempts(self, rollout: str) -> list[AttemptRow]:
+        if self.outcome is None and not self.excluded:
+            raise RequestRejected("unknown rollout", 404)
+        return [AttemptRow(rollout, 1, "s1", "c1", "superseded" if self.excluded else "running", 1.0, None)]
 
     async def supersede(self, rollout: str, attempt: int, session: str) -> Any:
         if self.lease_checks > 0:
@@ -196,6 +202,18 @@ async def test_outcome_of_a_cell_that_was_taken_over_does_not_count() -> None:
     store = FakeStore(excluded="superseded")
     result, _ = await execute(FakeActor(OrderEnded("s1", graded())), store)
     assert result.is_lost and store.looks == 1, "the rollout runs again"
+
+
+@pytest.mark.parametrize(
+    ("store", "is_lost"),
+    [(FakeStore(excluded="superseded"), True), (FakeStore(), False), (FakeStore(outcome=None), False)],
+    ids=["its cell was taken over", "a person cancelled it", "the shared store does not know it"],
+)
+async def test_cancelled_rollout_runs_again_if_its_cell_was_taken_over(store: FakeStore, is_lost: bool) -> None:
+    cancelled = build_result(ORDER, Classification(status="cancelled", kind="cancelled"))
+    result, _ = await execute(FakeActor(OrderEnded("s1", cancelled)), store)
+    assert result.is_lost == is_lost
+    assert result.verdict.kind == ("infrastructure fault" if is_lost else "cancelled")
 
 
 async def test_outcome_that_never_arrives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,16 @@ class SharedAttempts:
             return ""
         return "excluded" if shown.excluded else "counts"
 
+    async def is_superseded(self, order: RolloutOrder) -> bool:
+        """Return whether an attempt was superseded, as all attempts of a cell are that was taken over."""
+        try:
+            attempts = await retry_while_unreachable(lambda: self._gateway.attempts(order.rollout), limit_s=_GATEWAY_S)
+        except RequestRejected as refused:
+            if refused.answered == _UNKNOWN:
+                return False
+            raise
+        return any(row.attempt == order.attempt and row.state == "superseded" for row in attempts)
+
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
         """Supersede an attempt as soon as the lease of its cell has ended. Adopt its outcome if it has one."""
         settled = await retry_while_unreachable(
@@ -192,6 +202,9 @@ class _RayAttempt:
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
         """Wait until the shared store has the outcome. A group must not be closed before that."""
         outcome = result.outcome
+        if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):
+            # No person cancelled it: a cell that was taken over ends its sessions as soon as it reaches the shared store again.
+            return lose_attempt(self._order, f"the cell on {cell.node.name} was taken over")
         if outcome.kind is None or outcome.kind == "infrastructure fault":
             return result  # nothing to ship
         deadline = time.monotonic() + _SHIP_S
