@@ -7,7 +7,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,12 +22,14 @@ from tests.exact.side_engine import EXPERTS, SCORES, Report, SideEngine, hash_pr
 from tests.exact.test_property import REPLIES, STEPS, TEXTS, follow, make_turn, step
 from turngate.client.feed import Row, _decode_delivery, _delivery
 from turngate.client.protocol import DeliveryPage, FeedConfig
+from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.side_data import SideColumn
 from turngate.trace.tree import Sampled, Trace, path_ids, path_to
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.trainers.export.side_data import decode_columns
+from turngate.types import SideArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import load_session_view
 from turngate.views.verdict import open_row_source
@@ -151,3 +153,31 @@ def test_every_value_is_at_its_own_token(examples: int) -> None:
             asyncio.run(play(Path(folder), steps, seed, evicts))
 
     run()
+
+
+class Invalid(SideEngine):
+    """An engine whose second call reports values for tokens that do not exist."""
+
+    def _add_side_data(self, request: Generate, call: int, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        reported = super()._add_side_data(request, call, chunks)
+        return _spoil(reported, len(request.prompt)) if call == 2 else reported
+
+
+async def _spoil(chunks: AsyncIterator[Chunk], prompt: int) -> AsyncIterator[Chunk]:
+    async for chunk in chunks:
+        array = SideArray(EXPERTS, -prompt - 1, np.zeros((1, 2, 3), np.uint8))
+        yield msgspec.structs.replace(chunk, side=(array,))
+
+
+async def test_call_with_invalid_side_data_fails_and_is_recorded(tmp_path: Path) -> None:
+    async with World.of(tmp_path, kit.renderer(), engine=Invalid) as world:
+        agent = world.agent()
+        agent.messages = [kit.user("Begin.")]
+        follow(agent, await agent.call(kit.say("One.")), "Go on.")
+        failed = await agent.call(kit.say("Two."))
+        assert failed.status == 502 and failed.error is not None
+        assert "invalid side data: routed_experts has values for" in failed.error["message"]
+        assert (await agent.call(kit.say("Three."))).status == 200
+        turns = list(agent.session.trace.turns())
+        assert [bool(turn.info.fault) for turn in turns] == [False, True, False]
+        assert not turns[1].info.side

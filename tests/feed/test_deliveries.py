@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.feed.kit import TrainingGateway, training
 from tests.speed import scaled
-from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery
-from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
+from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery, _delivery
+from turngate.client.protocol import FeedConfig, WireColumn, WireDelivery, WireRollout, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import RowSpan
 
@@ -224,6 +225,20 @@ def wire(**change: Any) -> WireDelivery:
     return WireDelivery(number=1, group="g", task="t", version=0, rollouts=(made,))
 
 
+def column(**change: Any) -> WireColumn:
+    """Side data of two tokens of a row."""
+    fields = {"name": "experts", "dtype": "uint8", "shape": (2,), "spans": ((1, 3),), "data": memoryview(b"abcd")}
+    return WireColumn(**{**fields, **change})
+
+
+def test_side_data_is_decoded_without_a_copy() -> None:
+    raw = msgspec.msgpack.encode(wire(side=(column(),)))
+    [row] = _decode_delivery(_delivery.decode(raw)).rows()
+    found = row.side["experts"]
+    assert found.spans == ((1, 3),) and found.values.tolist() == [[97, 98], [99, 100]]
+    assert np.shares_memory(found.values, np.frombuffer(raw, np.uint8))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -234,6 +249,11 @@ def wire(**change: Any) -> WireDelivery:
         ({"spans": ()}, "log-probabilities, which does not match the length of its spans"),
         ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn spans tokens 2 to 4, but the row has 3 tokens"),
         ({"advantage": None}, "no advantage"),
+        ({"side": (column(dtype="float64"),)}, "experts has the unknown type 'float64'"),
+        ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but the row has 4"),
+        ({"side": (column(spans=((2, 3), (0, 1))),)}, "experts has values for tokens"),
+        ({"side": (column(spans=((1, 2),)),)}, "experts has 4 bytes, which does not match 1 values"),
+        ({"side": (column(shape=(3,)),)}, "experts has 4 bytes, which does not match 2 values"),
     ],
 )
 def test_damaged_row_is_rejected(change: Any, why: str) -> None:
