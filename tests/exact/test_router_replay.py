@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tests import kit
 from tests.engines.standins import DONE, StandIn, answer_stream, event, generated, serving
-from tests.exact.agent import Agent, Reply, World
+from tests.exact.agent import Agent, Reply, World, asgi
 from tests.exact.side_engine import hash_prefixes
 from tests.exact.test_side_data import read_feed
 from turngate.config import ServeConfig
@@ -101,6 +101,10 @@ async def test_experts_of_every_token_are_recorded_once(tmp_path: Path) -> None:
             outcome = RecordedOutcome(kind="graded", reward=1.0, group="g", task="t")
             gateway.outcomes.record(agent.session_id, outcome)
             rows = await read_feed(world)
+            key = [(b"authorization", f"Bearer {gateway.admin_key}".encode())]
+            path = f"/v1/rollouts/{agent.session_id}/trajectory"
+            status, trajectory = await asgi(gateway, "GET", path, b"", key)
+            assert status == 200
         finally:
             await gateway.stop()
     prompts = [len(body["token_ids"]) for body in engine.requests]
@@ -112,11 +116,23 @@ async def test_experts_of_every_token_are_recorded_once(tmp_path: Path) -> None:
         column = row.side["routed_experts"]
         assert column.spans == ((0, len(row.ids) - 1),)
         assert np.array_equal(to_verl(column, len(row.ids)), route(row.ids.tolist())[:-1])
+    check_trajectory(json.loads(trajectory)["trajectory"])
     check_exports(tmp_path)
     with SessionReader(tmp_path) as reader, open_row_source(tmp_path) as source:
         options = VerifyOptions(rows=source, renderers=Renderers(given=kit.renderer()))
         verdict = verify(reader, agent.session_id, options)
     assert verdict.ok, verdict.wrong
+
+
+def check_trajectory(steps: list[Any]) -> None:
+    """Each step of the prime-rl API has the experts from the last token of the step before it on."""
+    assert len(steps) == 4  # without the aborted one
+    for step in steps:
+        tokens = step["tokens"]
+        payload, ids = tokens["routed_experts"], tokens["prompt_ids"] + tokens["completion_ids"]
+        found = np.frombuffer(base64.b64decode(payload["data"]), payload["dtype"]).reshape(payload["shape"])
+        assert found.tolist() == route(ids)[payload["start"] : -1].tolist()
+    assert [step["tokens"]["routed_experts"]["start"] > 0 for step in steps] == [False, True, True, True]
 
 
 def check_exports(folder: Path) -> None:

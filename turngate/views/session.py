@@ -6,7 +6,7 @@ thread reads a consistent snapshot, even while turns are being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +31,7 @@ class SessionView(msgspec.Struct, frozen=True):
     session: Session
     texts: Mapping[int, bytes]  # by node, as JSON: a list of messages for a context, one message for a turn
     preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
+    side: Mapping[int, Sequence[SideArray]] = {}  # by node, if requested
 
     def encode_trace(self) -> bytes:
         """Encode the whole tree in the format of `GET /admin/sessions/{id}/trace`.
@@ -82,15 +83,15 @@ class SessionViews:
     def close(self) -> None:
         self._reader.close()
 
-    async def build(self, session_id: str, make: Callable[[SessionView], T]) -> T:
-        """Load a session in the thread and return the result of `make`.
+    async def build(self, session_id: str, make: Callable[[SessionView], T], side: Collection[str] = ()) -> T:
+        """Load a session in the thread, with the side data of these names, and return the result of `make`.
 
         `make` should work in small steps, because a long call into C blocks all threads.
         """
 
         def query(store: Store) -> T:
             with store.snapshot():
-                view = load_session_view(store, session_id)
+                view = load_session_view(store, session_id, side)
             return make(view)
 
         return await self._reader.run(query)
@@ -100,7 +101,7 @@ class SessionViews:
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 
-def load_session_view(store: Store, session_id: str) -> SessionView:
+def load_session_view(store: Store, session_id: str, side: Collection[str] = ()) -> SessionView:
     row = store.find(session_id)
     if row is None:
         raise NotFound(f"unknown session {redact_known(session_id)!r}")
@@ -109,7 +110,7 @@ def load_session_view(store: Store, session_id: str) -> SessionView:
     preambles = store.preambles(row.key)
     if not all(_is_json(part) for preamble in preambles.values() for part in preamble):
         raise StoreError(f"session {session_id}: its tools are damaged on disk; the trace cannot be used")
-    return SessionView(session, store.messages(row.key), preambles)
+    return SessionView(session, store.messages(row.key), preambles, store.side_data.load(session, side))
 
 
 def _is_json(stored: object) -> bool:

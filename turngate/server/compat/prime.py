@@ -8,7 +8,8 @@ are streamed as they are sampled, idle rollouts expire, and the agent receives n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from turngate.common.validation import explain_error
 from turngate.dialects import Chat, decode_stored_messages
 from turngate.dialects.chat import message_to_wire
+from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
@@ -32,7 +34,7 @@ from turngate.trace.roles import OWN_ROLES, assign_roles
 from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Node, Sampled, path_ids, path_to
-from turngate.types import Json, Limits, Message, Sampling
+from turngate.types import Json, Limits, Message, Sampling, SideArray
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 
 PREFIX = "/v1/rollouts/"
@@ -119,7 +121,8 @@ class PrimeRoutes:
 
     async def trajectory(self, request: Request) -> Response:
         """Return the turns of a rollout with their tokens."""
-        return raw_json_response(await self._session_views.build(request.path_params["id"], _encode_trajectory))
+        build, rollout = self._session_views.build, request.path_params["id"]
+        return raw_json_response(await build(rollout, _encode_trajectory, (ROUTED_EXPERTS,)))
 
     async def cancel(self, request: Request) -> JsonReply[PrimeRolloutState]:
         """Abort a rollout."""
@@ -163,7 +166,7 @@ def _encode_trajectory(view: SessionView) -> bytes:
             "completion": conversation[len(prompt) :],
             "is_truncated": session.truncated,
             **({"refused": session.trace.refused} if session.trace.refused is not None else {}),
-            "trajectory": [encode_piece(_step_json(turn, reasons[turn.id], messages, session)) for turn in turns],
+            "trajectory": [encode_piece(_step_json(turn, reasons[turn.id], messages, view)) for turn in turns],
         }
     )
 
@@ -190,10 +193,23 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     return value
 
 
+def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
+    """Encode the routed experts that a turn recorded, from token `start` of its prompt on, in the form of verifiers' payload."""
+    if len(arrays) != 1:
+        return None  # none, or those of separate parts of the prompt, which the payload cannot express
+    [array] = arrays
+    return {
+        "data": base64.b64encode(array.values.tobytes()).decode(),
+        "shape": list(array.values.shape),
+        "start": turn.parent.length + array.first,
+        "dtype": array.values.dtype.name,
+    }
+
+
 def _step_json(
-    turn: Sampled, untrained: str, messages: Mapping[int, list[msgspec.Raw]], session: Session
+    turn: Sampled, untrained: str, messages: Mapping[int, list[msgspec.Raw]], view: SessionView
 ) -> dict[str, Json]:
-    prompt = path_ids(turn.parent)
+    session, prompt = view.session, path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
     logprobs: Json = [] if turn.logprobs is None else turn.logprobs
@@ -205,7 +221,7 @@ def _step_json(
         "completion_logprobs": logprobs,
         "overlong_prompt": limit is not None and len(prompt) > limit,
         "is_truncated": truncated,
-        "routed_experts": None,
+        "routed_experts": _encode_experts(turn, view.side.get(turn.id, ())),
     }
     return {
         "prompt": [message for node in path_to(turn)[:-1] for message in messages[node.id]],
