@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import kit
-from tests.exact.agent import Agent, World
+from tests.exact.agent import Agent, World, reformat
 from tests.exact.side_engine import EXPERTS, SCORES, Report, SideEngine, hash_prefixes, make_experts
 from tests.exact.test_property import REPLIES, STEPS, TEXTS, follow, make_turn, step
 from turngate.client.feed import Row, _decode_delivery, _delivery
@@ -84,20 +84,19 @@ async def play(folder: Path, steps: list[tuple[str, str, str]], seed: int, evict
         agent = world.agent(metadata={"group": "g"})
         agent.messages = [{"role": "system", "content": "You work."}, {"role": "user", "content": "Begin."}]
         follow(agent, await agent.call(make_turn(renderer, "text", "ok", rng)), "next")
-        previous = ""
         for kind, reply_kind, text in steps:
             if evicts:
                 assert await world.gateway.evictor.sweep(time.time() + 1e6) == 1
             turn = make_turn(renderer, reply_kind, text, rng)
             if kind == "aborted":
                 await abort(agent, turn, rng)
-            elif kind.startswith("go on") and previous == "aborted":  # the same history again, which is a retry
-                follow(agent, await agent.call(turn), text)
+            elif kind.startswith("go on"):  # after "aborted" or "back", it may be a retry
+                messages = reformat(agent.messages, rng) if "respelled" in kind else None
+                follow(agent, await agent.call(turn, stream="streamed" in kind, messages=messages), text)
             elif kind == "cut":
                 follow(agent, await agent.call(turn, stream=True, stop=[text[:1]]), text)
             else:
                 await step(agent, kind, turn, text, rng, len(agent.session.trace.nodes))
-            previous = kind
         session = agent.session_id
         reports = world.engine.reports
         assert isinstance(world.engine, SideEngine)
