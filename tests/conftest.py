@@ -21,6 +21,10 @@ _vllm = pytest.StashKey[Servers]()
 gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth of the time of the fast tests
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    kit.sweep_memory_folders()
+
+
 @pytest.fixture(autouse=True)
 def _forget_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs redact the secrets of this test only."""

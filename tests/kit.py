@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import tempfile
@@ -43,6 +44,7 @@ Json = Any
 T = TypeVar("T")
 REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python tools/parts.py tokenizers` makes them
 # New databases sync often, and a disk may be slow. tools/tier.py sets the variable and fails if the folder is not empty at the end.
+_FOLDER = "turngate-test-"  # the process id of its owner follows
 MEMORY_FOLDER = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 # Loading a tokenizer and certifying its template takes at least half a second; the result has no state.
@@ -334,6 +336,21 @@ class Running:
             return db.execute(query, values).fetchall()
 
 
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """Create a temporary folder, in memory if possible. If this process is killed, the next run of the tests removes it."""
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-", dir=MEMORY_FOLDER) as name:
+        yield Path(name)
+
+
+def sweep_memory_folders() -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in Path(MEMORY_FOLDER or tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @asynccontextmanager
 async def gateway(
     script: Script | Sequence[ScriptedTurn] = (),
@@ -349,9 +366,7 @@ async def gateway(
     observe instead of running an engine.
     """
     async with AsyncExitStack() as stack:
-        folder = data or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY_FOLDER))
-        )
+        folder = data or stack.enter_context(memory_folder())
         settings = ServeConfig(data=str(folder), **config, **({"engine": observe} if observe else {})).check()
         app = Gateway(settings, engine=None if observe else engine or Scripted(script))
         await app.start()

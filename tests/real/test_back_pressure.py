@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.batch.kit import AGENT, plan
-from tests.kit import MEMORY_FOLDER, Running, gateway
+from tests.kit import Running, gateway, memory_folder
 from tests.vllm import TINY_RUNS, Servers
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import run_batch
@@ -48,12 +47,12 @@ async def test_saturated_engine_slows_batch_and_fails_no_call(vllm: Servers, tmp
     model = vllm.get("tiny-qwen3")
     settings: dict[str, Any] = {"engine_url": [model.url], "model": model.name, "tokenizer": str(model.folder)}
     watch = Watch()
-    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY_FOLDER) as root:
+    with memory_folder() as root:
         async with gateway(observe="vllm", engine_load_s=0.5, **settings) as g:
             names, bounds = [f"well-{n}" for n in range(ROLLOUTS)], Bounds(running=RUNNING, starting=4)
-            batch = plan(tmp_path, Path(root), names, n=1, model=model.name, bounds=bounds)
+            batch = plan(tmp_path, root, names, n=1, model=model.name, bounds=bounds)
             agent = AGENT.replace('"messages":', f'"max_tokens": {TOKENS}, "messages":', 1)
-            (Path(root) / "agent.py").write_text(agent)
+            (root / "agent.py").write_text(agent)
             watching = g.start(watch.run(g))
             async with GatewayClient(g.root, g.app.admin_key) as client, GatewayConnector(g.root) as connector:
                 result = await run_batch(batch, client, connector, watch.note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,5 +29,5 @@ def no_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY_FOLDER) as folder:
-        yield Path(folder)
+    with kit.memory_folder() as folder:
+        yield folder

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -65,9 +64,7 @@ async def crew(
     """Run one worker per engine."""
     engines = engines or [Scripted([say("Hello."), say("Again."), say("More.")]) for _ in range(2)]
     async with AsyncExitStack() as stack:
-        folder = data or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY_FOLDER))
-        )
+        folder = data or stack.enter_context(kit.memory_folder())
         stack.enter_context(lock_folder(folder))
         (folder / "admin-key").write_text("k" * 40)
         (folder / "admin-key").chmod(0o600)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +23,7 @@ import pytest
 import turngate
 from tests.cli.test_serve import slow_engine
 from tests.crash.storm import children, storm
-from tests.kit import MEMORY_FOLDER, gateway, until, user
+from tests.kit import gateway, memory_folder, until, user
 from tests.speed import scaled
 from turngate.common.sharding import slot_of
 from turngate.render import BUILTIN_TOKENIZER
@@ -156,8 +155,8 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def data() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY_FOLDER) as folder:
-        yield Path(folder) / "data"
+    with memory_folder() as folder:
+        yield folder / "data"
 
 
 def write_script(path: Path, texts: list[str]) -> Path:
