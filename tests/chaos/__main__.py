@@ -26,6 +26,7 @@ from tests.chaos.control import detect_plants
 from tests.chaos.faults import Fault, Place, list_faults
 from tests.chaos.report import print_row, write_table
 from tests.chaos.rollouts import ROLLOUT_FAULTS, run_rollout_faults
+from tests.chaos.rollouts import explain_missing as explain_missing_sandbox
 from tests.chaos.sites import Site, open_cell, open_on_disk, open_single, open_workers
 from tests.chaos.suite import FAST, VERIFY, Pace, Row, run_faults
 from tests.chaos.training import TRAINING_FAULTS, run_training_faults
@@ -87,8 +88,10 @@ async def run(catalog: Catalog, pace: Pace, seed: int) -> tuple[list[Row], list[
             rows += await run_faults(open_place(rng), faults, pace, rng, print_row)
     if catalog.training:
         rows += await run_training_faults(catalog.training, pace, seed, print_row)
-    if catalog.rollouts:
-        rows += await run_rollout_faults(catalog.rollouts, pace, seed, print_row)
+    missing = {name: reason for name in catalog.rollouts if (reason := explain_missing_sandbox(name))}
+    skipped += [f"{name}: {reason}" for name, reason in missing.items()]
+    if rollouts := [name for name in catalog.rollouts if name not in missing]:
+        rows += await run_rollout_faults(rollouts, pace, seed, print_row)
     return rows, skipped
 
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from gauntlet.clients import CLIENTS
 from gauntlet.clients.base import TOOLS, Client, Conversation, Event, Message, ReplyError
-from tests.chaos.engine import MODEL, read_serials, write_answer, write_thought
+from tests.chaos.engine import MODEL, TOOL, read_serials, write_answer, write_thought
 from tests.crash.storm import ADMIN
 
 TURNS = 3  # per rollout
@@ -204,7 +204,8 @@ def is_intact(message: Message) -> bool:
     answer, thought = write_answer(serials[0]), write_thought(serials[0])
     items = message.opaque.get("reasoning")  # of Responses, which has the text twice: as content and as summary
     thoughts = (thought * 2, thought, "(encrypted)", "") if isinstance(items, dict) else (thought, "")
-    return message.text.strip() in (answer, "") and message.reasoning.strip() in thoughts
+    names = {call.name for call in message.calls}
+    return message.text.strip() in (answer, "") and message.reasoning.strip() in thoughts and names <= {TOOL}
 
 
 def read_answer(message: Message) -> list[int]:

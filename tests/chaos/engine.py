@@ -24,6 +24,7 @@ from tests.kit import say
 from turngate.engines.scripted import derive_logprobs
 
 MODEL = "policy"
+TOOL = "read_file"  # that it calls
 _WORDS = ("look", "at", "the", "file", "then", "run", "each", "test", "again", "until", "it", "passes", "and", "stop")
 _ANSWER = re.compile(r"<(\d+)((?: [a-z]+)+) ([0-9a-f]{8})>")
 _STEP = 6  # tokens per event
@@ -68,7 +69,7 @@ def _write_reply(serial: int) -> str:
         case 1:
             return answer
         case _:
-            call = {"name": "read_file", "arguments": {"path": answer}}
+            call = {"name": TOOL, "arguments": {"path": answer}}
             return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 

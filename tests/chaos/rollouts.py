@@ -1,6 +1,6 @@
-"""Faults of real rollouts: a batch of agents in local sandboxes, its runner, the supervisors of the sandboxes and their relays.
+"""Faults of real rollouts: a batch of agents in sandboxes, its runner, the supervisors of the sandboxes and their relays.
 
-python -m tests.chaos.rollouts URL OUT ROOT TASKS      runs the batch; the gateway's key comes from TURNGATE_ADMIN_KEY
+python -m tests.chaos.rollouts URL OUT ROOT TASKS SANDBOX      runs the batch; the gateway's key comes from TURNGATE_ADMIN_KEY
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.batch.kit import plan, run_plan, sandbox_processes
+import msgspec
+
+from tests import needs
+from tests.batch.kit import AGENT, plan, run_plan, sandbox_processes, task
 from tests.chaos.engine import MODEL
 from tests.chaos.invariants import check_recorded
 from tests.chaos.sites import Site, open_single
@@ -29,22 +35,32 @@ from turngate.client.keys import ADMIN_KEY
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import LedgerState, read_ledger
 from turngate.rollout.plan import BatchPlan
+from turngate.sandboxes import supervisor
+from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.local import LocalBackend
 
 N = 2  # rollouts of each task
 FINISH_S = 60.0
 
 
-def build_plan(out: Path, root: Path, tasks: int) -> BatchPlan:
+def build_plan(out: Path, root: Path, tasks: int, sandbox: str) -> BatchPlan:
     names = [f"well-{n}" for n in range(tasks)]
-    return plan(out, root, names, n=N, backend=LocalBackend(root), bounds=Bounds(running=2), model=MODEL)
+    fields: dict[str, Any] = {"n": N, "bounds": Bounds(running=2), "model": MODEL}
+    if sandbox == "local":
+        return plan(out, root, names, backend=LocalBackend(root), **fields)
+    files = root / "files"  # an isolated sandbox sees no files of the host, so the agent is one of the task's
+    files.mkdir(exist_ok=True)
+    (files / "agent.py").write_text(AGENT)
+    fields["tasks"] = tuple(msgspec.structs.replace(task(name), files=files) for name in names)
+    fields["options"] = {"command": "exec python3 -I -S agent.py"}
+    return plan(out, root, names, backend=BubblewrapBackend(root), **fields)
 
 
 class BatchRun:
     """A batch of real rollouts, as a process that can be killed and started again."""
 
-    def __init__(self, site: Site, folder: Path, tasks: int) -> None:
-        self.site, self.out, self.root, self.tasks = site, folder / "out", folder, tasks
+    def __init__(self, site: Site, folder: Path, tasks: int, sandbox: str) -> None:
+        self.site, self.out, self.root, self.tasks, self.sandbox = site, folder / "out", folder, tasks, sandbox
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> None:
@@ -52,7 +68,11 @@ class BatchRun:
         env = {**os.environ, ADMIN_KEY: ADMIN, SLOWNESS: str(slowness())}
         with (self.root / "runner.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, str(self.tasks)], stdout=log, stderr=log, env=env, cwd=Path(__file__).parents[2]
+                [*command, str(self.tasks), self.sandbox],
+                stdout=log,
+                stderr=log,
+                env=env,
+                cwd=Path(__file__).parents[2],
             )
 
     def state(self) -> LedgerState:
@@ -67,19 +87,30 @@ class BatchRun:
         """Wait until a rollout runs in its sandbox."""
         await self.wait_until(lambda: self.out.exists() and sandbox_processes(self.root))
 
-    async def kill_in_sandbox(self, program: str) -> None:
-        """Kill a random process of a sandbox whose command line contains a program's name."""
+    async def signal_in_sandbox(self, program: str, number: int) -> int:
+        """Send a signal to a random process of a sandbox whose command line contains a program's name. Return its id."""
+        while True:
+            await self.wait_until(lambda: self._find_in_sandbox(program) or self.process.poll() is not None)
+            if self.process.poll() is not None:
+                raise TimeoutError(f"the batch ended before {program} got its signal")
+            for pid in self._find_in_sandbox(program):
+                with suppress(ProcessLookupError):  # it has ended
+                    os.kill(pid, number)
+                    return pid
 
-        def find() -> list[int]:
-            return [pid for pid, command in sandbox_processes(self.root).items() if program in command]
+    def _find_in_sandbox(self, program: str) -> list[int]:
+        """Return the processes that run a program, in random order. Those in a namespace are descendants of one that is not."""
+        outer = sandbox_processes(self.root)
+        found = []
+        for pid in {*outer, *supervisor.descendants(*outer)}:
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if any(word.endswith(program.encode()) for word in command[:6]) and b"bwrap" not in command[0]:
+                    found.append(pid)
+        return self.site.rng.sample(found, len(found))
 
-        found: list[int] = []
-        while not found:
-            await self.wait_until(lambda: find() or self.process.poll() is not None)
-            found = find()
-            if not found and self.process.poll() is not None:
-                raise TimeoutError(f"the batch ended before {program} could be killed")
-        os.kill(self.site.rng.choice(found), signal.SIGKILL)
+
+Inject = Callable[[BatchRun, float], Awaitable[None]]  # returns when the fault has ended
 
 
 async def _kill_runner(run: BatchRun, seconds: float) -> None:
@@ -96,14 +127,54 @@ async def _pause_runner(run: BatchRun, seconds: float) -> None:
         os.kill(run.process.pid, signal.SIGCONT)
 
 
-ROLLOUT_FAULTS: dict[str, Callable[[BatchRun, float], Awaitable[None]]] = {
-    "batch: kill -9 of the runner": _kill_runner,
-    "batch: SIGSTOP of the runner": _pause_runner,
-    "batch: kill -9 of the gateway": lambda run, seconds: run.site.restart(),
-    "sandbox: kill -9 of a supervisor": lambda run, seconds: run.kill_in_sandbox("supervisor.py"),
-    "sandbox: kill -9 of a relay": lambda run, seconds: run.kill_in_sandbox("relay.py"),
-    "sandbox: kill -9 of an agent": lambda run, seconds: run.kill_in_sandbox("agent.py"),
+def _kill(program: str) -> Inject:
+    async def inject(run: BatchRun, seconds: float) -> None:
+        await run.signal_in_sandbox(program, signal.SIGKILL)
+
+    return inject
+
+
+def _pause(program: str) -> Inject:
+    async def inject(run: BatchRun, seconds: float) -> None:
+        pid = await run.signal_in_sandbox(program, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        with suppress(ProcessLookupError):  # its rollout has ended
+            os.kill(pid, signal.SIGCONT)
+
+    return inject
+
+
+async def _restart_gateway(run: BatchRun, seconds: float) -> None:
+    await run.site.restart()
+
+
+@dataclass(frozen=True)
+class RolloutFault:
+    """A fault, and the sandboxes in which the agents of its batch run."""
+
+    inject: Inject
+    sandbox: str = "local"
+
+
+ROLLOUT_FAULTS: dict[str, RolloutFault] = {
+    "batch: kill -9 of the runner": RolloutFault(_kill_runner),
+    "batch: SIGSTOP of the runner": RolloutFault(_pause_runner),
+    "batch: kill -9 of the gateway": RolloutFault(_restart_gateway),
+    "sandbox: kill -9 of a supervisor": RolloutFault(_kill("supervisor.py")),
+    "sandbox: kill -9 of a relay": RolloutFault(_kill("relay.py")),
+    "sandbox: kill -9 of an agent": RolloutFault(_kill("agent.py")),
+    "bubblewrap: kill -9 of a supervisor": RolloutFault(_kill("supervisor.py"), "bubblewrap"),
+    "bubblewrap: kill -9 of a relay": RolloutFault(_kill("relay.py"), "bubblewrap"),
+    "bubblewrap: kill -9 of an agent": RolloutFault(_kill("agent.py"), "bubblewrap"),
+    "bubblewrap: SIGSTOP of a relay": RolloutFault(_pause("relay.py"), "bubblewrap"),
+    "bubblewrap: SIGSTOP of an agent": RolloutFault(_pause("agent.py"), "bubblewrap"),
 }
+
+
+def explain_missing(name: str) -> str | None:
+    """Return why a fault cannot be injected here."""
+    sandbox = ROLLOUT_FAULTS[name].sandbox
+    return None if sandbox == "local" else needs.missing(sandbox)
 
 
 async def run_rollout_faults(names: list[str], pace: Pace, seed: int, report: Callable[[Row], None]) -> list[Row]:
@@ -113,7 +184,8 @@ async def run_rollout_faults(names: list[str], pace: Pace, seed: int, report: Ca
         for _ in range(pace.rounds):
             for name in rng.sample(names, len(names)):
                 with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-                    rows.append(await _run_fault(BatchRun(site, Path(folder), pace.tasks), name, pace))
+                    run = BatchRun(site, Path(folder), pace.tasks, ROLLOUT_FAULTS[name].sandbox)
+                    rows.append(await _run_fault(run, name, pace))
                 report(rows[-1])
     return rows
 
@@ -124,7 +196,7 @@ async def _run_fault(run: BatchRun, name: str, pace: Pace) -> Row:
     run.start()
     try:
         await run.wait_for_start()
-        await ROLLOUT_FAULTS[name](run, pace.seconds)
+        await ROLLOUT_FAULTS[name].inject(run, pace.seconds)
         ended, finished = time.monotonic(), len(run.state().finished)
         await run.wait_until(lambda: len(run.state().finished) > finished or run.process.poll() is not None)
         row.recovery_s = time.monotonic() - ended
@@ -169,10 +241,10 @@ async def _check(run: BatchRun, row: Row) -> None:
         row.notes.append(f"processes of sandboxes are left: {sandbox_processes(run.root)}")
 
 
-def main(url: str, out: str, root: str, tasks: str) -> int:
+def main(url: str, out: str, root: str, tasks: str, sandbox: str) -> int:
     logging.basicConfig(level=logging.WARNING)
     tempfile.tempdir = root
-    return asyncio.run(run_plan(url, build_plan(Path(out), Path(root), int(tasks))))
+    return asyncio.run(run_plan(url, build_plan(Path(out), Path(root), int(tasks), sandbox)))
 
 
 if __name__ == "__main__":
