@@ -54,11 +54,12 @@ def _missing_agent(name: str) -> str | None:
 
 # Each check returns why the part is missing and how to install it, or None. Tests of the first parts run first.
 AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
+MORE_PARTS = ("coder",)  # only in `make test-all`
 MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")  # only in `make test-all`
 HEAVY: dict[str, Callable[[], str | None]] = {
     **{
         name: partial(parts.missing, name)
-        for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3", "clients", "js-clients", "ray")
+        for name in ("trl", "vllm", "smollm2", "verifiers", "tiny-qwen3", "clients", "js-clients", "ray", *MORE_PARTS)
     },
     "postgres": _missing_postgres,
     "pgbouncer": base_image.missing_pgbouncer,
@@ -85,6 +86,7 @@ LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
 PARTS = HEAVY | LIGHT
 IN_PROCESS = {
     "smollm2",
+    "coder",
     "tokenizers",
     "templates",
     "torch",

