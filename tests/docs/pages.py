@@ -284,6 +284,11 @@ UNRUN = [
     Unrun("docs/weights.md", "turngate engines remove", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/testing.md", "make ", "runs these tests"),
     Unrun("docs/reliability.md", "make chaos", TOO_LONG, "tests/chaos/test_faults.py"),
+    Unrun("docs/tasks.md", "turngate tasks make", "needs the package index", "tests/tasks/repairs/test_make.py"),
+    Unrun(
+        "docs/tasks.md", "turngate tasks check repairs", "needs the package index", "tests/tasks/repairs/test_make.py"
+    ),
+    Unrun("docs/training-coder.md", "", "needs an H200", "tests/trainers/test_coder_example.py"),
     Unrun("docs/training-h200.md", "", "needs an H200", "tests/trainers/test_h200_example.py"),
     Unrun("docs/training.md", "turngate train", TOO_LONG, "tests/cli/test_train.py"),
     Unrun("docs/training.md", "make demo", TOO_LONG, "tests/trainers/test_demo.py"),

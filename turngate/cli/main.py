@@ -30,6 +30,8 @@ agents_app = typer.Typer(help="List, install and check agents.")
 app.add_typer(agents_app, name="agents")
 tasks_app = typer.Typer(help="List and check tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
+make_app = typer.Typer(help="Make tasks.", no_args_is_help=True)
+tasks_app.add_typer(make_app, name="make")
 engines_app = typer.Typer(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
 app.add_typer(projects_app, name="projects")
@@ -474,6 +476,24 @@ def tasks_check(options: flags.CheckTasksOptions) -> None:
     from turngate.cli.tasks import check_tasks
 
     if not _or_exit(lambda: check_tasks(options)):
+        raise typer.Exit(1)
+
+
+@make_app.command("repairs")
+@flags.takes(flags.MakeRepairsOptions)
+def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
+    """Make repair tasks: put bugs into packages, and keep those that their tests find.
+
+    Runs the packages' tests in the sandbox.
+
+    Exit codes:
+    0 if every source gave tasks;
+    1 if the tests of a source did not run, or found no bug;
+    2 if an option is invalid.
+    """
+    from turngate.cli.repairs import make_repair_tasks
+
+    if not _or_exit(lambda: make_repair_tasks(options)):
         raise typer.Exit(1)
 
 

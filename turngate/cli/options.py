@@ -444,6 +444,26 @@ class CheckTasksOptions(ListTasksOptions):
     concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class MakeRepairsOptions:
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="Packages with tests: folders, or releases on the package index as NAME==VERSION."),
+    ]
+    out: Annotated[Path, _flag("Folder for the tasks: train.jsonl, held-out.jsonl and packages.json.", OUTPUT)]
+    per_package: Annotated[int, _flag("Maximum number of tasks of one package.", "Which tasks")] = 40
+    held_out: Annotated[float, _flag("Share of the packages that are held out from training.", "Which tasks")] = 0.25
+    seed: Annotated[int, _flag("Seed of the choice of bugs and of the split.", "Which tasks")] = 0
+    hint: Annotated[str, _flag("What instructions say about the bug's place: tests, file or function.", FORMAT)] = (
+        "file"
+    )
+    sandbox: Annotated[str, _flag("Sandbox to run the tests in, such as local, bubblewrap or docker.", SANDBOX)] = (
+        "local"
+    )
+    image: Annotated[str, _flag("Container image with python3 and pytest.", SANDBOX)] = ""
+    concurrency: Annotated[int, _flag("Maximum number of bugs tried at the same time.", LIMITS)] = 2
+
+
 class ClusterCommand(typer.core.TyperCommand):
     """A command whose flag --ray may be given without a value, for the cluster of this machine."""
 

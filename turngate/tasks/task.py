@@ -44,8 +44,8 @@ class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
     """A repository's tests that grade the work: the failing tests must pass, and the passing ones must still pass."""
 
     repo: str
-    base_commit: str
-    test_patch: str
+    base_commit: str  # empty if the task's files are not a git repository
+    test_patch: str  # empty if the task's files contain the tests
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     test_cmd: str  # a shell command, run in the repository

@@ -182,14 +182,15 @@ class _TestFiles:
     """A predicate for files that belong to the tests.
 
     These are the files that the test patch touches, the test folders around them, the files that the cases name, and files that control
-    the runner. `base` lists the files of the base commit.
+    the runner. Without a test patch, they include the test folders around the cases. `base` lists the files of the base commit.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
         self.changed = tuple(changed)
         files = frozenset(base)
         self._own = frozenset(changed) | (files & {_case_file(case) for case in cases})
-        self._folders = {folder for path in changed if (folder := _test_folder(path))}
+        # Without a patch, the task's files contain the tests already.
+        self._folders = {folder for path in changed or self._own if (folder := _test_folder(path))}
         # If the repository is pytest itself or a part of Python, the agent may change those modules.
         self._known = {prefix for path in files for part, prefix in _shadowing_parts(PurePosixPath(path).parts)}
         self.settings: set[str] = set()

@@ -60,11 +60,11 @@ class _Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fu
 
 class _Swe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swe"):
     repo: NotEmpty
-    base_commit: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{7,64}$")]
-    test_patch: NotEmpty
     fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     pass_to_pass: tuple[str, ...]
     test_cmd: NotEmpty
+    base_commit: Annotated[str, msgspec.Meta(pattern="^([0-9a-fA-F]{7,64})?$")] = ""
+    test_patch: str = ""
     parser: NotEmpty = "pytest"
     install: str = ""
     before: str = ""

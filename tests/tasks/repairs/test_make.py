@@ -1,0 +1,251 @@
+"""Tests for making repair tasks: the choice of bugs, the instruction, the split, and one set made and proven in a real sandbox."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from turngate.cli.main import app
+from turngate.errors import ConfigError, TaskError
+from turngate.tasks.repairs.make import (
+    Bug,
+    BugSearch,
+    Repair,
+    RepairSettings,
+    list_bugs,
+    rate_difficulty,
+    split_packages,
+    write_instruction,
+    write_patch,
+)
+from turngate.tasks.repairs.measure import Baseline, TestRun, build_test_command, find_excerpt
+from turngate.tasks.repairs.mutations import find_mutations
+from turngate.tasks.repairs.package import Package, load_package
+
+MODULE = '''\
+def clamp(value, low, high):
+    """Limit a value."""
+    if value < low:
+        return low
+    return min(value, high)
+
+
+def spread(values, low=0):
+    return max(values) - clamp(min(values), low, 9)
+'''
+TESTS = """\
+from limits import clamp, spread
+
+
+def test_clamp():
+    assert clamp(5, 1, 3) == 3
+    assert clamp(0, 1, 3) == 1
+
+
+def test_inside():
+    assert clamp(2, 1, 3) == 2
+
+
+def test_spread():
+    assert spread([4, 7]) == 3
+"""
+PROJECT = '[project]\nname = "limits"\nversion = "1.0"\nlicense = "MIT"\n'
+FILES = {
+    "pyproject.toml": PROJECT,
+    "limits/__init__.py": "from limits.core import clamp, spread\n",
+    "limits/core.py": MODULE,
+    "tests/test_limits.py": TESTS,
+    "docs/index.md": "left out",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_files(tmp_path / "limits", FILES)
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def build_repair(distance: int | None = 1, excerpt: str = "") -> Repair:
+    [mutation] = [one for one in find_mutations(MODULE) if one.kind == "comparison" and one.function == "clamp"]
+    bug = Bug(path="limits/core.py", mutation=mutation, text=mutation.apply(MODULE))
+    failing = tuple(f"tests/test_limits.py::test_{name}" for name in ("clamp", "a", "b", "c"))
+    return Repair(
+        bug=bug, failing=failing, passing=("tests/test_limits.py::test_inside",), distance=distance, excerpt=excerpt
+    )
+
+
+# ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_folder_is_a_package(folder: Path) -> None:
+    package = load_package(str(folder))
+    assert (package.name, package.version, package.license) == ("limits", "1.0", "MIT")
+    assert package.modules == ("limits/__init__.py", "limits/core.py")
+    assert "docs/index.md" not in package.files
+
+
+def test_release_is_read_from_cached_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    about = "Metadata-Version: 2.4\nName: limits\nVersion: 1.0\nClassifier: License :: OSI Approved :: MIT License\n"
+    archive = tmp_path / "releases" / "limits-1.0.tar.gz"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in {**FILES, "PKG-INFO": about, "logo.png": "\0"}.items():
+            member = tarfile.TarInfo(f"limits-1.0/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    package = load_package("limits==1.0")
+    assert package.license == "MIT License" and package.origin.startswith("limits==1.0 sha256:")
+    assert package.left_out == ("logo.png",) and "PKG-INFO" not in package.files
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"limits/__init__.py": ""}, "has no tests"),
+        ({"tests/test_a.py": ""}, "has no Python package"),
+        ({"pyproject.toml": "["}, "pyproject.toml cannot be read"),
+    ],
+)
+def test_unsuitable_packages(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
+        load_package(str(write_files(tmp_path / "limits", files)))
+
+
+def test_unknown_source() -> None:
+    with pytest.raises(TaskError, match="write a release as NAME==VERSION"):
+        load_package("limits")
+
+
+def test_options_of_the_project_are_ignored(folder: Path) -> None:
+    package = load_package(str(folder))
+    assert build_test_command(package, ["tests/a b.py"]) == "python3 -m pytest -q 'tests/a b.py'"
+    files = {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '--cov'\n", "src/limits/__init__.py": ""}
+    other = Package(name="limits", version="1.0", license="", origin="", files=files)
+    assert build_test_command(other) == "PYTHONPATH=src python3 -m pytest -q -o addopts="
+
+
+# ── bugs, instructions, splits ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bugs_depend_only_on_package_and_seed(folder: Path) -> None:
+    package = load_package(str(folder))
+    first, again, other = (list_bugs(package, seed) for seed in (1, 1, 2))
+    assert first == again and first != other
+    assert sorted(map(repr, first)) == sorted(map(repr, other)) and len(first) > 10
+    kinds = [bug.mutation.kind for bug in first]
+    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))  # the kinds take turns
+
+
+@pytest.mark.parametrize(
+    ("hint", "named"), [("tests", ()), ("file", ("core.py",)), ("function", ("clamp", "lines 1 to 5"))]
+)
+def test_instruction(hint: str, named: tuple[str, ...], folder: Path) -> None:
+    package, repair = load_package(str(folder)), build_repair(excerpt="E   assert 5 == 3")
+    text = write_instruction(package, repair, hint)  # type: ignore[arg-type]
+    assert "limits 1.0" in text and "(4 fail in all)" in text and "E   assert 5 == 3" in text
+    assert "python3 -m pytest -q tests/test_limits.py" in text
+    assert all(word in text for word in named)
+    assert ("The bug is in" in text) == bool(named)
+    assert "value <" not in text  # neither the bug nor the fix
+
+
+@pytest.mark.parametrize(
+    ("distance", "level"), [(1, "easy"), (2, "medium"), (3, "medium"), (4, "hard"), (None, "hard")]
+)
+def test_difficulty(distance: int | None, level: str) -> None:
+    assert rate_difficulty(build_repair(distance)) == level
+
+
+def test_patch_without_newline_at_the_end() -> None:
+    assert write_patch("a.py", "x = 1", "x = 2").splitlines()[3:] == [
+        "-x = 1",
+        "\\ No newline at end of file",
+        "+x = 2",
+        "\\ No newline at end of file",
+    ]
+
+
+def test_split_by_package() -> None:
+    names = [f"package-{n}" for n in range(8)]
+    splits = split_packages(names, 0.25, seed=0)
+    assert list(splits.values()).count("held-out") == 2
+    assert splits == split_packages(names[::-1], 0.25, seed=0) != split_packages(names, 0.25, seed=1)
+    assert split_packages(["only"], 0.9, seed=0) == {"only": "train"}
+    with pytest.raises(ConfigError, match="held_out"):
+        split_packages(names, 1.0, seed=0)
+
+
+def test_excerpt_of_a_log() -> None:
+    log = "=== FAILURES ===\n___ Case.test_a ___\nE   one\n___ test_b[x y] ___\nE   two\n=== short test summary info ===\n"
+    assert find_excerpt(log, "tests/t.py::Case::test_a") == "E   one"
+    assert find_excerpt(log, "tests/t.py::test_b[x y]") == "E   two"
+    assert find_excerpt(log, "tests/t.py::test_c") == ""
+
+
+@pytest.mark.parametrize(
+    ("failing", "timed_out", "fate"),
+    [
+        (("a",), False, "kept"),
+        ((), False, "not found by tests"),
+        (("a", "b", "c"), False, "breaks most tests"),
+        (("a",), True, "hangs"),
+    ],
+)
+def test_fate_of_a_bug(failing: tuple[str, ...], timed_out: bool, fate: str, folder: Path) -> None:
+    tests = frozenset("abcde")
+    baseline = Baseline(passing=tests, unsteady=frozenset(), seconds=1.0)
+    search = BugSearch(load_package(str(folder)), baseline, RepairSettings(), [])
+    cases = {test: "failed" if test in failing else "passed" for test in tests}
+    run = msgspec.convert({"cases": cases, "log": "", "exit_code": 1, "timed_out": timed_out, "seconds": 1.0}, TestRun)
+    assert search.judge(build_repair().bug, run) == fate
+    if fate == "kept":
+        assert search.judge(build_repair().bug, run) == "duplicate"
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.process
+@pytest.mark.full
+def test_repairs_are_made_and_proven(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tasks"
+    command = ["tasks", "make", "repairs", str(folder), "--out", str(out), "--per-package", "2", "--seed", "3"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows) == 2
+    for row in rows:
+        about = row["metadata"]
+        assert (
+            about["license"] == "MIT"
+            and about["split"] == "train"
+            and about["failing"] == len(row["grader"]["fail_to_pass"])
+        )
+        assert about["distance"] in (1, 2) and row["files"]["limits/core.py"] != MODULE
+        assert row["grader"]["pass_to_pass"] and set(row["files"]) == set(FILES) - {"docs/index.md"}
+    [package] = json.loads((out / "packages.json").read_text())
+    assert package["tasks"] == 2 and package["bugs"]["kept"] >= 2
+    checked = CliRunner().invoke(app, ["tasks", "check", str(out / "train.jsonl"), "--json"])
+    assert checked.exit_code == 0, checked.output
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 2 and "is not empty" in again.output
+
+
+def test_wrong_hint(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        app, ["tasks", "make", "repairs", str(folder), "--out", str(tmp_path / "x"), "--hint", "all"]
+    )
+    assert done.exit_code == 2 and "hint must be one of tests, file, function" in done.output

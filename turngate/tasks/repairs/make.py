@@ -1,0 +1,287 @@
+"""Make repair tasks: choose bugs that the tests of a package find, and write a task for each.
+
+A bug is kept if at least one test fails because of it, other tests still pass, and the tests end in time. Of bugs in the same function
+that fail the same tests, one is kept. Which bugs are tried, and in which sequence, depends only on the package and the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Literal
+
+import msgspec
+
+from turngate.errors import ConfigError
+from turngate.sandboxes.base import Backend
+from turngate.tasks.repairs.measure import (
+    GRADING_OPTIONS,
+    Baseline,
+    Bench,
+    TestRun,
+    build_test_command,
+    choose_cases,
+    find_excerpt,
+    measure_baseline,
+    open_bench,
+)
+from turngate.tasks.repairs.mutations import Mutation, find_mutations
+from turngate.tasks.repairs.package import Package
+from turngate.types import Json
+
+Hint = Literal["tests", "file", "function"]
+Split = Literal["train", "held-out"]
+Fate = Literal["kept", "not found by tests", "breaks most tests", "hangs", "duplicate"]
+
+MAX_MODULE = 60_000  # characters; an agent cannot read larger files
+TRIES_PER_TASK = 6
+_SPARE_S, _SLOWER = 5.0, 4.0  # tests with a bug may take this much longer before they count as hanging
+_MOST_FAILING = 0.5  # share of the tests; a bug that breaks more is found at once
+_GRADING_SPARE_S = 60.0
+_MAX_LISTED = 3  # failing tests in an instruction
+_MAX_DISTANCE_CASES = 20
+
+
+class RepairSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How tasks are chosen and written."""
+
+    per_package: int = 40  # most tasks of one package
+    per_function: int = 4
+    seed: int = 0
+    hint: Hint = "file"  # what the instruction says about the place of the bug
+    benches: int = 2  # bugs of one package that are tried at the same time; does not change the result
+    image: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("per_package", "per_function", "benches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+
+
+class Bug(msgspec.Struct, frozen=True, kw_only=True):
+    """A mutation of one module."""
+
+    path: str
+    mutation: Mutation
+    text: str  # of the whole module
+
+
+class Repair(msgspec.Struct, frozen=True, kw_only=True):
+    """A bug that tests find."""
+
+    bug: Bug
+    failing: tuple[str, ...]
+    passing: tuple[str, ...]
+    distance: int | None  # calls between a failing test and the function with the bug
+    excerpt: str  # the report of the first failing test
+
+
+class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks made from one package, and what became of the bugs that were tried."""
+
+    package: Package
+    repairs: tuple[Repair, ...]
+    fates: Mapping[Fate, int]
+    baseline: Baseline
+
+
+def list_bugs(package: Package, seed: int) -> list[Bug]:
+    """List all bugs that the package can get, in the sequence in which they are tried: kinds and modules take turns."""
+    bugs: dict[tuple[str, str], list[Bug]] = {}
+    for path in package.modules:
+        source = package.files[path]
+        if len(source) > MAX_MODULE or "\r" in source:
+            continue
+        for mutation in find_mutations(source):
+            bug = Bug(path=path, mutation=mutation, text=mutation.apply(source))
+            bugs.setdefault((mutation.kind, path), []).append(bug)
+    chance = random.Random(f"{seed} {package.name}")
+    piles = [bugs[key] for key in sorted(bugs)]
+    for pile in piles:
+        chance.shuffle(pile)
+    chance.shuffle(piles)
+    return [pile[n] for n in range(max(map(len, piles), default=0)) for pile in piles if n < len(pile)]
+
+
+async def make_repairs(
+    package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
+) -> PackageRepairs:
+    """Try bugs until there are enough tasks. Raise `TaskError` if the tests of the package do not run."""
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(open_bench(package, backend, settings.image))
+        baseline = await measure_baseline(first, package)
+        others = [
+            await stack.enter_async_context(open_bench(package, backend, settings.image))
+            for _ in range(settings.benches - 1)
+        ]
+        search = BugSearch(package, baseline, settings, [first, *others])
+        candidates = list_bugs(package, settings.seed)[: settings.per_package * TRIES_PER_TASK]
+        for start in range(0, len(candidates), settings.benches):
+            if len(search.repairs) >= settings.per_package:
+                break
+            await search.try_bugs(candidates[start : start + settings.benches])
+            report(f"{package.name}: {len(search.repairs)} tasks of {sum(search.fates.values())} bugs")
+    repairs = tuple(search.repairs[: settings.per_package])
+    return PackageRepairs(package=package, repairs=repairs, fates=dict(search.fates), baseline=baseline)
+
+
+class BugSearch:
+    """Tries bugs, several at a time, and keeps the useful ones. The result does not depend on which of them is tried faster."""
+
+    def __init__(
+        self, package: Package, baseline: Baseline, settings: RepairSettings, benches: Sequence[Bench]
+    ) -> None:
+        self.repairs: list[Repair] = []
+        self.fates: Counter[Fate] = Counter()
+        self._package, self._baseline, self._settings, self._benches = package, baseline, settings, benches
+        self._limit_s = baseline.seconds * _SLOWER + _SPARE_S
+        self._seen: set[tuple[str, str, frozenset[str]]] = set()
+        self._per_function: Counter[tuple[str, str]] = Counter()
+
+    async def try_bugs(self, bugs: Sequence[Bug]) -> None:
+        runs = await asyncio.gather(
+            *(
+                bench.run_tests({bug.path: bug.text}, self._limit_s)
+                for bench, bug in zip(self._benches, bugs, strict=False)
+            )
+        )
+        kept = []
+        for bug, run, bench in zip(bugs, runs, self._benches, strict=False):
+            fate = self.judge(bug, run)
+            self.fates[fate] += 1
+            if fate == "kept":
+                kept.append(self._finish(bench, bug, run))
+        self.repairs += await asyncio.gather(*kept)
+
+    def judge(self, bug: Bug, run: TestRun) -> Fate:
+        """Decide what becomes of a bug, given its test run. Bugs that are kept are remembered."""
+        failing = self._baseline.passing - run.passed
+        if run.timed_out:
+            return "hangs"
+        if not failing:
+            return "not found by tests"
+        if len(failing) > _MOST_FAILING * len(self._baseline.passing):
+            return "breaks most tests"
+        place = (bug.path, bug.mutation.function)
+        if (*place, failing) in self._seen or self._per_function[place] >= self._settings.per_function:
+            return "duplicate"
+        self._seen.add((*place, failing))
+        self._per_function[place] += 1
+        return "kept"
+
+    async def _finish(self, bench: Bench, bug: Bug, run: TestRun) -> Repair:
+        failing = self._baseline.passing - run.passed
+        chosen = choose_cases(failing, _MAX_DISTANCE_CASES)
+        distance = await bench.measure_distance(
+            {bug.path: bug.text}, bug.path, bug.mutation.first, chosen, self._limit_s * 2
+        )
+        return Repair(
+            bug=bug,
+            failing=tuple(sorted(failing)),
+            passing=tuple(sorted(self._baseline.passing & run.passed)),
+            distance=distance,
+            excerpt=find_excerpt(run.log, chosen[0]),
+        )
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, split: Split) -> dict[str, Json]:
+    """Build the row of a task, in the format of `tasks/loaders/rows.py`."""
+    package, bug = made.package, repair.bug
+    mutation = bug.mutation
+    key = f"{package.name} {package.version} {bug.path} {mutation.start} {mutation.end} {mutation.text}"
+    return {
+        "id": f"{package.slug}-{mutation.kind.replace(' ', '-')}-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
+        "instruction": write_instruction(package, repair, settings.hint),
+        "files": {**package.files, bug.path: bug.text},
+        "grader": {
+            "type": "swe",
+            "repo": package.name,
+            "fail_to_pass": list(repair.failing),
+            "pass_to_pass": list(repair.passing),
+            "test_cmd": build_test_command(package, options=GRADING_OPTIONS),
+            "timeout_s": round(made.baseline.seconds * _SLOWER + _GRADING_SPARE_S),
+        },
+        "solution": {"patch": write_patch(bug.path, bug.text, package.files[bug.path])},
+        "metadata": {
+            "package": package.name,
+            "version": package.version,
+            "license": package.license,
+            "origin": package.origin,
+            "split": split,
+            "bug": mutation.kind,
+            "path": bug.path,
+            "function": mutation.function,
+            "line": mutation.line,
+            "failing": len(repair.failing),
+            "distance": repair.distance,
+            "difficulty": rate_difficulty(repair),
+            "seed": settings.seed,
+        },
+    }
+
+
+def rate_difficulty(repair: Repair) -> Literal["easy", "medium", "hard"]:
+    """Rate a repair by how far the bug is from the failing tests."""
+    if repair.distance is None or repair.distance > 3:
+        return "hard"
+    return "easy" if repair.distance == 1 else "medium"
+
+
+def write_instruction(package: Package, repair: Repair, hint: Hint) -> str:
+    """Write what the agent is asked to do. It never contains the fix."""
+    named = choose_cases(repair.failing, _MAX_LISTED)
+    files = list(dict.fromkeys(case.partition("::")[0] for case in named))
+    more = f" ({len(repair.failing)} fail in all)" if len(repair.failing) > len(named) else ""
+    release = f"{package.name} {package.version}".strip()
+    parts = [f"There is a bug in {release}: tests fail. Fix the code of the package. Do not change the tests."]
+    mutation = repair.bug.mutation
+    if hint == "file":
+        parts.append(f"The bug is in `{repair.bug.path}`.")
+    elif hint == "function":
+        lines = f"lines {mutation.first} to {mutation.last}"
+        parts.append(f"The bug is in the function `{mutation.function}` in `{repair.bug.path}` ({lines}).")
+    parts.append("\n".join([f"Failing tests{more}:", *(f"- {case}" for case in named)]))
+    if repair.excerpt:
+        parts.append(f"The first one reports:\n\n```\n{repair.excerpt}\n```")
+    parts.append(f"Run them with:\n\n```\n{build_test_command(package, files)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_patch(path: str, before: str, after: str) -> str:
+    """Write a unified diff of a file."""
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (before, after))
+    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def split_packages(names: Sequence[str], held_out: float, seed: int) -> dict[str, Split]:
+    """Assign each package to a split, so that no package is in both. At least one is trained on if there are several."""
+    if not 0 <= held_out < 1:
+        raise ConfigError(f"held_out must be a share from 0 to less than 1, not {held_out:g}", param="held_out")
+    mixed = sorted(set(names))
+    random.Random(seed).shuffle(mixed)
+    count = min(round(held_out * len(mixed)), len(mixed) - 1)
+    return {name: "held-out" if n < count else "train" for n, name in enumerate(mixed)}
+
+
+def describe_package(made: PackageRepairs, split: Split) -> Iterator[tuple[str, Json]]:
+    """Describe where the tasks of a package come from, for the file `packages.json`."""
+    yield "package", made.package.name
+    yield "version", made.package.version
+    yield "license", made.package.license
+    yield "origin", made.package.origin
+    yield "split", split
+    yield "tasks", len(made.repairs)
+    yield "bugs", dict(made.fates)
+    yield "tests", len(made.baseline.passing)
+    yield "unsteady_tests", sorted(made.baseline.unsteady)
+    yield "left_out", list(made.package.left_out)

@@ -1,0 +1,208 @@
+"""Run the tests of a package in a sandbox, with and without a bug.
+
+The tests run with the command that grades the task later, and its log is parsed in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from turngate.common.aio import run_to_completion
+from turngate.errors import TaskError
+from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
+from turngate.tasks.grading.logs import parse_log
+from turngate.tasks.grading.types import CaseOutcome
+from turngate.tasks.loaders.rows import store_files
+from turngate.tasks.repairs.package import Package
+
+FIRST_LIMIT_S = 120.0  # for the tests of the unchanged package
+OUTPUT_BYTES = 16_000_000
+_COLLECTION_FAILED = 2  # exit code of pytest from which on no tests ran
+# Compiled files are not written: Python would use an outdated one if a file changed within a second and kept its length.
+_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
+_MAX_EXCERPT_LINES, _MAX_EXCERPT = 24, 1500
+
+# Counts the calls between a test and a function, for every test that reaches the function.
+_DISTANCE = """
+import os, sys
+import pytest
+
+path, line, out = os.environ["TURNGATE_CAUSE"].split(os.pathsep)
+shortest = []
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    test = str(item.path)
+
+    def watch(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_firstlineno == int(line) and os.path.abspath(code.co_filename) == path:
+            calls = 0
+            while frame is not None and frame.f_code.co_filename != test:
+                frame, calls = frame.f_back, calls + 1
+            if frame is not None:
+                shortest[:] = [min([calls, *shortest])]
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+def pytest_sessionfinish():
+    with open(out, "w") as file:
+        file.write("".join(map(str, shortest)))
+"""
+
+
+def build_test_command(package: Package, cases: Sequence[str] = (), options: str = "-q") -> str:
+    """Build the shell command that runs the package's tests, or some of them."""
+    path = f"PYTHONPATH={package.root} " if package.root else ""
+    own = " -o addopts=" if package.has_pytest_options else ""
+    return " ".join([f"{path}python3 -m pytest {options}{own}", *(shlex.quote(case) for case in cases)])
+
+
+GRADING_OPTIONS = "-q --no-header -rA --tb=short --color=no -p no:cacheprovider"
+
+
+class TestRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one run of the tests."""
+
+    __test__ = False  # for pytest
+
+    cases: Mapping[str, CaseOutcome]
+    log: str
+    exit_code: int
+    timed_out: bool
+    seconds: float
+
+    @property
+    def passed(self) -> frozenset[str]:
+        return frozenset(case for case, outcome in self.cases.items() if outcome == "passed")
+
+
+class Bench:
+    """A sandbox with a package in it. Runs the tests with different versions of a file, one after the other."""
+
+    def __init__(self, sandbox: Sandbox, package: Package) -> None:
+        self._sandbox = sandbox
+        self._package = package
+        self._changed: set[str] = set()
+
+    async def upload_package(self) -> None:
+        files = store_files(self._package.files, f"repairs: {self._package.name}")
+        assert files is not None
+        await self._sandbox.upload(files, self._sandbox.workdir)
+
+    async def run_tests(self, changed: Mapping[str, str], limit_s: float) -> TestRun:
+        """Run all tests with some files changed."""
+        await self._write(changed)
+        began = time.monotonic()
+        command = build_test_command(self._package, options=GRADING_OPTIONS)
+        done = await self._sandbox.exec(
+            ["sh", "-c", f"{command} 2>&1"], env=_ENV, timeout_s=limit_s, keep=OUTPUT_BYTES, leave=False
+        )
+        log = done.stdout.decode("utf-8", "replace")
+        return TestRun(
+            cases=parse_log("pytest", log),
+            log=log.replace(f"{self._sandbox.workdir}/", ""),
+            exit_code=done.exit_code,
+            timed_out=done.timed_out,
+            seconds=time.monotonic() - began,
+        )
+
+    async def measure_distance(
+        self, changed: Mapping[str, str], path: str, line: int, cases: Sequence[str], limit_s: float
+    ) -> int | None:
+        """Count the calls between the failing tests and the function at this line; 1 if a test calls it itself.
+
+        Return None if no test reaches it while it runs, for example if it is called during imports or by a fixture.
+        """
+        await self._write(changed)
+        home, out = self._sandbox.home, f"{self._sandbox.home}/distance"
+        await self._sandbox.write(f"{home}/turngate_distance.py", _DISTANCE.encode())
+        await self._sandbox.write(out, b"")
+        command = build_test_command(self._package, cases, "-q -p turngate_distance -p no:cacheprovider")
+        env = {**_ENV, "TURNGATE_CAUSE": f"{self._sandbox.workdir}/{path}:{line}:{out}", "PYTHONPATH": home}
+        command = command.replace("PYTHONPATH=", f"PYTHONPATH={shlex.quote(home)}:", 1)
+        await self._sandbox.exec(
+            ["sh", "-c", f"{command} 2>&1"], env=env, timeout_s=limit_s, keep=OUTPUT_BYTES, leave=False
+        )
+        content = (await self._sandbox.read(out)).decode()
+        return int(content) if content.isdigit() else None
+
+    async def _write(self, changed: Mapping[str, str]) -> None:
+        originals = {path: self._package.files[path] for path in self._changed - changed.keys()}
+        self._changed = set(changed)
+        for path, text in {**originals, **changed}.items():
+            await self._sandbox.write(f"{self._sandbox.workdir}/{path}", text.encode())
+
+
+@asynccontextmanager
+async def open_bench(package: Package, backend: Backend, image: str = "") -> AsyncIterator[Bench]:
+    """Create a sandbox without a network, with the package in it."""
+    sandbox = await backend.create(SandboxSpec(image=image, labels={"for": "repairs"}))
+    try:
+        bench = Bench(sandbox, package)
+        await bench.upload_package()
+        yield bench
+    finally:
+        await run_to_completion(sandbox.stop())
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """The tests of the unchanged package."""
+
+    passing: frozenset[str]  # in every run
+    unsteady: frozenset[str]
+    seconds: float
+
+
+async def measure_baseline(bench: Bench, package: Package) -> Baseline:
+    """Run the unchanged package's tests twice. Raise `TaskError` if they cannot be run."""
+    runs = []
+    for _ in range(2):
+        run = await bench.run_tests({}, FIRST_LIMIT_S)
+        if run.timed_out:
+            raise TaskError(f"repairs: the tests of {package.name} take more than {FIRST_LIMIT_S:g} s", param="sources")
+        if not run.passed or run.exit_code >= _COLLECTION_FAILED:
+            tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]
+            raise TaskError(
+                f"repairs: the tests of {package.name} do not run in this sandbox (exit code {run.exit_code}): {tail}; "
+                "they may need other packages, or pytest is not installed for its python3",
+                param="sources",
+            )
+        runs.append(run)
+    first, second = runs
+    return Baseline(
+        passing=first.passed & second.passed,
+        unsteady=first.passed ^ second.passed,
+        seconds=max(run.seconds for run in runs),
+    )
+
+
+def find_excerpt(log: str, case: str) -> str:
+    """Return the report of a failed test in pytest's log, shortened."""
+    name = case.partition("::")[2].replace("::", ".")
+    lines = log.splitlines()
+    header = re.compile(rf"_+ (ERROR at \w+ of )?{re.escape(name)} _+")
+    start = next((n for n, line in enumerate(lines) if header.fullmatch(line)), None)
+    if start is None:
+        return ""
+    block: list[str] = []
+    for line in lines[start + 1 :]:
+        if re.fullmatch(r"(_{2,}|={2,}|-{2,}) .* (_{2,}|={2,}|-{2,})", line) or len(block) == _MAX_EXCERPT_LINES:
+            break
+        block.append(line.rstrip())
+    return "\n".join(block)[:_MAX_EXCERPT].rstrip()
+
+
+def choose_cases(cases: Collection[str], most: int) -> list[str]:
+    """Choose some of the cases, with the shortest names first."""
+    return sorted(cases, key=lambda case: (len(case), case))[:most]

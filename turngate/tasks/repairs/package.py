@@ -1,0 +1,239 @@
+"""The packages that repair tasks are made from: a folder, or a release on the package index with its tests (`humanize==4.12.3`)."""
+
+from __future__ import annotations
+
+import email.parser
+import hashlib
+import html
+import io
+import os
+import re
+import tarfile
+import tempfile
+import tomllib
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from turngate.agents.install import cache_folder
+from turngate.errors import TaskError
+
+INDEX = "https://pypi.org/simple"
+MAX_FILE_BYTES = 400_000
+MAX_PACKAGE_BYTES = 4_000_000
+FETCH_TIMEOUT_S = 120.0
+TEST_FOLDERS = ("test", "tests", "testing")
+_RELEASE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+# Parts of a repository that neither the package nor its tests need.
+_LEFT_OUT = {"docs", "doc", "build", "dist", "benchmarks", "node_modules", "__pycache__"}
+_NOT_THE_PACKAGE = {"setup.py", "conftest.py", "noxfile.py", "tasks.py", "versioneer.py", "_version.py", "__main__.py"}
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """A package and its tests, as text."""
+
+    name: str
+    version: str
+    license: str  # empty if the package does not state it
+    origin: str  # a release with its SHA-256, or a folder
+    files: Mapping[str, str]
+    left_out: tuple[str, ...] = ()  # files that are too large or not text
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The package's own modules, which can have a bug."""
+        return tuple(sorted(path for path in self.files if self._is_module(path)))
+
+    @property
+    def root(self) -> str:
+        """The folder that contains the package: `src`, or an empty string."""
+        return "src" if any(path.startswith("src/") and path.endswith(".py") for path in self.files) else ""
+
+    @property
+    def has_pytest_options(self) -> bool:
+        """Whether the package sets options for pytest. They may need plugins, for example to measure coverage."""
+        files = ("pyproject.toml", "setup.cfg", "tox.ini", "pytest.ini", ".pytest.ini", "pytest.toml")
+        return any("addopts" in self.files.get(name, "") for name in files)
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    def _is_module(self, path: str) -> bool:
+        pure, stem = PurePosixPath(path), self.slug.replace("-", "_")
+        if pure.suffix != ".py" or is_test(path) or pure.name in _NOT_THE_PACKAGE:
+            return False
+        return path in (f"{stem}.py", f"src/{stem}.py") or (pure.parent / "__init__.py").as_posix() in self.files
+
+
+def is_test(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return (
+        any(part in TEST_FOLDERS for part in pure.parts[:-1])
+        or pure.name.startswith("test_")
+        or pure.name.endswith("_test.py")
+        or pure.name in ("test.py", "tests.py", "conftest.py")
+    )
+
+
+def load_package(source: str) -> Package:
+    """Load a folder or a release. Raise `TaskError` if it has no tests or no code."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        package = _load_folder(folder)
+    elif (match := _RELEASE.fullmatch(source)) is not None:
+        package = _load_release(match["name"], match["version"])
+    else:
+        raise TaskError(
+            f"repairs: {source} is neither a folder nor a release; write a release as NAME==VERSION", param="sources"
+        )
+    if not package.modules:
+        raise TaskError(f"repairs: {source} has no Python package that could have a bug", param="sources")
+    if not any(is_test(path) and path.endswith(".py") for path in package.files):
+        raise TaskError(f"repairs: {source} has no tests; its archive must contain them", param="sources")
+    return package
+
+
+# ── folders ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _load_folder(folder: Path) -> Package:
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_symlink() and _is_needed(path.relative_to(folder).as_posix())
+    }
+    texts, left_out = _decode_files(files, str(folder))
+    project = _read_project(texts)
+    stated = project.get("license")
+    return Package(
+        name=str(project.get("name") or folder.resolve().name),
+        version=str(project.get("version") or ""),
+        license=str(stated.get("text", "") if isinstance(stated, dict) else stated or ""),
+        origin=folder.resolve().name,
+        files=texts,
+        left_out=left_out,
+    )
+
+
+def _read_project(files: Mapping[str, str]) -> Mapping[str, object]:
+    try:
+        table = tomllib.loads(files.get("pyproject.toml", "")).get("project", {})
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"repairs: pyproject.toml cannot be read: {error}", param="sources") from None
+    return table if isinstance(table, dict) else {}
+
+
+def _is_needed(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return not any(part in _LEFT_OUT or part.endswith(".egg-info") or part.startswith(".") for part in parts)
+
+
+def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Decode the text files. Return the names of the others, too."""
+    texts: dict[str, str] = {}
+    left_out = []
+    for path, content in files.items():
+        try:
+            if len(content) > MAX_FILE_BYTES or b"\0" in content:
+                raise UnicodeError
+            texts[path] = content.decode("utf-8")
+        except UnicodeError:
+            left_out.append(path)
+    if (size := sum(len(text) for text in texts.values())) > MAX_PACKAGE_BYTES:
+        raise TaskError(
+            f"repairs: {where} has {size / 1e6:.1f} MB of text, but every task contains the whole package; "
+            f"at most {MAX_PACKAGE_BYTES / 1e6:.0f} MB are possible",
+            param="sources",
+        )
+    return texts, tuple(left_out)
+
+
+# ── releases ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _load_release(name: str, version: str) -> Package:
+    content = _fetch_archive(name, version)
+    files = dict(_unpack(content, f"{name}=={version}"))
+    about = email.parser.Parser().parsestr(files.pop("PKG-INFO", b"").decode("utf-8", "replace"))
+    texts, left_out = _decode_files(
+        {path: files[path] for path in sorted(files) if _is_needed(path)}, f"{name}=={version}"
+    )
+    return Package(
+        name=name,
+        version=version,
+        license=_read_license(about.get_all("Classifier", []), about["License-Expression"], about["License"]),
+        origin=f"{name}=={version} sha256:{hashlib.sha256(content).hexdigest()}",
+        files=texts,
+        left_out=left_out,
+    )
+
+
+def _read_license(classifiers: list[str], expression: str | None, text: str | None) -> str:
+    """Return the license as the release states it: an SPDX expression, a short text, or classifiers."""
+    if expression:
+        return expression
+    if text and "\n" not in text and text != "UNKNOWN":
+        return text
+    return ", ".join(line.rpartition(" :: ")[2] for line in classifiers if line.startswith("License ::"))
+
+
+def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the files of an archive, by their path below its only folder."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for member in archive:
+                path = PurePosixPath(member.name)
+                if member.isfile() and len(path.parts) > 1 and ".." not in path.parts and not path.is_absolute():
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    yield PurePosixPath(*path.parts[1:]).as_posix(), file.read()
+    except tarfile.TarError as error:
+        raise TaskError(f"repairs: the archive of {where} cannot be read: {error}", param="sources") from None
+
+
+def _fetch_archive(name: str, version: str) -> bytes:
+    """Return the source archive of a release, from the cache or from the index. The index's own checksum is checked."""
+    place = cache_folder() / "releases" / f"{name}-{version}.tar.gz"
+    if place.is_file():
+        return place.read_bytes()
+    address = _find_archive(name, version)
+    content = _fetch(address)
+    algorithm, _, expected = urllib.parse.urlsplit(address).fragment.partition("=")
+    if algorithm == "sha256" and hashlib.sha256(content).hexdigest() != expected:
+        raise TaskError(f"repairs: {address} does not have the checksum that the index states", param="sources")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
+        new.write(content)
+    Path(new.name).rename(place)
+    return content
+
+
+def _find_archive(name: str, version: str) -> str:
+    """Find the address of a release's source archive on the index that pip uses."""
+    page = f"{(os.environ.get('PIP_INDEX_URL') or INDEX).rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
+    wanted = f"{_normalize(name)}-{version}.tar.gz"
+    for link in re.findall(r'href="([^"]+)"', _fetch(page).decode("utf-8", "replace")):
+        address = urllib.parse.urljoin(page, html.unescape(link))
+        file = urllib.parse.unquote(urllib.parse.urlsplit(address).path).rpartition("/")[2]
+        stem, dash, rest = file.rpartition("-")
+        if f"{_normalize(stem)}{dash}{rest}" == wanted:
+            return address
+    raise TaskError(f"repairs: {page} has no source archive of {name} {version}", param="sources")
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def _fetch(address: str) -> bytes:
+    try:
+        with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as reply:  # noqa: S310  # the index that pip uses
+            content: bytes = reply.read()
+            return content
+    except (urllib.error.URLError, OSError) as error:
+        raise TaskError(f"repairs: {address} cannot be read: {error}", param="sources") from None
