@@ -1,0 +1,93 @@
+"""mini-SWE-agent in its text form: the model writes a thought and one bash block, and reads the output of the command.
+
+It differs from the catalog's description in the Python version it is installed for, in its settings (prompts, the pattern that finds the
+command, the format of observations, the number of steps), and in how its process is started: by `fork_server.py` of the other example,
+because Turngate's own warm starts refuse what mini-SWE-agent imports on Python 3.12.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.spec import AgentFile, AgentSpec, find_agent
+
+CONTEXT, REPLY = 8192, 320  # tokens
+STEPS = 8
+_SETTINGS = r"""
+agent:
+  agent_class: default
+  step_limit: STEPS
+  max_consecutive_format_errors: 2
+  system_template: |
+    You repair Python code in a shell. You see only the output of your last command, so do one thing at a time. Every answer is one
+    sentence and then one bash block with one command, nothing else.
+
+    First read the function with line numbers, for example with nl -ba FILE | sed -n '10,40p'. Then change the one wrong line, for
+    example line 17 with sed -i '17s/wrong text/right text/' FILE. Then run the tests. When they pass, run
+    echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT and you are done.
+  instance_template: |
+    {{task}}
+    Answer with one sentence and one bash block.
+environment:
+  timeout: 15
+model:
+  model_class: litellm_textbased
+  action_regex: '\A.*?```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```.*\Z'
+  format_error_template: "Your answer must have a bash block with a command."
+  observation_template: |
+    exit code {{ output.returncode }}
+    {% if output.output | length < 3000 -%}
+    {{ output.output }}
+    {%- else -%}
+    {{ output.output[:1500] }}
+    [...]
+    {{ output.output[-1500:] }}
+    {%- endif %}
+"""
+
+
+def _load_other_example() -> ModuleType:
+    """Load `agent.py` of the other example under another name: it starts and stops the fork server."""
+    found = importlib.util.spec_from_file_location("h200_agent", Path(__file__).parents[1] / "h200" / "agent.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+_other = _load_other_example()
+
+
+def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> AbstractContextManager[None]:
+    """Run a process that has imported the agent's packages, for the duration of the block."""
+    server: AbstractContextManager[None] = _other.run_fork_server(spec, installed, socket)
+    return server
+
+
+def build_agent(python: str, socket: str = "") -> AgentSpec:
+    """Build the description of an agent that the fork server starts. With an empty `socket`, it is started as the catalog says."""
+    spec = find_agent("mini-swe-agent").spec
+    command = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
+    if socket:
+        arguments = command[command.index(_other.MODULE) + 1 :]
+        command = ["{python}", "-I", "-S", str(_other.HERE / "fork_server.py"), "run", socket, *arguments]
+    return msgspec.structs.replace(
+        spec,
+        title=f"{spec.title} (text-based)",
+        command=(*command, "--config", "{home}/.mini/repairs.yaml"),
+        install=msgspec.structs.replace(spec.install, python=python),
+        preload=() if socket else spec.preload,
+        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=_SETTINGS.replace("STEPS", str(STEPS)))),
+        check=(),
+    )
+
+
+if __name__ == "__main__":
+    print(ensure_installed(build_agent(sys.argv[1])))

@@ -1,0 +1,62 @@
+"""Tests for the parts of examples/train/h200-coder that need no GPU: the choice of tasks, and the expert's answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from turngate.tasks.task import Solution, Task
+
+FOLDER = Path(__file__).parents[2] / "examples" / "train" / "h200-coder"
+INSTRUCTION = "The bug is in the function `f` in `a.py` (lines 1 to 3).\n\nRun them with:\n\n```\npython3 -m pytest -q t.py\n```\n"
+
+
+def load_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"h200_coder_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_task(old: str, new: str) -> Task:
+    patch = f"--- a/a.py\n+++ b/a.py\n@@ -2 +2 @@\n-{old}\n+{new}\n"
+    return Task(id="t", instruction=INSTRUCTION, solution=Solution(patch=patch), metadata={"path": "a.py", "line": 2})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    if a < b:", "    if a <= b:"),
+        ("    return a[1:]  # 1", "    return a[2:]  # 1"),
+        ("    return 1 + a[1] * 1", "    return 1 + a[2] * 1"),  # not the first 1
+        ("    if a == 'x/y':", "    if a != 'x/y':"),
+        ("    if not a:", "    if a:"),
+        ("    return f(b, a)", "    return f(a, b)"),
+        ("    x = a.b*c", "    x = a.b&c"),
+    ],
+)
+def test_expert_changes_the_line(old: str, new: str, tmp_path: Path) -> None:
+    first, change, tests, last = (
+        re.search(r"```bash\n(.*)\n```", answer, re.DOTALL)[1]  # type: ignore[index]
+        for answer in load_module("moves").list_moves(build_task(old, new))
+    )
+    (tmp_path / "a.py").write_text(f"def f(a, b):\n{old}\n    return b\n")
+    subprocess.run(change, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "a.py").read_text().split("\n")[1] == new
+    assert first == "nl -ba a.py | sed -n '1,3p'" and tests == "python3 -m pytest -q t.py"
+    assert last.startswith("echo COMPLETE")
+
+
+@pytest.mark.parametrize(
+    ("patch", "expected"),
+    [("--- a\n+++ b\n-x\n+y\n", True), ("--- a\n+++ b\n+x\n+y\n", False), ("-x\n-z\n+y\n", False)],
+)
+def test_small_tasks_change_one_line(patch: str, expected: bool) -> None:
+    assert load_module("tasks").is_small({"solution": {"patch": patch}, "instruction": "Fix it."}) == expected
