@@ -86,6 +86,20 @@ async def test_command_without_witness_is_graded_by_log(
     assert result.notes == ("the witness cannot watch this task's tests, so the log alone decides",)
 
 
+async def test_tests_in_the_files_of_a_task_are_kept(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """Without a test patch, the tests that the cases name and the folder around them stay as the task defines them."""
+    command = "python3 -m pytest -rA -p no:cacheprovider tests/test_prices.py"
+    task = with_grader(shop, base_commit="", test_patch="", fail_to_pass=kit.PASS, pass_to_pass=(), test_cmd=command)
+    broken = {
+        "shop/prices.py": "def total(prices):\n    return 1\n",
+        "tests/test_prices.py": "def test_nothing(): pass\n",
+        "tests/helper.py": "",
+    }
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", broken), isolated)
+    assert (result.reward, result.cases[kit.PASS[0]]) == (0.0, "failed")
+    assert {note.partition(":")[0] for note in result.notes} == {"tests/test_prices.py", "tests/helper.py"}
+
+
 async def test_install_runs_after_work_is_in_place(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
     task = with_grader(shop, install="cp shop/template shop/prices.py")
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "a", {"shop/template": kit.FIX}), isolated)

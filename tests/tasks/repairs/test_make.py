@@ -135,6 +135,7 @@ def test_options_of_the_project_are_ignored(folder: Path) -> None:
     files = {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '--cov'\n", "src/limits/__init__.py": ""}
     other = Package(name="limits", version="1.0", license="", origin="", files=files)
     assert build_test_command(other) == "PYTHONPATH=src python3 -m pytest -q -o addopts="
+    assert build_test_command(other, with_path=False) == "python3 -m pytest -q -o addopts="
 
 
 # ── bugs, instructions, splits ──────────────────────────────────────────────────────────────────────────────────────

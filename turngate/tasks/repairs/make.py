@@ -207,7 +207,9 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
             "repo": package.name,
             "fail_to_pass": list(repair.failing),
             "pass_to_pass": list(repair.passing),
-            "test_cmd": build_test_command(package, options=GRADING_OPTIONS),
+            # In the command, the variable would hide the witness's folder.
+            "before": f"export PYTHONPATH={package.root}" if package.root else "",
+            "test_cmd": build_test_command(package, options=GRADING_OPTIONS, with_path=False),
             "timeout_s": round(made.baseline.seconds * _SLOWER + _GRADING_SPARE_S),
         },
         "solution": {"patch": write_patch(bug.path, bug.text, package.files[bug.path])},

@@ -61,9 +61,11 @@ def pytest_sessionfinish():
 """
 
 
-def build_test_command(package: Package, cases: Sequence[str] = (), options: str = "-q") -> str:
-    """Build the shell command that runs the package's tests, or some of them."""
-    path = f"PYTHONPATH={package.root} " if package.root else ""
+def build_test_command(
+    package: Package, cases: Sequence[str] = (), options: str = "-q", *, with_path: bool = True
+) -> str:
+    """Build the shell command that runs the package's tests, or some of them. Without the path, PYTHONPATH must be set already."""
+    path = f"PYTHONPATH={package.root} " if package.root and with_path else ""
     own = " -o addopts=" if package.has_pytest_options else ""
     return " ".join([f"{path}python3 -m pytest {options}{own}", *(shlex.quote(case) for case in cases)])
 
