@@ -7,6 +7,7 @@ is inside a function, changes what the code does (never only annotations or docs
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -83,18 +84,27 @@ class Mutation(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_mutations(source: str) -> list[Mutation]:
     """List the mutations of a file in the order of its text, each with a different outcome. Raise SyntaxError if it is not valid Python."""
-    tree = ast.parse(source)
+    search = _Search(source)
     found: list[Mutation] = []
-    seen = {ast.dump(tree)}
-    for mutation in sorted(_Search(source).run(tree), key=lambda one: (one.start, one.end, one.kind, one.text)):
+    seen: set[tuple[int, str]] = set()
+    for mutation in sorted(search.run(ast.parse(source)), key=lambda one: (one.start, one.end, one.kind, one.text)):
+        # Parsing only the function keeps this linear: files have thousands of mutations.
+        start, end = search.find_lines(mutation.first, mutation.last)
+        before, after = source[start : mutation.start], source[mutation.end : end]
+        seen.add((start, _dump_function(source[start:end])))
         try:
-            changed = ast.dump(ast.parse(mutation.apply(source)))
+            changed = _dump_function(before + mutation.text + after)
         except (SyntaxError, ValueError):
             continue
-        if changed not in seen:
-            seen.add(changed)
+        if (start, changed) not in seen:
+            seen.add((start, changed))
             found.append(mutation)
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _dump_function(text: str) -> str:
+    return ast.dump(ast.parse(f"if True:\n{text}" if text[0].isspace() else text))
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -157,6 +167,10 @@ class _Search:
             yield from self._find_wrong_defaults(node.args)
         yield from self._visit_children(node)
         self._function, self._scope = outer, scope
+
+    def find_lines(self, first: int, last: int) -> tuple[int, int]:
+        """Return where these lines start and end."""
+        return self._starts[first - 1], self._starts[last]
 
     # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
