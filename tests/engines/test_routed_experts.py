@@ -1,6 +1,6 @@
 """Routed experts from vLLM and SGLang: what is requested, what is read, and what is rejected.
 
-The stand-ins send what the source of vLLM 0.32 and SGLang 0.5.23 does. Neither reports routed experts on a CPU.
+The stand-ins send what the source of vLLM 0.32 and SGLang 0.5.23 does. vLLM does not report routed experts on a CPU.
 """
 
 from __future__ import annotations
