@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from turngate.tasks import Task, read_tasks
+from turngate.tasks import read_tasks
+from turngate.tasks.task import Task
 
 MAX_INSTRUCTION = 4000  # characters
 _LEVELS = ("easy", "medium", "hard")
