@@ -47,7 +47,7 @@ MEMORY = "TURNGATE_TEST_MEMORY"  # environment variable: a folder in memory for 
 NESTED = MEMORY in os.environ  # a tier that a test started
 KEPT_IMAGES = {"turngate-python:bookworm"}  # the base of the images in tests/deploy, built once
 LISTENING = "0A"  # in /proc/net/tcp
-CORES = os.cpu_count() or 1
+WORKERS = 1 if NESTED else (os.cpu_count() or 1) + 1  # many tests wait more than they compute
 COLLECTION_FAILED, NO_TESTS = (2, 3, 4), 5  # exit codes of pytest
 HANG_S = 600.0
 GRACE_S = 2.0  # time for the kernel and Docker to finish stopping things
@@ -81,17 +81,10 @@ class Tier:
     check: bool = False  # run `make check` while the parts are installed
     complete: bool = False  # fail unless every heavy part and every promise has a test
     soak: bool = False  # run the stress tests at full size
-    workers: int = CORES + 2  # tests at a time: most tests of heavy parts wait more than they compute
 
 
 TIERS = {
-    "test": Tier(
-        "all tests without heavy parts, and one real agent",
-        "not real and not full",
-        LIGHT_PARTS,
-        check=True,
-        workers=CORES + 1,
-    ),
+    "test": Tier("all tests without heavy parts, and one real agent", "not real and not full", LIGHT_PARTS, check=True),
     "test-real": Tier(
         "at least one test for every real part and every promise",
         "(real or promise and not full)",
@@ -396,7 +389,6 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         f"{name}: this machine takes {slowness:.1f} times as long as the reference; timeouts are scaled to match",
         flush=True,
     )
-    workers = 1 if NESTED else tier.workers
     with start_run(uses_docker=tier.parts is ALL_PARTS) as run:
         check = run.start(["make", "--no-print-directory", "check"]) if tier.check and not NESTED else None
         made = [run.call(command) == 0 for command in tier.parts] if make_parts else []
@@ -408,10 +400,10 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         run.remember()
         for alone in (True, False):  # the first collects in one process, where a wrong mark gives a clear error
             print(
-                f"\n{name}: {'tests that need the machine to themselves' if alone else f'{workers} tests at a time'}",
+                f"\n{name}: {'tests that need the machine to themselves' if alone else f'{WORKERS} tests at a time'}",
                 flush=True,
             )
-            results.add(*_run_pytest(run, tier, 0 if alone else workers, pytest_options))
+            results.add(*_run_pytest(run, tier, alone, pytest_options))
             if run.interrupted or results.exit_code in COLLECTION_FAILED:
                 break
         left = [] if run.interrupted else run.leftovers()
@@ -419,9 +411,8 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         return _summarize(name, results, left, run.interrupted, time.monotonic() - began)
 
 
-def _run_pytest(run: Run, tier: Tier, workers: int, options: list[str]) -> tuple[Path, int]:
-    """Run the tests of a tier in `workers` processes. 0: run those that need the machine to themselves, in one process."""
-    marks = " and ".join(filter(None, [tier.marks, "not alone" if workers else "alone"]))
+def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[Path, int]:
+    marks = " and ".join(filter(None, [tier.marks, "alone" if alone else "not alone"]))
     command = [PYTHON, "-m", "pytest", "-q", "-m", marks, "-p", "tests.tiers", "-p", "tests.verify.everywhere"]
     command += [f"--verify-every={tier.verify_every}", *options]
     if tier.complete and not options:  # with options, the tests may be a part of the tier
@@ -430,8 +421,8 @@ def _run_pytest(run: Run, tier: Tier, workers: int, options: list[str]) -> tuple
     command += ["-o", f"faulthandler_timeout={speed.scaled(HANG_S):.0f}", "-o", "faulthandler_exit_on_timeout=true"]
     if tier.soak:
         command += ["--soak"]
-    if workers:
-        command += ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart=2"]
+    if not alone:
+        command += ["-n", str(WORKERS), "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart=2"]
     report = run.folder / "pytest-of-tier.json"
     env = {"TMPDIR": str(run.folder), MEMORY: str(run.memory), "TURNGATE_TIER_REPORT": str(report)}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(run.folder / "pytest-of-torch"), "ONEDNN_JIT_PROFILE": "0"}  # torch's files
