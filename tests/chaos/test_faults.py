@@ -32,7 +32,10 @@ async def test_faults_break_no_promise(
     faults = [fault for fault in list_faults() if fault.name in names]
     assert len(faults) == len(names)
     rng = random.Random(19)
-    rows = await run_faults(open_place(rng), faults, FAST, rng, lambda row: None)
-    for row in rows:
-        assert row.is_clean, (row.fault, row.notes)
-    assert sum(row.counts.errors_told + row.counts.broken_off for row in rows) > 0, "no fault had an effect"
+    for _ in range(3):  # on a busy machine, all faults may happen between two calls
+        rows = await run_faults(open_place(rng), faults, FAST, rng, lambda row: None)
+        for row in rows:
+            assert row.is_clean, (row.fault, row.notes)
+        if sum(row.counts.errors_told + row.counts.broken_off for row in rows):
+            return
+    pytest.fail("no fault had an effect")
