@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -35,8 +37,15 @@ def test_tool_template_is_certified() -> None:
     assert certificate.passed and not certificate.uncertified
 
 
+@pytest.fixture
+def sandboxes() -> Iterator[Path]:
+    """A short path, because the path of a unix socket must be short."""
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.needs("agent:mini-swe-agent")
-async def test_agent_with_coder_is_graded(tmp_path: Path) -> None:
+async def test_agent_with_coder_is_graded(tmp_path: Path, sandboxes: Path) -> None:
     """Two turns on a CPU: too few to solve the task, but everything is sampled, recorded and graded."""
     torch.set_num_threads(2)
     spec, installed = kit.agent("mini-swe-agent")
@@ -45,7 +54,7 @@ async def test_agent_with_coder_is_graded(tmp_path: Path) -> None:
         task=load_task(BUNDLED_TASK),
         agent=spec,
         installed=installed,
-        backend=LocalBackend(tmp_path / "sandboxes"),
+        backend=LocalBackend(sandboxes),
         model="coder",
         timeout_s=scaled(900),
         session={"limits": {"turns": 2}, "max_tokens": 48},
@@ -59,5 +68,6 @@ async def test_agent_with_coder_is_graded(tmp_path: Path) -> None:
         connector = await stack.enter_async_context(GatewayConnector(address.url))
         outcome = await Rollout(rollout, gateway, connector).run()
         rows = await gateway.samples(outcome.session, everything=True)
-    assert outcome.reward is not None, outcome.message
-    assert rows and all(len(row["logprobs"]) == len(row["ids"]) for row in rows)
+    assert outcome.reward is not None, (outcome.fault, outcome.grade)
+    sampled = [value for row in rows for value, trained in zip(row.logprobs, row.mask, strict=True) if trained]
+    assert sampled and all(value is not None and value <= 0 for value in sampled)
