@@ -1,4 +1,4 @@
-"""The rule that chooses a lane of the pool for a call, from the loads that the engines report.
+"""The rule that chooses an engine of the pool for a call, and when an engine counts as crowded.
 
 - A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
 - A lane is crowded if its KV cache is at least 90 % full and a call waits for it, or if its queue is long: at least 4 calls wait, and

@@ -1,4 +1,4 @@
-"""Parse sampled text into reasoning, content and tool calls, incrementally.
+"""Parse sampled text into reasoning, content and tool calls, incrementally; detect the tags that a template puts around each.
 
 The same parser serves streamed and non-streamed replies. Its output is sent to the agent and stored in the trace as the turn's message. A
 `Syntax` describes how a model marks reasoning and calls, and `detect_syntax` derives it from a template. Text that does not parse as a call

@@ -1,4 +1,4 @@
-"""Check whether a batch can continue: free disk space, a working sandbox backend and a gateway that responds."""
+"""Check whether a batch can continue: free disk space, a working sandbox backend, a gateway that responds, and few faults in a row."""
 
 from __future__ import annotations
 

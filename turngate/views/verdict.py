@@ -1,4 +1,4 @@
-"""Verification by the gateway, of the same rows that it delivers to trainers.
+"""Verification by the gateway, of the same rows that it delivers to trainers. `verify/spot_checks.py` chooses the sessions.
 
 The command line verifies in its own process. A gateway that verifies while it serves starts a separate process,
 `python -m turngate.views.verdict DATA`, because rendering a long session takes seconds and must not delay calls.

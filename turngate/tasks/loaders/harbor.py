@@ -1,4 +1,4 @@
-"""Load a task from a folder in Harbor's format.
+"""Load a task from a folder in Harbor's format, with its settings and limits from `task.toml`.
 
     my-task/
       instruction.md         what the agent is asked to do (required)

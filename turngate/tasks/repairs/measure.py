@@ -1,4 +1,4 @@
-"""Run the tests of a package in a sandbox, with and without a bug.
+"""Run the tests of a package in a sandbox: twice without a bug, to leave out flaky ones, and once with each bug.
 
 The tests run with the command that grades the task later, and its log is parsed in the same way.
 """
