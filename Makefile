@@ -48,6 +48,7 @@ $(READY): pyproject.toml
 	@$(CHECK_PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing turngate, the development tools and torch into .venv …"
+	@$(PIP) --upgrade pip 2> /dev/null || true  # a current pip needs half the time
 	@if $(BIN)/python -c 'import torch, safetensors' 2> /dev/null; then $(PIP) $(DEV); \
 	elif ! $(PIP) $(DEV) '$(TORCH)' safetensors > .venv/torch.log 2>&1; then \
 		$(PIP) $(DEV) && $(PIP) --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \

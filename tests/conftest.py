@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import typer.testing
 
 from tests import kit
 from tests.needs import needs
@@ -18,6 +20,7 @@ from turngate.telemetry import logs
 
 pytest_plugins = ["tests.tiers"]
 _vllm = pytest.StashKey[Servers]()
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # builds all commands for each call
 gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth of the time of the fast tests
 
 

@@ -194,6 +194,18 @@ def test_planted(number):
     assert len(workers.read_text().split()) == 8 and len(set(workers.read_text().split())) == 1
 
 
+def test_sample_covers_every_value_and_leaves_other_cases_to_the_full_tier(tmp_path: Path) -> None:
+    source = """
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("dialect", ["chat", "messages", "gemini"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_planted(dialect, stream): pass
+"""
+    sample = run_pytest(tmp_path, source, "-m", "not full", "--collect-only").stdout
+    assert re.findall(r"test_planted\[(\S+)\]", sample) == ["True-chat", "True-gemini", "False-messages"]
+    assert "6 passed" in run_pytest(tmp_path, source).stdout
+
+
 def test_timeouts_scale_with_slowness() -> None:
     command = [sys.executable, "-c", "from tests.speed import scaled; print(scaled(1))"]
 

@@ -8,6 +8,7 @@
 | `real` | covers a real part | `make test-real`, `make test-all` |
 | `promise(5)` | covers promise 5 of `docs/testing.md` | also in `make test-real`, unless marked `full` |
 | `full` | is one of many similar tests; `real` overrides it | `make test-all` |
+| `sample(3)` | has many similar cases: all but three of them become `full` | depends on the other marks |
 | `alone` | needs the machine to itself | depends on the other marks; before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
 | `subset` | repeats a part of a `full` test | `make test-real` only |
@@ -206,9 +207,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _check_marks(items)
+    _mark_unsampled(items)
     if config.getoption("--complete"):
         _check_complete(items)
     items.sort(key=_weight)
+
+
+def _mark_unsampled(items: list[pytest.Item]) -> None:
+    """Mark as `full` the cases outside the sample of their test. The sample covers as many values of the parameters as it can."""
+    tests: defaultdict[Any, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        names = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and names & {"sample", "full", "real"} == {"sample"}:
+            tests[item.function].append(item)
+    for cases in tests.values():
+        [count] = cases[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        covered: set[tuple[int, str]] = set()
+        for _ in range(min(count, len(cases))):
+            chosen = max(cases, key=lambda case: len(_values(case) - covered))
+            covered |= _values(chosen)
+            cases.remove(chosen)
+        for case in cases:
+            case.add_marker(pytest.mark.full)
+
+
+def _values(case: pytest.Function) -> set[tuple[int, str]]:
+    return {*enumerate(case.callspec._idlist)}  # one name for each `parametrize`
 
 
 def _check_complete(items: list[pytest.Item]) -> None:

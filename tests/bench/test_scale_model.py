@@ -40,6 +40,7 @@ SOME = msgspec.structs.replace(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mean_days", [0.0, 0.001, 0.0002])
 def test_every_rollout_ends_once(mean_days: float, seed: int) -> None:
@@ -122,6 +123,7 @@ def test_without_the_event_counter_commits_share_flushes() -> None:
     )  # each waits for the end of a flush, and for the next
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("costs", "changes", "rate", "machines", "why"),
     [

@@ -287,6 +287,7 @@ async def test_tokens_need_recorded_tokenizer(g: Running, data: Path) -> None:
 # ── untrusted text ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(2)
 @pytest.mark.process
 @pytest.mark.parametrize("columns", [0, 60], ids=["piped", "on a terminal"])
 @pytest.mark.parametrize("options", [[], ["--tokens"], ["--full"]], ids=["text", "tokens", "full"])

@@ -86,6 +86,7 @@ def folder(server: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(scaled(300))
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("page", list(pages()))
 def test_page_works(page: str, folder: Path) -> None:
     clone = folder / "clone"

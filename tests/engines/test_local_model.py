@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.xdist_group("transformers")  # its import takes ten seconds, so one worker does it
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [7, 64, 300, 512])  # less than a block, whole blocks, a partial block
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_draws_match_distribution_and_logprobs(size: int, temperature: float) -> None:

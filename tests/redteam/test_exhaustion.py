@@ -146,6 +146,7 @@ async def test_resource_is_limited(sandbox: str, resource: str, root: Path) -> N
     assert isinstance(error, SandboxTooLarge) == is_watched, error
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("quick_watch")
 @pytest.mark.parametrize("resource", EXHAUSTION)
 async def test_resource_is_available_without_limit(resource: str, root: Path) -> None:

@@ -55,6 +55,7 @@ def test_vocabulary_is_cached_for_any_model(folder: Path, tmp_path: Path) -> Non
     assert certificate_cache.load_any_record(folder) is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_changed_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
     load_renderer(folder)

@@ -43,6 +43,7 @@ def add_placeholders(spec: dict[str, Any]) -> None:
         spec["model"]["vocab"][f"[UNUSED_{n}]"] = vocabulary_size() + n
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gap", [0, 7])
 @pytest.mark.parametrize("change", [lambda spec: None, add_placeholders], ids=["no placeholder", "placeholder"])
 @pytest.mark.parametrize("fast", [None, False])

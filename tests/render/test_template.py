@@ -20,6 +20,7 @@ from turngate.types import Message
 REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.xdist_group("transformers")  # its import takes ten seconds, so one worker does it
 @pytest.mark.parametrize("name", renderer_params([*REAL, "builtin"]))
 def test_rendering_matches_transformers(name: str, renderers: Any) -> None:
@@ -60,6 +61,7 @@ def test_fast_encoder_is_used(name: str, renderers: Any) -> None:
     assert renderers(name).tokenizer.fast
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", renderer_params([*REAL, "smollm2", "builtin", "family:qwen3", "family:deepseek-v3"]))
 def test_real_templates_are_certified(name: str, renderers: Any) -> None:
     from turngate.render.certify import certify

@@ -94,6 +94,7 @@ def load(template: str, folder: Path) -> tuple[TemplateRenderer, Certificate]:
     return certify_tokenizer(build_tokenizer(template, folder))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("template", "rows"),
     [

@@ -75,6 +75,7 @@ async def test_transcript_with_other_text_is_reported(harness: Harness) -> None:
     assert "transcript 'Goodbye.', trace 'Hello.'" in difference
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "content",
     [
@@ -160,6 +161,7 @@ async def test_output_is_kept_raw_and_reported_as_text(harness: Harness) -> None
     msgspec.json.encode(outcome)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
 async def test_replaced_output_file_is_ignored(kind: str, harness: Harness, tmp_path: Path) -> None:
     """The agent can replace the files that its output goes to."""

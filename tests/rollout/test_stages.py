@@ -436,6 +436,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROMPTS)
 async def test_prompt_reaches_agent_byte_for_byte(name: str, harness: Harness) -> None:
     command = 'cat > stdin; cp "$TURNGATE_PROMPT_FILE" file; stat -c %a "$TURNGATE_PROMPT_FILE"'
@@ -444,6 +445,7 @@ async def test_prompt_reaches_agent_byte_for_byte(name: str, harness: Harness) -
     assert harness.read_work(outcome, "stdin") == harness.read_work(outcome, "file") == PROMPTS[name].encode()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["quotes", "lines", "dashes", "unicode", "control characters", "markup"])
 async def test_prompt_in_argument_environment_and_file(name: str, harness: Harness) -> None:
     """A user-defined agent may take its prompt in any way."""

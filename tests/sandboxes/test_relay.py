@@ -261,6 +261,7 @@ BROKEN: dict[str, Script] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("broken", BROKEN)
 async def test_replies_not_from_gateway_are_retried(start: Start, broken: str) -> None:
     script = in_sequence(BROKEN[broken], BROKEN[broken], reply_with("at last"))
@@ -272,6 +273,7 @@ async def test_replies_not_from_gateway_are_retried(start: Start, broken: str) -
         assert [request.body for request in gateway.requests] == [b"body"] * 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "429 Too Many Requests"])
 async def test_client_errors_are_not_retried(start: Start, status: str) -> None:
     async with (
@@ -348,6 +350,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cut", CUTS)
 async def test_cut_reply_is_cut_for_agent(start: Start, cut: str) -> None:
     async def script(call: Call) -> None:

@@ -139,6 +139,7 @@ print(json.dumps([len(library.seen), random.random(), secrets.token_hex(8), str(
     assert [report[0] for report in reports] == [1, 1, 1]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("program", "code"),
     [
@@ -193,6 +194,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fault", REFUSED)
 async def test_import_with_side_effect_is_refused(root: Path, folder: Path, fault: str) -> None:
     backend = WarmBackend("local", root, install(folder / "agent", REFUSED[fault]))
@@ -204,6 +206,7 @@ async def test_import_with_side_effect_is_refused(root: Path, folder: Path, faul
     assert len(warm_start.counts) == 1 and fault in next(iter(warm_start.counts)), warm_start.counts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("env", "reason"),
     [

@@ -183,6 +183,7 @@ async def test_duplicate_id_conflicts_at_every_worker() -> None:
 # ── calls to other workers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(4)
 @STREAMED
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_call_reaches_its_session_from_every_worker(dialect: str, stream: bool) -> None:

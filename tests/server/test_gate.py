@@ -70,6 +70,7 @@ async def take_call(g: Running, **options: Any) -> Any:
 # ── trainer in this process ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_trainer_answers_are_recorded_exactly(dialect: str, stream: bool) -> None:

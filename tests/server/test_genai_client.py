@@ -204,6 +204,7 @@ async def test_stream_without_sse_is_json_array() -> None:
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(4)
 @every_way
 @pytest.mark.parametrize("with_ids", [True, False], ids=["ids", "no ids"])
 async def test_five_turns_with_tools_make_one_training_row(way: str, with_ids: bool) -> None:
@@ -320,6 +321,7 @@ MALFORMED_CALLS = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("case", MALFORMED_CALLS)
 @pytest.mark.parametrize("way", ["async", "async stream"])
 async def test_malformed_call_is_delivered_and_continues(case: str, way: str) -> None:
@@ -394,6 +396,7 @@ THINKING_SCRIPT = [
 ]
 
 
+@pytest.mark.sample(4)
 @every_way
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
@@ -781,6 +784,7 @@ class Agent:
 KINDS = ["text", "think", "call", "calls", "think+call", "malformed", "truncated", "random", "random, cut", "empty"]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", renderer_params(["builtin", "qwen3", "llama3_1", "deepseek_v3"]))
 @pytest.mark.parametrize("seed", range(6))
 async def test_long_conversation_with_rewritten_history_is_one_row(

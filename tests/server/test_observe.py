@@ -55,6 +55,7 @@ async def converse(a: Agent) -> list[object]:
     return [await a.ask("Look around."), await a.answer(RESULTS), await a.answer(RESULTS)]
 
 
+@pytest.mark.sample(8)
 @every_endpoint
 @every_dialect
 @streamed_or_not
@@ -96,6 +97,7 @@ def assert_private(s: Scene) -> None:
     assert SYSTEM in s.provider.bodies[-1].decode() and "the text" in s.provider.bodies[-1].decode()
 
 
+@pytest.mark.sample(4)
 @every_dialect
 @streamed_or_not
 async def test_vllm_token_ids_make_one_row_in_every_dialect(

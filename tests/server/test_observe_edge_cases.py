@@ -57,6 +57,7 @@ IMAGES: dict[str, Json] = {
 }
 
 
+@pytest.mark.sample(4)
 @every_endpoint
 @every_dialect
 async def test_image_is_forwarded_only_within_its_dialect(
@@ -126,6 +127,7 @@ async def ask_failing(
         return caught.value
 
 
+@pytest.mark.sample(4)
 @every_endpoint
 @every_dialect
 async def test_context_overflow_is_recognisable_in_each_dialect(
@@ -137,6 +139,7 @@ async def test_context_overflow_is_recognisable_in_each_dialect(
         assert "prompt is too long: 5000 tokens > 4096 maximum" in str(error)
 
 
+@pytest.mark.sample(4)
 @every_endpoint
 @every_dialect
 async def test_provider_key_errors_are_server_errors(
@@ -147,6 +150,7 @@ async def test_provider_key_errors_are_server_errors(
         assert status(await ask_failing(endpoint, dialect, code, message, monkeypatch)) >= 500
 
 
+@pytest.mark.sample(4)
 @every_endpoint
 @every_dialect
 async def test_busy_provider_is_rate_limit(
@@ -348,6 +352,7 @@ async def count_tokens(a: Agent) -> int:
             return total.total_tokens or 0
 
 
+@pytest.mark.sample(4)
 @every_endpoint
 @pytest.mark.parametrize("dialect", ["messages", "gemini"])
 async def test_endpoint_counts_tokens_if_supported(

@@ -261,6 +261,7 @@ FORCED: dict[str, tuple[dict[str, Json], str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @every_way
 @pytest.mark.parametrize("kind", FORCED)
 async def test_constrained_output_is_trained_only_by_policy(kind: str, way: str) -> None:

@@ -186,6 +186,7 @@ async def test_sdk_parse_helper_returns_structured_output() -> None:
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(6)
 @every_way
 @pytest.mark.parametrize(
     "options", [{}, {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}]
@@ -750,6 +751,7 @@ def rewrite_items(items: list[Json], draw: random.Random) -> list[Json]:
     return rewritten
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) -> None:
     draw = random.Random(seed)

@@ -46,6 +46,7 @@ async def abort_at(service: Service, rollout: str, stage: str) -> None:
     assert await service.rollouts.abort(rollout, "again") == state
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stage", "options"),
     [

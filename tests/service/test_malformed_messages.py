@@ -187,6 +187,7 @@ time.sleep(600)
         assert page.messages[1].tool_calls[0].arguments == '{"a": 1}'
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", ["turns", "messages", "read_trace", "workdir", "settled", "drained"])
 async def test_failed_report_step_is_a_note_and_keeps_grade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

@@ -118,11 +118,13 @@ def run_pytest(folder: Path, *options: str, columns: int = 80) -> str:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [("-rA",), ("-rA", "--color=yes"), ("-rA", "-q")], ids=" ".join)
 def test_pytest_summary_gives_every_outcome_except_skips(suite: Path, options: tuple[str, ...]) -> None:
     assert logs.parse_log("pytest", run_pytest(suite, *options)) == OUTCOMES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [("-v",), ("-v", "-n2"), ("-vv", "-rA")], ids=" ".join)
 def test_pytest_progress_lines_give_every_outcome(suite: Path, options: tuple[str, ...]) -> None:
     assert logs.parse_log("pytest", run_pytest(suite, *options)) == OUTCOMES | SKIPPED
@@ -187,6 +189,7 @@ def test_slow_foreign_parser_times_out_undecided(monkeypatch: pytest.MonkeyPatch
         logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "line",
     ["t.py::" + " FAILED" * 1100 + " x", "FAILED t[" + " - " * 2600, "=" * 8000, "PASSED " * 1000, "\x1b[" * 4000],

@@ -249,6 +249,7 @@ _CELLS += [("sessions", column, "x'ff'") for column in ("status", "stop", "opene
 _CELLS += [("sessions", "id", "cast(x'ff' as text)"), ("nodes", "id", "'abc'")]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("table", "column", "value"), _CELLS)
 def test_damaged_cell_fails_one_session(
     table: str, column: str, value: str, recorded_once: Recorded, tmp_path: Path, capsys: Any

@@ -42,6 +42,7 @@ TEXTS = ["ok", "Größe 👍🏽\n", "  x\n\n", "<think>x</think>", "é\u0301 �
 MODELS = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", renderer_params(MODELS))
 def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]) -> None:
     draw = random.Random(name)
@@ -68,6 +69,7 @@ async def test_long_rollout_is_one_row(name: str, renderers: Any, tmp_path: Path
     assert found.counts.trained_tokens == found.counts.sampled_tokens
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dialect", sdk_agents.DIALECTS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_each_dialect(dialect: str, stream: bool, verified: list[Verdict]) -> None:

@@ -7,6 +7,7 @@ validated when it is loaded: unknown fields, unknown placeholders and keys that 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -215,6 +216,7 @@ def load_spec(file: Path) -> AgentSpec:
     return parse_spec(text, str(file))
 
 
+@functools.lru_cache(maxsize=64)  # every rollout looks its agent up in the whole catalog
 def parse_spec(text: str, where: str) -> AgentSpec:
     """Parse and validate a description. `where` names it in errors."""
     try:

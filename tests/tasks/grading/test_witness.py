@@ -138,6 +138,7 @@ def test_replaced_test_functions_are_reported(tmp_path: Path) -> None:
     assert not any(report.passed(case) for case in report.replaced)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["json", "hmac", "hashlib", "unittest", "re"])
 def test_work_cannot_shadow_modules_of_witness(name: str, tmp_path: Path) -> None:
     """The working folder is on PYTHONPATH, so its modules would come before those of the standard library."""
