@@ -12,6 +12,7 @@ are OpenAI's own. Only the engine is scripted; a script counts the calls of each
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import socket
 import sqlite3
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from functools import cache
@@ -334,6 +336,23 @@ class Running:
         """Query the database file over a separate connection."""
         with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as db:
             return db.execute(query, values).fetchall()
+
+
+@contextmanager
+def count_cycles() -> Iterator[Counter[str]]:
+    """Count the objects of turngate that the block leaves in reference cycles, by type. They stay in memory until a garbage collection."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.update(type(o).__qualname__ for o in gc.garbage if type(o).__module__.startswith("turngate."))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from tests.engines.standins import (
     make_request,
     serving,
 )
+from tests.kit import count_cycles
 from tests.ports import free_port
 from tests.speed import scaled
 from turngate.engines import http
@@ -476,3 +477,28 @@ async def test_replica_with_wrong_weights_is_never_guessed() -> None:
         with pytest.raises(EngineUnavailable, match="no engine has the current weights"):
             await served_by(pool, "s")
         assert not wrong.received
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [answer_stream(cut=True), answer_with("Internal Server Error", 500), answer_with("Busy", 429)],
+    ids=["cut", "error", "busy"],
+)
+async def test_failed_call_leaves_no_reference_cycle(answer: Any, stream: bool) -> None:
+    """An error must not keep the request in memory until a garbage collection. After hundreds of failed calls, that would be a long one."""
+
+    async def fail(pool: Pool) -> None:
+        try:
+            await served_by(pool, "s", stream=stream)
+        except EngineError:
+            return
+        raise AssertionError("the call did not fail")
+
+    server = StandIn(answer, {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}})
+    async with serving(server), pool_of(VLLM(server.url, "m"), wait_s=0.02) as pool:
+        await fail(pool)
+        with count_cycles() as found:
+            await fail(pool)
+            await asyncio.sleep(0.01)  # until the connection is closed
+        assert not found

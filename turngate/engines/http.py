@@ -146,8 +146,14 @@ class map_errors:  # lower case, because it is used like a function
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and (mapped := _map_error(self._engine, error)) is not None:
+        mapped = None if error is None else _map_error(self._engine, error)
+        if mapped is None:
+            return
+        try:
             raise mapped from error
+        finally:
+            # Its traceback refers to this frame. A cycle would keep the request and the prompt until a garbage collection.
+            del mapped
 
 
 def _map_error(engine: str, error: BaseException) -> TurngateError | None:

@@ -166,6 +166,9 @@ class Response:
     def close(self) -> None:
         """Close the connection unless the reply is complete. This tells the engine to abort."""
         self._unwatch()
+        if self._error is not None:
+            # Its traceback refers to this response. Another reader must still fail.
+            self._error = ConnectionCut("the response was closed")
         if self._connection.response is self:
             self._connection.abort()
 
@@ -234,7 +237,7 @@ class _Connection(asyncio.Protocol):
         self.response: Response | None = None
         self.open = False
         self.paused = False  # until our own reader catches up
-        self._parser: httptools.HttpResponseParser
+        self._parser = httptools.HttpResponseParser(self)
         self._read = 0
         self._until_end = False  # the body ends when the connection closes
 
@@ -293,6 +296,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
         self._pool.remove(self)
+        del self._parser  # it refers to this connection
         response, self.response = self.response, None
         if response is None:
             return

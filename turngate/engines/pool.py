@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from turngate.engines.base import Chunk, Engine, Generate, Health
 from turngate.engines.placement import is_saturated, should_move
 from turngate.engines.replica import Lane, PoolTiming, Replica
-from turngate.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable
+from turngate.errors import ConfigError, EngineBusy, EngineUnavailable
 
 _WAIT_S = 0.25  # the first pause of a call that waits for a busy engine; it doubles up to `_WAIT_MAX_S`
 _WAIT_MAX_S = 4.0
@@ -224,7 +224,7 @@ class _Call:
         except EngineBusy as error:
             if not self._pool.wait_s:
                 raise
-            return await self._wait(error)
+            return await self._wait(error.message)
 
     async def leave(self) -> None:
         lane, self._lane = self._lane, None
@@ -236,7 +236,7 @@ class _Call:
             if lane is not None:
                 lane.replica.end_call(lane)
 
-    async def _wait(self, busy: EngineBusy) -> Chunk:
+    async def _wait(self, reason: str) -> Chunk:
         """Try again until an engine accepts the call, with pauses that grow."""
         await self.leave()
         end = time.monotonic() + self._pool.wait_s
@@ -249,34 +249,36 @@ class _Call:
                 try:
                     return await self._first()
                 except EngineBusy as error:
-                    busy = error
+                    reason = error.message
                 await self.leave()
         finally:
             self._pool.waiting -= 1
-        raise EngineBusy(f"{busy.message}; the call waited {self._pool.wait_s:g} s for an engine")
+        raise EngineBusy(f"{reason}; the call waited {self._pool.wait_s:g} s for an engine")
 
     async def _first(self) -> Chunk:
-        """Return the first chunk, from the first lane that produces one."""
+        """Return the first chunk, from the first lane that produces one.
+
+        The error is raised where it is caught. In a variable it would form a cycle with its traceback, which keeps the request in memory.
+        """
         tried: list[Lane] = []
         was_busy = False
         lane = self._pool.place(self._request.session)
         while True:
-            failed: EngineError
             try:
                 return await self._begin(lane)
-            except EngineUnavailable as error:
-                lane.replica.mark_lost(error)
-                failed = error
-            except EngineBusy as error:
-                if was_busy:
+            except (EngineUnavailable, EngineBusy) as error:
+                if isinstance(error, EngineUnavailable):
+                    lane.replica.mark_lost(error)
+                elif was_busy:
                     raise
-                was_busy, failed = True, error
-            await self.leave()
-            tried.append(lane)
-            other = self._pool.place_retry(self._request.session, tried)
-            if other is None:
-                raise failed
-            lane = other
+                else:
+                    was_busy = True
+                await self.leave()
+                tried.append(lane)
+                other = self._pool.place_retry(self._request.session, tried)
+                if other is None:
+                    raise
+                lane = other
 
     async def _begin(self, lane: Lane) -> Chunk:
         self._lane = lane

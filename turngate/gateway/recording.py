@@ -83,11 +83,11 @@ class TurnRecorder:
             event=new_event(session.id, "turn", facts),
             side=side,
         )
-        cancelled: asyncio.CancelledError | None = None
+        was_cancelled = False
         try:
             await self._journal.commit(turn)
-        except asyncio.CancelledError as error:
-            cancelled = error  # the turn is durable anyway, so the trace must include it
+        except asyncio.CancelledError:
+            was_cancelled = True  # the turn is durable anyway, so the trace must include it
         except TurngateError:
             trace.drop_context(context)
             raise
@@ -99,11 +99,11 @@ class TurnRecorder:
         self._record_answer(draft, sampled)
         if session.tokens_left == 0:
             self.note_stop(session, "sampled_tokens")  # the agent may never call again
-        if cancelled is not None:
+        if was_cancelled:
             self.mark_undelivered(session, sampled.id)
         self._report(draft, message, sampled, facts)
-        if cancelled is not None:
-            raise cancelled
+        if was_cancelled:
+            raise asyncio.CancelledError
         return sampled.id
 
     def _report(self, draft: TurnDraft, message: Message, sampled: Sampled, facts: dict[str, Json]) -> None:

@@ -107,6 +107,8 @@ class DisconnectWatch(HangUp):
     def __exit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
+            # The task's error refers to the frame of `_wait`, and that to `self`. A cycle would keep every call until a garbage collection.
+            self._task = None
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

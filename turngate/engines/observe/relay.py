@@ -52,7 +52,10 @@ async def stream_answer(
         for chunk in _merge_chunks(chunks):
             yield chunk
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback refers to this frame; a cycle would keep the request in memory
     if answer.finish is None:
         raise EngineUnavailable(f"{endpoint} ended its reply before the generation finished")
     yield answer.end()

@@ -1,0 +1,54 @@
+"""Test what stays in memory: nothing of a call once it is answered, nothing of an ended session, and little of an evicted one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.kit import Running, count_cycles, gateway, say, user
+
+HI = [user("Hi " + "there " * 500)]
+SESSIONS = 20
+
+
+@pytest.mark.parametrize("mode", ["async", "async stream"])
+async def test_call_leaves_no_reference_cycle(mode: str) -> None:
+    async with gateway([say("One.")] * 4) as g:
+        session = await g.open()
+        await g.ask(session.key, HI, mode)
+        with count_cycles() as found:
+            for _ in range(3):
+                await g.ask(session.key, HI, mode)
+        assert not found
+
+
+async def end(g: Running, session_id: str) -> None:
+    await g.seal(session_id)
+    await g.app.evictor.sweep(time.time())
+
+
+async def evict(g: Running, session_id: str) -> None:
+    await g.app.evictor.sweep(time.time() + 3600)
+
+
+@pytest.mark.parametrize(("leave", "blocks"), [(end, 12), (evict, 60)], ids=["ended", "evicted"])
+async def test_memory_per_session_is_bounded(leave: Callable[[Running, str], Awaitable[None]], blocks: int) -> None:
+    """`blocks`: how many blocks of memory may remain for each session. A small object takes one."""
+
+    async def run_sessions(g: Running) -> int:
+        for _ in range(SESSIONS):
+            session = await g.open()
+            await g.ask(session.key, HI)
+            await leave(g, session.id)
+        g.engine.received.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    async with gateway([say("One.")] * (2 * SESSIONS)) as g:
+        before = await run_sessions(g)
+        kept = (await run_sessions(g) - before) / SESSIONS
+        assert kept < blocks
