@@ -131,14 +131,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rest_s: Annotated[
         float, _about("Evict sessions from memory after this many idle seconds; 0 disables eviction.", LIMITS)
     ] = 60.0
-    max_loaded: Annotated[
-        int,
+    max_loaded_mb: Annotated[
+        float,
         _about(
-            "Evict the sessions that were used longest ago while more than this many are in memory, in each worker and project; "
-            "0 sets no limit.",
+            "Evict the sessions that were used longest ago while the traces in memory take more than this many MB, in each worker "
+            "and project; 0 sets no limit.",
             LIMITS,
         ),
-    ] = 0
+    ] = 0.0
     event_days: Annotated[
         float, _about("Delete events older than this many days; 0 keeps them as long as their session.", LIMITS)
     ] = 0.0
@@ -255,8 +255,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("engine_wait_s", "engine_load_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or greater, not {getattr(self, name)}", param=name)
-        if self.max_loaded < 0:
-            raise ConfigError(f"max_loaded must be 0 (no limit) or greater, not {self.max_loaded}", param="max_loaded")
+        if not self.max_loaded_mb >= 0:
+            raise ConfigError(
+                f"max_loaded_mb must be 0 (no limit) or greater, not {self.max_loaded_mb}", param="max_loaded_mb"
+            )
         if not self.rest_s >= 0:
             raise ConfigError(f"rest_s must be 0 (never evict) or greater, not {self.rest_s}", param="rest_s")
         if not 1 <= self.workers <= 256:

@@ -20,7 +20,7 @@ from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, 
 from turngate.common import clock
 from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
-from turngate.gateway.eviction import trim_memory
+from turngate.gateway.eviction import Evictor, trim_memory
 from turngate.trace.host_tools import MAX_WAIT_S
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
@@ -392,19 +392,21 @@ async def test_eviction_frees_trace_without_garbage_collection() -> None:
 
 
 async def test_longest_unused_sessions_above_the_limit_are_evicted() -> None:
-    async with gateway([say("One.")] * 6, max_loaded=2, rest_s=0) as g:
+    async with gateway([say("One.")] * 6, rest_s=0) as g:
         sessions = [await g.open() for _ in range(4)]
         for session in sessions:
             await g.ask(session.key, HI)
-        await g.app.evictor.sweep(clock.now())
+        size = live_session(g, sessions[0].id).trace.estimate_bytes()
+        evictor = Evictor(g.app.store, g.app.sessions, rest_s=0, max_loaded_mb=2.5 * size / 1e6)
+        assert await evictor.sweep(clock.now()) == 2
         assert [live_session(g, s.id).is_evicted for s in sessions] == [True, True, False, False]
-        await g.ask(sessions[0].key, HI)
-        await g.app.evictor.sweep(clock.now())
+        await g.ask(sessions[0].key, HI)  # a second turn: this session is larger than the others now
+        assert await evictor.sweep(clock.now()) == 1
         assert [live_session(g, s.id).is_evicted for s in sessions] == [False, True, True, False]
-        assert g.app.evictor.interval_s == 1.0
+        assert evictor.interval_s == 1.0
         assert [len(await g.turns(s.id)) for s in sessions] == [2, 1, 1, 1]
-    with pytest.raises(ConfigError, match=r"max_loaded must be 0 \(no limit\) or greater, not -1"):
-        load_config(None, {"max_loaded": -1})
+    with pytest.raises(ConfigError, match=r"max_loaded_mb must be 0 \(no limit\) or greater, not -1"):
+        load_config(None, {"max_loaded_mb": -1})
 
 
 async def test_zero_rest_s_disables_eviction(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
     a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
-An agent may run tests for an hour between two calls, or never call again. If more than `max_loaded` sessions are in memory, those whose
-last call was longest ago are evicted sooner.
+An agent may run tests for an hour between two calls, or never call again. If the traces in memory take more than `max_loaded_mb`, those of
+the sessions whose last call was longest ago are evicted sooner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import heapq
 import math
 import time
 from functools import cache, partial
@@ -24,17 +23,17 @@ from turngate.trace.tree import Trace
 _BATCH = 16  # sessions evicted in a row while turns wait; each takes 0.1 ms or more
 _TRIM_S = 10.0  # between two calls of `trim_memory`, which delays turns
 _SHORTEST_S = 0.01  # minimum interval between sweeps
-_COUNT_S = 1.0  # maximum interval between sweeps if the number of sessions in memory is limited
+_LIMITED_S = 1.0  # maximum interval between sweeps if the memory of traces is limited
 
 
 class Evictor:
-    """Evicts sessions that had no call for `rest_s` seconds, and the longest unused ones above `max_loaded`. 0 turns either off."""
+    """Evicts sessions that had no call for `rest_s` seconds, and the longest unused ones above `max_loaded_mb`. 0 turns either off."""
 
-    def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded: int = 0) -> None:
+    def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:
         self._store = store
         self._sessions = sessions
         self._rest_s = rest_s or math.inf
-        self._max_loaded = max_loaded or math.inf
+        self._max_bytes = max_loaded_mb * 1e6 or math.inf
         self._ended: list[Session] = []  # ended sessions that were still busy at the last sweep
         self._evicted = 0  # number evicted since the last trim
         self._trimmed = 0.0
@@ -42,7 +41,7 @@ class Evictor:
     @property
     def interval_s(self) -> float:
         """Seconds between sweeps."""
-        longest = 30.0 if self._max_loaded == math.inf else _COUNT_S
+        longest = 30.0 if self._max_bytes == math.inf else _LIMITED_S
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
     async def sweep(self, now: float) -> int:
@@ -62,14 +61,18 @@ class Evictor:
     def _choose(self, now: float) -> list[Session]:
         """Return the sessions to evict."""
         loaded = [session for session in self._sessions.live() if not session.is_evicted]
-        unused = [s for s in loaded if s.status != "open" or now - s.last_used > self._rest_s]
-        excess = len(loaded) - len(unused) - self._max_loaded
-        if excess <= 0:
-            return unused
-        idle = {s.id: s for s in loaded if not s.busy}
-        for session in unused:
-            idle.pop(session.id, None)
-        return unused + heapq.nsmallest(int(excess), idle.values(), key=lambda s: s.last_used)
+        chosen = [s for s in loaded if s.status != "open" or now - s.last_used > self._rest_s]
+        if self._max_bytes == math.inf:
+            return chosen
+        kept = {s.id: s for s in loaded}
+        for session in chosen:
+            del kept[session.id]
+        excess = sum(s.trace.estimate_bytes() for s in kept.values()) - self._max_bytes
+        idle = sorted((s for s in kept.values() if not s.busy), key=lambda s: s.last_used, reverse=True)
+        while excess > 0 and idle:
+            chosen.append(idle.pop())
+            excess -= chosen[-1].trace.estimate_bytes()
+        return chosen
 
     def _evict(self, session: Session, now: float) -> bool:
         if session.busy and session.status != "open":

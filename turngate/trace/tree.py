@@ -31,6 +31,8 @@ from turngate.types import (
 )
 
 _MAX_RECENT = 4  # requests whose raw bytes are kept; others are matched by meaning
+_TOKEN_BYTES = 6  # memory of an id, as JSON, and of its log-probability
+_NODE_BYTES = 1000  # memory of a node, apart from its tokens
 _MAX_TRIMMED = 1000  # characters an agent may always cut from a call's arguments, even if that is most of them
 
 Cause = Literal[
@@ -187,6 +189,7 @@ class RecentRequest(msgspec.Struct, frozen=True):
     history_type: type[History]  # identifies the dialect: the same bytes mean something else in a different one
     raws: list[bytes]
     opening: tuple[Message, ...] | None  # the first message, decoded, because every turn needs the system prompt
+    size: int  # of `raws`, in bytes
 
 
 class RefusedCalls(msgspec.Struct, frozen=True):
@@ -205,6 +208,7 @@ class Trace:
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0
+        self._tokens = 0
         self._recent: list[RecentRequest] = []  # newest last
         self._has_twins = False  # whether some siblings are alike, so that a request may match more than one
 
@@ -248,8 +252,9 @@ class Trace:
         before = context.parent.parent if context.parent is not None else None
         others = [recent for recent in self._recent if recent.context is not context and recent.context is not before]
         self._recent = others[1 - _MAX_RECENT :]
+        size = sum(map(len, request.raws))
         self._recent.append(
-            RecentRequest(context, request.preamble, type(request.history), request.raws, request.peek(0))
+            RecentRequest(context, request.preamble, type(request.history), request.raws, request.peek(0), size)
         )
 
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
@@ -299,6 +304,7 @@ class Trace:
         (self.roots if context.parent is None else context.parent.children).append(context)
         self._has_twins = self._has_twins or self._has_twin(context)
         self.nodes.append(context)
+        self._tokens += context.size
         self._next_id = max(self._next_id, context.id)
 
     def confirm_context(self, context: Context) -> None:
@@ -313,11 +319,13 @@ class Trace:
         if not context.children and not context.stored and context in self.nodes:
             (self.roots if context.parent is None else context.parent.children).remove(context)
             self.nodes.remove(context)
+            self._tokens -= context.size
 
     def add_sampled(self, sampled: Sampled) -> None:
         sampled.parent.children.append(sampled)
         self._has_twins = self._has_twins or self._has_twin(sampled)
         self.nodes.append(sampled)
+        self._tokens += sampled.size
         self._next_id = max(self._next_id, sampled.id)
 
     def _has_twin(self, node: Node) -> bool:
@@ -351,7 +359,7 @@ class Trace:
             node.children.clear()
         for root in self.roots:
             del root.root  # a cycle: it refers to itself
-        self.nodes, self.roots, self._recent = [], [], []
+        self.nodes, self.roots, self._recent, self._tokens = [], [], [], 0
 
     def __del__(self) -> None:
         self.free()
@@ -360,7 +368,12 @@ class Trace:
         return (node for node in self.nodes if isinstance(node, Sampled))
 
     def tokens(self) -> int:
-        return sum(node.size for node in self.nodes)
+        return self._tokens
+
+    def estimate_bytes(self) -> int:
+        """Estimate the memory that the trace takes, including the requests that it remembers."""
+        requests = sum(recent.size for recent in self._recent)
+        return requests + self._tokens * _TOKEN_BYTES + len(self.nodes) * _NODE_BYTES
 
 
 def path_to(node: Node | None) -> list[Node]:
