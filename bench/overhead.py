@@ -209,13 +209,17 @@ class Bench:
 
     def _check_context(self, row: dict[str, Any], agent: Agent) -> None:
         """Check that the row equals the chat template's rendering of the whole conversation."""
+        _require(
+            self.has_context(row, agent),
+            "the row differs from the template's rendering",
+            (agent.session, len(row["ids"])),
+        )
+
+    def has_context(self, row: dict[str, Any], agent: Agent) -> bool:
+        """Return whether the row equals the chat template's rendering of the whole conversation."""
         whole = self.renderer.render(agent.conversation[:-1], tools(), {}, generate=False)
         size = len(row["ids"])
-        _require(
-            whole[:size] == row["ids"] and len(whole) - size <= 1,
-            "the row differs from the template's rendering",
-            (size, len(whole)),
-        )
+        return bool(whole[:size] == row["ids"]) and len(whole) - size <= 1
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 

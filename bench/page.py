@@ -63,7 +63,7 @@ class PageGateway(Process):
         self.send_signal(signal.SIGUSR2)
         while not self.stalls.exists():
             time.sleep(0.02)
-        return [wall for wall, _ in json.loads(self.stalls.read_text())]
+        return [wall for wall, _ in json.loads(self.stalls.read_text())["delays"]]
 
 
 def measure(gateway: PageGateway, label: str, times: int, path: str, **query: object) -> None:

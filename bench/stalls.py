@@ -92,7 +92,7 @@ async def run_phase(
     gateway.send_signal(signal.SIGUSR2)
     while not file.exists():
         await asyncio.sleep(0.05)
-    return json.loads(file.read_text()), [s for agent in agents for s in agent.latencies[-turns:]], cpu
+    return json.loads(file.read_text())["delays"], [s for agent in agents for s in agent.latencies[-turns:]], cpu
 
 
 def print_delays(name: str, delays: list[tuple[float, float]]) -> None:

@@ -1,46 +1,100 @@
-"""Run the gateway with a timer on its event loop, for `stalls.py` and `page.py`.
+"""Run the gateway with a timer on its event loop, for `stalls.py`, `page.py` and `load.py`.
 
 SIGUSR1 starts the measurement. SIGUSR2 stops it and writes the file named by BENCH_STALLS. A timer is due every 2 ms, and its delay is the
 time that other work had to wait for the loop. The CPU time of the loop's thread during the delay is the gateway's own share of it; in the
-rest, other processes had the core.
+rest, other processes had the core, or the thread waited for a lock or the disk.
+
+Each delay over 50 ms is explained: the CPU time, the time that the thread waited for a core, the time of garbage collections, and what the
+thread was doing then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
+from array import array
 from pathlib import Path
+from typing import Any
 
 from turngate.cli import app
 from turngate.server.app import Gateway
 
 _INTERVAL_S = 0.002
-delays: list[tuple[float, float]] = []  # ms: wall time, and CPU time of the loop's thread
+_STALL_S = 0.05
+_LOOK_S = 0.01  # between two looks at the loop's thread
+_FRAMES = 8  # of a stack, innermost first
+# ms: wall time and CPU time of the loop's thread, alternating. A list of tuples would take 150 bytes per measurement, 40 MB in ten minutes.
+delays = array("f")
+stalls: list[dict[str, Any]] = []
 watching = False
 _start = Gateway.start
 
 
-async def _watch_loop() -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        due, computed = loop.time() + _INTERVAL_S, time.thread_time()
-        await asyncio.sleep(_INTERVAL_S)
-        waited = max(0.0, loop.time() - due) * 1000
-        if watching:
-            delays.append((waited, min(waited, (time.thread_time() - computed) * 1000)))
+class LoopWatch:
+    """Measures how late the loop is, and looks at its thread while it is late."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat", "rb", buffering=0)  # noqa: SIM115
+        self._due = self._loop.time()
+        self._stacks: list[str] = []
+        self._collected_s = self._collecting = 0.0
+        gc.callbacks.append(self._on_collection)
+        threading.Thread(target=self._look, daemon=True).start()
+
+    async def run(self) -> None:
+        while True:
+            self._due, computed = self._loop.time() + _INTERVAL_S, time.thread_time()
+            queued, collected = self._queued_s(), self._collected_s
+            await asyncio.sleep(_INTERVAL_S)
+            late, cpu = max(0.0, self._loop.time() - self._due), time.thread_time() - computed
+            if watching:
+                delays.extend((late * 1000, min(late, cpu) * 1000))
+                if late > _STALL_S:
+                    self._add_stall(late, cpu, self._queued_s() - queued, self._collected_s - collected)
+            self._stacks.clear()
+
+    def _add_stall(self, late: float, cpu: float, queued: float, collected: float) -> None:
+        times = {"late": late, "cpu": cpu, "queued": queued, "collected": collected}
+        stalls.append({**{name: round(s * 1000, 1) for name, s in times.items()}, "stacks": self._stacks[:3]})
+
+    def _queued_s(self) -> float:
+        """Return how long the thread has waited for a core since it started."""
+        self._schedule.seek(0)
+        return int(self._schedule.read().split()[1]) / 1e9
+
+    def _on_collection(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self._collected_s += time.perf_counter() - self._collecting
+
+    def _look(self) -> None:
+        """Note what the thread is doing while the loop is late. C code that keeps the interpreter lock shows only when it returns."""
+        while True:
+            time.sleep(_LOOK_S)
+            if watching and time.monotonic() - self._due > _STALL_S:
+                frames = traceback.extract_stack(sys._current_frames()[self._thread])[: -_FRAMES - 1 : -1]
+                self._stacks.append(" < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames))
 
 
 async def _start_and_watch(self: Gateway, url: str = "") -> None:
     await _start(self, url)
-    self._watch = asyncio.create_task(_watch_loop())  # type: ignore[attr-defined]  # keeps a reference, so that it is not garbage-collected
+    self._watch = asyncio.create_task(LoopWatch().run())  # type: ignore[attr-defined]  # keeps a reference, so that it is not garbage-collected
 
 
 def _start_watching(*_: object) -> None:
     global watching
-    delays.clear()
+    del delays[:]
+    stalls.clear()
     watching = True
 
 
@@ -48,7 +102,8 @@ def _stop_watching(*_: object) -> None:
     global watching
     watching = False
     path = Path(os.environ["BENCH_STALLS"])
-    path.with_suffix(".part").write_text(json.dumps(delays))
+    pairs = list(zip(delays[::2], delays[1::2], strict=True))
+    path.with_suffix(".part").write_text(json.dumps({"delays": pairs, "stalls": stalls}))
     path.with_suffix(".part").replace(path)
 
 

@@ -35,7 +35,7 @@ async def evict(g: Running, session_id: str) -> None:
     await g.app.evictor.sweep(time.time() + 3600)
 
 
-@pytest.mark.parametrize(("leave", "blocks"), [(end, 12), (evict, 60)], ids=["ended", "evicted"])
+@pytest.mark.parametrize(("leave", "blocks"), [(end, 15), (evict, 75)], ids=["ended", "evicted"])
 async def test_memory_per_session_is_bounded(leave: Callable[[Running, str], Awaitable[None]], blocks: int) -> None:
     """`blocks`: how many blocks of memory may remain for each session. A small object takes one."""
 
