@@ -47,7 +47,7 @@ MEMORY = "TURNGATE_TEST_MEMORY"  # environment variable: a folder in memory for 
 NESTED = MEMORY in os.environ  # a tier that a test started
 KEPT_IMAGES = {"turngate-python:bookworm"}  # the base of the images in tests/deploy, built once
 LISTENING = "0A"  # in /proc/net/tcp
-WORKERS = 1 if NESTED else (os.cpu_count() or 1) + 1  # many tests wait more than they compute
+CORES = os.cpu_count() or 1
 COLLECTION_FAILED, NO_TESTS = (2, 3, 4), 5  # exit codes of pytest
 HANG_S = 600.0
 GRACE_S = 2.0  # time for the kernel and Docker to finish stopping things
@@ -81,6 +81,11 @@ class Tier:
     check: bool = False  # run `make check` while the parts are installed
     complete: bool = False  # fail unless every heavy part and every promise has a test
     soak: bool = False  # run the stress tests at full size
+    more_workers: int = 1  # more than the machine has cores, because many tests wait
+
+    @property
+    def workers(self) -> int:
+        return 1 if NESTED else CORES + self.more_workers
 
 
 TIERS = {
@@ -96,6 +101,7 @@ TIERS = {
         "not subset",
         [*ALL_PARTS, [PYTHON, "tools/parts.py", "coder"], [TURNGATE, "agents", "install", *MORE_AGENTS]],
         verify_every=1,
+        more_workers=2,
     ),
     "soak": Tier("the stress tests at full size", "soak", ALL_PARTS, soak=True),
 }
@@ -400,7 +406,7 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         run.remember()
         for alone in (True, False):  # the first collects in one process, where a wrong mark gives a clear error
             print(
-                f"\n{name}: {'tests that need the machine to themselves' if alone else f'{WORKERS} tests at a time'}",
+                f"\n{name}: {'tests that need the machine to themselves' if alone else f'{tier.workers} tests at a time'}",
                 flush=True,
             )
             results.add(*_run_pytest(run, tier, alone, pytest_options))
@@ -422,7 +428,7 @@ def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[
     if tier.soak:
         command += ["--soak"]
     if not alone:
-        command += ["-n", str(WORKERS), "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart=2"]
+        command += ["-n", str(tier.workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart=2"]
     report = run.folder / "pytest-of-tier.json"
     env = {"TMPDIR": str(run.folder), MEMORY: str(run.memory), "TURNGATE_TIER_REPORT": str(report)}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(run.folder / "pytest-of-torch"), "ONEDNN_JIT_PROFILE": "0"}  # torch's files
