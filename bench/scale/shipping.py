@@ -112,13 +112,14 @@ class RenamingTarget:
         self.bytes = 0
         self.cpu_s = 0.0  # spent on renaming
 
-    def announce(self, attempts: Sequence[OpenAttempt]) -> None:
+    def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
         began = time.process_time()
         renamed = [
             msgspec.structs.replace(a, session=self._name(a.session), config=self._rename(a.config)) for a in attempts
         ]
         self.cpu_s += time.process_time() - began
-        self._target.announce(renamed)
+        superseded = self._target.announce(renamed)
+        return {attempt.session for attempt in attempts if self._name(attempt.session) in superseded}
 
     def write(self, shipments: Sequence[Shipment]) -> None:
         began = time.process_time()
