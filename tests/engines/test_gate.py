@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit import count_cycles
 from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.gate import Gate, GateCall
@@ -203,6 +204,19 @@ async def test_fail_raises_matching_error(gate: Gate) -> None:
         with pytest.raises(error, match="out of memory"):
             await agent
     assert is_empty(gate)
+
+
+async def test_failed_call_leaves_no_reference_cycle(gate: Gate) -> None:
+    async def fail() -> None:
+        agent = asyncio.create_task(run_call(gate, make_request()))
+        call = await take_one(gate)
+        await call.fail("out of memory")
+        [error] = await asyncio.gather(agent, return_exceptions=True)
+        assert isinstance(error, EngineUnavailable)
+
+    with count_cycles() as found:
+        await fail()
+    assert not found
 
 
 async def test_unanswered_call_times_out() -> None:

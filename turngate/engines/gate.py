@@ -353,7 +353,10 @@ class _Generation:
             event = self._gate.next_event(self._ticket)
             if isinstance(event, TurngateError):
                 self._over = True
-                raise event
+                try:
+                    raise event
+                finally:
+                    del event  # its traceback refers to this frame; a cycle would keep the request in memory
             if isinstance(event, Chunk):
                 self._over = event.finish is not None
                 return event

@@ -44,7 +44,7 @@ from turngate.server.routing import RouteMatch
 from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics
 from turngate.telemetry.spans import current_tracer
-from turngate.trace.session import CallError, Session, retry_error
+from turngate.trace.session import CallError, Session, raise_if_paused
 from turngate.trace.signals import read_signals
 from turngate.trace.tree import Trace
 from turngate.types import Call, Done, KeepAlive, ReplyEvent
@@ -321,8 +321,7 @@ class _ExplainCancellation:
         task.uncancel()
         if self._hang_up.disconnected:
             raise ClientDisconnect from None
-        if (pause := retry_error(self._session.ending)) is not None:
-            raise pause from None
+        raise_if_paused(self._session.ending)
         raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
 
 

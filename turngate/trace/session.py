@@ -74,13 +74,12 @@ def limit_message(limit: str) -> str:
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
 
-def retry_error(ending: str) -> Stopping | None:
-    """Return the error for a call aborted for this reason, if the agent can repeat the call. Otherwise the session has ended."""
+def raise_if_paused(ending: str) -> None:
+    """Raise the error for a call aborted for this reason, if the agent can repeat the call. Otherwise the session has ended."""
     if ending == "stopping":
-        return Stopping("the gateway is stopping; retry this call in a moment")
+        raise Stopping("the gateway is stopping; retry this call in a moment") from None
     if ending == LAPSED:
-        return LeaseLapsed("this cell cannot reach the shared store; retry this call in a moment")
-    return None
+        raise LeaseLapsed("this cell cannot reach the shared store; retry this call in a moment") from None
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -215,8 +214,7 @@ class Session:
             self.idle.set()
 
     def require_open(self) -> None:
-        if (pause := retry_error(self.ending)) is not None:
-            raise pause
+        raise_if_paused(self.ending)
         if self.status == "open" and self.ending:
             raise Conflict(f"this session is {self.ending}; open a new one")
         if self.status != "open":
