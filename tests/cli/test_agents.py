@@ -134,7 +134,7 @@ def test_check_fails_if_task_is_not_done(tiny: Path) -> None:
     tiny.write_text(CUSTOM_AGENT.replace("line WORK", "str()"))
     done = run_cli("agents", "check", str(tiny))
     assert done.exit_code == 1
-    assert "NOT recorded completely.\n" in done.stdout
+    assert "1 of 9 checks failed.\n" in done.stdout
     [failed] = [line for line in done.stdout.splitlines() if line.startswith("│ NO")]
     assert "the task is done" in failed
 

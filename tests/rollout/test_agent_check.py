@@ -39,6 +39,8 @@ while True:
     except urllib.error.HTTPError as error:
         print(error.read().decode(), file=sys.stderr)
         break
+    if settings.get("one_call") and message.get("tool_calls"):
+        message["tool_calls"] = message["tool_calls"][:1]
     messages.append({key: value for key, value in message.items() if value is not None})
     for name, text in re.findall(r"```(\S+)\n(.*?)```", message.get("content") or "", re.S):
         open(name, "w").write(text)
@@ -137,6 +139,17 @@ async def test_unknown_tool_in_steps_is_named(root: Path) -> None:
     steps = (CheckStep(calls=(CheckCall(tool="edit", arguments={"command": "ls"}),)), CheckStep(say="Done."))
     detail = failures(await check(root, small_agent(steps)))["the task is done"]
     assert detail.endswith("the [[check]] steps call edit, but the agent offers only sh")
+
+
+async def test_dropped_tool_call_is_named(root: Path) -> None:
+    both = CheckStep(calls=tuple(call for step in WITH_TOOLS for call in step.calls))
+    report = await check(root, small_agent((both, *WITH_TOOLS), one_call=True))
+    assert failures(report) == {
+        "the main conversation is exactly one row": (
+            "rows of [3, 1] turns; turn 2 begins a branch (edited): the agent changed the answer of turn 1 in its history; "
+            "turn 1 has 2 calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
+        )
+    }
 
 
 async def test_refused_call_is_named(root: Path) -> None:

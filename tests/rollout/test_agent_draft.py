@@ -12,6 +12,7 @@ from turngate.rollout.agent_draft import find_secrets, find_shell_tool, write_de
 from turngate.rollout.agent_watch import MODEL, WatchedRun
 from turngate.rollout.call_log import LoggedCall
 from turngate.rollout.redaction import redact_command
+from turngate.trace.signals import is_model_alias
 from turngate.types import Tool
 
 
@@ -74,8 +75,16 @@ def test_several_dialects_are_any() -> None:
 def test_temperature_and_session_header_are_noted() -> None:
     call = model_call(sampling={"temperature": 0}, headers=("accept", "x-session-id"))
     text = write_description("mine", ["mine"], {}, watched(call))
-    assert "\n# The agent asks for temperature 0. " in text
+    assert "\n# The agent asks for temperature 0, " in text
     assert 'thread = ["header:x-session-id"]' in text
+
+
+def test_other_models_are_served_as_side_calls() -> None:
+    title = model_call(model="small[1m]", status=404, error="model 'small[1m]' does not exist")
+    spec = draft(watched(model_call(headers=("x-session-id",)), title, title))
+    assert spec.signals.models == {"small[[]1m]": "side"}
+    assert spec.signals.thread == ("header:x-session-id",)
+    assert is_model_alias(spec.signals, "small[1m]") and not is_model_alias(spec.signals, "small1")
 
 
 def test_secrets_are_not_written() -> None:

@@ -25,7 +25,10 @@ from turngate.trainers.export import ExportChoices, export
 from turngate.views.training_trace import training_trace
 
 HI = [user("Hi")]
-UNKNOWN = "model 'editor' does not exist; this session serves m"
+UNKNOWN = (
+    "model 'editor' does not exist; this session serves m; to serve this name too, add it to models in [signals] of the agent's file, "
+    "or to signals.models in the session's settings"
+)
 
 
 async def refuse(g: Running, session: OpenSession, status: int = 404, **request: Json) -> httpx.Response:

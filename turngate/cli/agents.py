@@ -153,5 +153,6 @@ def _print_report(report: CheckReport, console: Console) -> None:
         table.add_row(mark, finding.name, Text(sanitize(finding.detail)))
     console.print(table)
     say(console, sanitize(f"tools offered: {', '.join(report.tools) or 'none'}"), "dim")
-    verdict = "Recorded completely." if report.passed else "NOT recorded completely."
+    failed = sum(not finding.ok for finding in report.results)
+    verdict = f"{failed} of {len(report.results)} checks failed." if failed else "Recorded completely."
     console.print(verdict, style="bold green" if report.passed else "bold red")

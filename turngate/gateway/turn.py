@@ -147,7 +147,8 @@ class TurnPipeline:
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names and not is_model_alias(session.config.signals, call.model):
             raise NotFound(
-                f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}",
+                f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}; to serve this name too, add it "
+                "to models in [signals] of the agent's file, or to signals.models in the session's settings",
                 param="model",
             )
         require_shown_logprobs(session, call)

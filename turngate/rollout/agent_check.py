@@ -118,7 +118,7 @@ class AgentCheck(msgspec.Struct, frozen=True):
             yield _check_refusals(self.log)
             if self.steps.check_task:
                 yield _check_work(folder, self.steps, self.log)
-            yield _check_rows(samples)
+            yield _check_rows(samples, nodes)
         yield _check_calls(outcome, turns, self.engine)
         yield _check_exactness(nodes, turns, self.engine)
         yield _check_training(spans, self.log)
@@ -236,10 +236,40 @@ def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
     return ""
 
 
-def _check_rows(samples: list[SampleRow]) -> PromiseResult:
+def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResult:
     main = [row for row in samples if any(span.role == "main" for span in row.spans)]
     turns = [len(row.spans) for row in main]
-    return PromiseResult("the main conversation is exactly one row", len(main) == 1, f"rows of {turns} turns")
+    seen = f"rows of {turns} turns"
+    cause = _explain_rows(nodes) if len(main) > 1 else ""
+    return PromiseResult(
+        "the main conversation is exactly one row", len(main) == 1, f"{seen}; {cause}" if cause else seen
+    )
+
+
+def _explain_rows(nodes: list[TraceNode]) -> str:
+    """Name the main turns that begin a branch, with their causes."""
+    by_id = {node.id: node for node in nodes}
+    turns = [node for node in nodes if isinstance(node, TraceTurn)]
+    number_of = {turn.id: number for number, turn in enumerate(turns, 1)}
+    reasons = []
+    for turn in turns:
+        if turn.role != "main" or not turn.cause:
+            continue
+        reason = f"turn {number_of[turn.id]} begins a branch ({turn.cause})"
+        start = by_id[turn.parent].parent
+        replaced = [other for other in turns if other.id < turn.id and by_id[other.parent].parent == start]
+        if turn.cause == "edited" and replaced:
+            reason += _explain_edit(replaced[-1], number_of[replaced[-1].id])
+        reasons.append(reason)
+    return "; ".join(reasons)
+
+
+def _explain_edit(replaced: TraceTurn, number: int) -> str:
+    """Say which answer the agent changed in its history and, if it had several tool calls, what to try."""
+    calls = len(replaced.decode_message().tool_calls)
+    changed = f": the agent changed the answer of turn {number} in its history"
+    hint = f"; turn {number} has {calls} calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
+    return changed + hint if calls > 1 else changed
 
 
 def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> PromiseResult:

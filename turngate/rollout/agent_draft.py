@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections import Counter
@@ -154,20 +155,27 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# The agent asks for temperature 0. Such turns cannot be trained, unless the session pins another temperature.",
+        "# The agent asks for temperature 0, which cannot be trained. Runs use temperature 1 instead; set another one here:",
+        "# [sampling]",
+        "# temperature = 0.6",
     ]
 
 
 def _signals(calls: Sequence[LoggedCall]) -> list[str]:
     headers = sorted({name for call in calls for name in call.headers if _THREAD_HEADER.search(name)})
-    if not headers:
-        return []
-    return [
-        "",
-        "# Headers that may identify the conversation. Keep those whose value is the same in all of its calls.",
-        "[signals]",
-        f"thread = {_value([f'header:{name}' for name in headers])}",
-    ]
+    others = dict.fromkeys(call.model for call in calls if call.status == 404 and call.model not in ("", MODEL))
+    lines = []
+    if headers:
+        lines += [
+            "# Headers that may identify the conversation. Keep those whose value is the same in all of its calls.",
+            f"thread = {_value([f'header:{name}' for name in headers])}",
+        ]
+    if others:
+        lines += [
+            "# Other models that the agent called. The trained model answers these calls; they count as side calls, which are not trained.",
+            f"models = {_value({glob.escape(name): 'side' for name in others})}",
+        ]
+    return ["", "[signals]", *lines] if lines else []
 
 
 def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
