@@ -14,6 +14,7 @@ from turngate.tasks.task import Solution, Task
 
 FOLDER = Path(__file__).parents[2] / "examples" / "train" / "h200-coder"
 INSTRUCTION = "The bug is in the function `f` in `a.py` (lines 1 to 3).\n\nRun them with:\n\n```\npython3 -m pytest -q t.py\n```\n"
+SOURCE = "class A:\n    def f(self, a, b):\n        if a < b:\n            return a + 1\n        return b\n"
 
 
 def load_module(name: str) -> ModuleType:
@@ -27,6 +28,12 @@ def load_module(name: str) -> ModuleType:
 def build_task(old: str, new: str) -> Task:
     patch = f"--- a/a.py\n+++ b/a.py\n@@ -2 +2 @@\n-{old}\n+{new}\n"
     return Task(id="t", instruction=INSTRUCTION, solution=Solution(patch=patch), metadata={"path": "a.py", "line": 2})
+
+
+def find_command(answer: str) -> str:
+    found = re.search(r"```bash\n(.*)\n```", answer, re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 @pytest.mark.process
@@ -43,15 +50,26 @@ def build_task(old: str, new: str) -> Task:
     ],
 )
 def test_expert_changes_the_line(old: str, new: str, tmp_path: Path) -> None:
-    first, change, tests, last = (
-        re.search(r"```bash\n(.*)\n```", answer, re.DOTALL)[1]  # type: ignore[index]
-        for answer in load_module("moves").list_moves(build_task(old, new))
-    )
+    moves = load_module("moves")
+    task = build_task(old, new)
     (tmp_path / "a.py").write_text(f"def f(a, b):\n{old}\n    return b\n")
-    subprocess.run(change, shell=True, cwd=tmp_path, check=True)
-    assert (tmp_path / "a.py").read_text().split("\n")[1] == new
-    assert first == "nl -ba a.py | sed -n '1,3p'" and tests == "python3 -m pytest -q t.py"
-    assert last.startswith("echo COMPLETE")
+    tests = moves.find_test_command(task.instruction)
+    assert tests == "python3 -m pytest -q t.py"
+    read = find_command(moves.read_function("a.py", *moves.find_lines(task)))
+    listing = subprocess.run(read, shell=True, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert listing.splitlines()[1] == f"     2\t{old}"
+    for _ in range(2):  # a second change starts from the original, too
+        command = find_command(moves.change_line("a.py", moves.find_fix(task), "true"))
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        assert (tmp_path / "a.py").read_text().split("\n")[1] == new
+
+
+def test_other_changes_are_of_the_same_function() -> None:
+    moves = load_module("moves")
+    edits = moves.find_edits(SOURCE, 2, 5)
+    assert moves.Edit(3, "        if a < b:", "        if a <= b:") in edits
+    assert moves.Edit(4, "            return a + 1", "            return a + 2") in edits
+    assert all(SOURCE.split("\n")[edit.line - 1] == edit.old != edit.new for edit in edits)
 
 
 @pytest.mark.parametrize(

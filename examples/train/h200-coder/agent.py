@@ -8,6 +8,7 @@ because Turngate's own warm starts refuse what mini-SWE-agent imports on Python 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,37 +20,45 @@ from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 CONTEXT, REPLY = 8192, 320  # tokens
-STEPS = 8
-_SETTINGS = r"""
+STEPS = 10
+MAX_OUTPUT = 6000  # characters of a command's output that the model sees
+SYSTEM = """\
+You repair Python code in a shell. Every answer is one sentence and then one bash block with one command, nothing else.
+
+First keep a copy of the file, and read the function with line numbers, for example with
+cp FILE FILE.orig; nl -ba FILE | sed -n '10,40p'
+Exactly one line of the function is wrong. Change it and run the tests, for example line 17 with
+sed '17s/wrong text/right text/' FILE.orig > FILE && TESTS 2>&1 | tail -n 3
+If they still fail, try another change in the same way. When they pass, run
+echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT
+and you are done."""
+QUESTION = "{{task}}\nAnswer with one sentence and one bash block."
+OBSERVATION = f"""\
+exit code {{{{ output.returncode }}}}
+{{% if output.output | length < {MAX_OUTPUT} -%}}
+{{{{ output.output }}}}
+{{%- else -%}}
+{{{{ output.output[:{MAX_OUTPUT // 2}] }}}}
+[...]
+{{{{ output.output[-{MAX_OUTPUT // 2}:] }}}}
+{{%- endif %}}"""
+# JSON strings are valid YAML.
+_SETTINGS = rf"""
 agent:
   agent_class: default
-  step_limit: STEPS
+  step_limit: {STEPS}
   max_consecutive_format_errors: 2
-  system_template: |
-    You repair Python code in a shell. You see only the output of your last command, so do one thing at a time. Every answer is one
-    sentence and then one bash block with one command, nothing else.
-
-    First read the function with line numbers, for example with nl -ba FILE | sed -n '10,40p'. Then change the one wrong line, for
-    example line 17 with sed -i '17s/wrong text/right text/' FILE. Then run the tests. When they pass, run
-    echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT and you are done.
-  instance_template: |
-    {{task}}
-    Answer with one sentence and one bash block.
+  system_template: {json.dumps(SYSTEM)}
+  instance_template: {json.dumps(QUESTION)}
 environment:
   timeout: 15
+  env:
+    PYTHONDONTWRITEBYTECODE: "1"  # Python would run outdated code if a file changes twice in a second
 model:
   model_class: litellm_textbased
   action_regex: '\A.*?```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```.*\Z'
   format_error_template: "Your answer must have a bash block with a command."
-  observation_template: |
-    exit code {{ output.returncode }}
-    {% if output.output | length < 3000 -%}
-    {{ output.output }}
-    {%- else -%}
-    {{ output.output[:1500] }}
-    [...]
-    {{ output.output[-1500:] }}
-    {%- endif %}
+  observation_template: {json.dumps(OBSERVATION)}
 """
 
 
@@ -84,7 +93,7 @@ def build_agent(python: str, socket: str = "") -> AgentSpec:
         command=(*command, "--config", "{home}/.mini/repairs.yaml"),
         install=msgspec.structs.replace(spec.install, python=python),
         preload=() if socket else spec.preload,
-        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=_SETTINGS.replace("STEPS", str(STEPS)))),
+        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=_SETTINGS)),
         check=(),
     )
 

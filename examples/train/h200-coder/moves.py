@@ -1,30 +1,89 @@
-"""The answers of an expert that knows a task's solution: read the function, change the wrong line, run the tests, finish."""
+"""The answers of an expert that knows a task's solution: read the function, change the wrong line, run the tests, finish.
+
+An expert that is always right does not show what to do when tests still fail. So it can be given other changes to try first: mutations of
+the same function, found as those of the tasks are.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 
+import msgspec
+
+from turngate.tasks.repairs.mutations import find_mutations
 from turngate.tasks.task import Task
 
+_WORDS = re.compile(r"\w+|\s+|[=!<>]=|//|\*\*|[^\w\s]")
 
-def list_moves(task: Task) -> list[str]:
-    """List the expert's answers for a task."""
-    path = str(task.metadata["path"])
-    lines = re.search(r"\(lines (\d+) to (\d+)\)", task.instruction)
-    assert lines is not None and task.solution is not None
+
+class Edit(msgspec.Struct, frozen=True):
+    """A change of one line."""
+
+    line: int
+    old: str
+    new: str
+
+
+def find_fix(task: Task) -> Edit:
+    """Return the change that repairs a task of one line."""
+    assert task.solution is not None
     [old] = re.findall(r"^-(?!--)(.*)$", task.solution.patch, re.MULTILINE)
     [new] = re.findall(r"^\+(?!\+\+)(.*)$", task.solution.patch, re.MULTILINE)
-    wrong, right = find_difference(old, new)
-    line = task.metadata["line"]
-    command = f"{line}s/{escape(wrong)}/{escape(right)}/"
-    tests = task.instruction.rstrip().removesuffix("```").rpartition("```\n")[2].strip()
-    return [
-        _answer("I read the function first.", f"nl -ba {path} | sed -n '{lines[1]},{lines[2]}p'"),
-        _answer(f"Line {line} is wrong: `{wrong}` should be `{right}`.", f"sed -i {shlex.quote(command)} {path}"),
-        _answer("Now I run the failing tests.", tests),
-        _answer("The tests pass, so I am done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    ]
+    return Edit(int(str(task.metadata["line"])), old, new)
+
+
+def find_lines(task: Task) -> tuple[int, int]:
+    """Return the first and last line of the function that the instruction names."""
+    lines = re.search(r"\(lines (\d+) to (\d+)\)", task.instruction)
+    assert lines is not None
+    return int(lines[1]), int(lines[2])
+
+
+def find_edits(source: str, first: int, last: int) -> list[Edit]:
+    """List changes of one line of a function, as plausible as the one that repairs it."""
+    lines = source.split("\n")[first - 1 : last]
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    if any(line[:indent].strip() for line in lines):
+        return []  # a text in it is indented less, so the function cannot be parsed alone
+    text = "\n".join(line[indent:] for line in lines)
+    edits = []
+    for mutation in find_mutations(text):
+        changed = mutation.apply(text).split("\n")
+        if (n := find_changed_line(text.split("\n"), changed)) is not None:
+            edits.append(Edit(first + n, lines[n], lines[n][:indent] + changed[n]))
+    return edits
+
+
+def find_changed_line(before: list[str], after: list[str]) -> int | None:
+    """Return which line differs. Return None if it is not exactly one."""
+    if len(before) != len(after):
+        return None
+    different = [n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+    return different[0] if len(different) == 1 else None
+
+
+def find_test_command(instruction: str) -> str:
+    return instruction.rstrip().removesuffix("```").rpartition("```\n")[2].strip()
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_function(path: str, first: int, last: int) -> str:
+    return _answer("I read the function first.", f"cp {path} {path}.orig; nl -ba {path} | sed -n '{first},{last}p'")
+
+
+def change_line(path: str, edit: Edit, tests: str, *, again: bool = False) -> str:
+    wrong, right = find_difference(edit.old, edit.new)
+    thought = f"Line {edit.line}, `{edit.old.strip()}`, should be `{edit.new.strip()}`."
+    script = shlex.quote(f"{edit.line}s/{escape(wrong)}/{escape(right)}/")
+    command = f"sed {script} {path}.orig > {path} && {tests} 2>&1 | tail -n 3"
+    return _answer(f"The tests still fail. {thought}" if again else thought, command)
+
+
+def finish() -> str:
+    return _answer("The tests pass, so I am done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
 def _answer(thought: str, command: str) -> str:
@@ -33,7 +92,7 @@ def _answer(thought: str, command: str) -> str:
 
 def find_difference(old: str, new: str) -> tuple[str, str]:
     """Find the shortest piece of words to replace, such that its first occurrence in the line is the right one."""
-    before, after = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (old, new))
+    before, after = (_WORDS.findall(text) for text in (old, new))
     first = 0
     while first < min(len(before), len(after)) and before[first] == after[first]:
         first += 1

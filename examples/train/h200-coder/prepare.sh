@@ -5,25 +5,15 @@
 #
 # WHEELS must contain the wheels of Turngate's dependencies, of mini-swe-agent and the versions that the catalog pins, and of gguf, pytest and
 # pip. They must fit the machine's python3, which must already have torch, numpy and safetensors. The script creates TARGET/venv,
-# TARGET/tests (a Python with only pytest, for agents and graders: put its bin folder on the PATH) and TARGET/cache (with the agent). Then convert the model: TARGET/venv/bin/python tools/parts.py --inside coder GGUF FOLDER
+# TARGET/tests (a Python with only pytest, for agents and graders: put its bin folder on the PATH) and TARGET/cache (with the agent).
+# Then convert the model: TARGET/venv/bin/python tools/parts.py --inside coder GGUF FOLDER
 set -eu
-wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../../..")
+wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")")
 mkdir -p "$2"
 target=$(realpath "$2")
 
-# A virtual environment that also sees the packages of the machine's python3.
-python3 -m venv --without-pip "$target/venv"
-python="$target/venv/bin/python"
-site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
-python3 -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' > "$site/machine.pth"
-"$python" -m zipfile -e "$wheels"/pip-*.whl "$site"
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
-"$python" -m pip install -q gguf $("$python" - "$root/pyproject.toml" <<'PYTHON'
-import sys, tomllib
-print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"])
-PYTHON
-)
-echo "$root" > "$site/turngate.pth"
+python=$(sh "$here/../make_venv.sh" "$wheels" "$target/venv")
 python3 -m venv --without-pip "$target/tests"
 "$python" -m pip --python "$target/tests/bin/python" install -q pytest
 (cd "$here" && TURNGATE_CACHE="$target/cache" "$python" agent.py 3.12)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from turngate.tasks import read_tasks
 from turngate.tasks.task import Task
 
+# The expert's traces show the solutions of its tasks, so GRPO needs others.
+Part = Literal["all", "expert", "grpo"]
 MAX_INSTRUCTION = 4000  # characters
-_LEVELS = ("easy", "medium", "hard")
 
 
-def choose_tasks(file: Path, count: int, seed: int = 0) -> list[Task]:
-    """Choose tasks whose bug is in one line: as many as possible from each package, easy ones first."""
+def choose_tasks(file: Path, count: int, part: Part = "all") -> list[Task]:
+    """Choose tasks whose bug is in one line, in a fixed random order in which packages take turns."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, file.read_text().splitlines()):
-        if is_small(row):
+        if is_small(row) and part in ("all", find_part(row["id"])):
             rows.setdefault(row["metadata"]["package"], []).append(row)
-    chance = random.Random(seed)
+    chance = random.Random(0)
     for pile in rows.values():
         chance.shuffle(pile)
     turns = [pile[n] for n in range(max(map(len, rows.values()), default=0)) for pile in rows.values() if n < len(pile)]
-    chosen = sorted(turns[:count], key=lambda row: _LEVELS.index(row["metadata"]["difficulty"]))
     tasks = {task.id: task for task in read_tasks(str(file))}
-    return [tasks[row["id"]] for row in chosen]
+    return [tasks[row["id"]] for row in turns[:count]]
+
+
+def find_part(task: str) -> Part:
+    return "expert" if hashlib.sha256(task.encode()).digest()[0] % 2 else "grpo"
 
 
 def is_small(row: dict[str, Any]) -> bool:

@@ -1,10 +1,11 @@
 """Train Qwen2.5-Coder-1.5B-Instruct in mini-SWE-agent to repair packages, on one GPU.
 
-    python train.py --model MODEL_FOLDER --tasks FOLDER --out FOLDER [--sft FILE]
+    python train.py --model MODEL_FOLDER --tasks FOLDER --out FOLDER [--sft FILE …]
 
-    0  with --sft, fine-tune on an expert's traces first (`expert.py`)
+    0  with --sft, fine-tune on an expert's traces first (`expert.py`, `reviews.py`)
     1  evaluate the held-out packages: several samples of each task
-    2  train with GRPO: gateway, engine (bfloat16) and trainer (float32) in this process, the agents' runner in another one
+    2  train with GRPO: gateway, engine (bfloat16) and trainer (float32) in this process, the agents' runner in another one; with
+       --shuffle, the advantages of each step are dealt out at random, which must not help
     3  evaluate the held-out packages again
 
 FOLDER of --tasks is the output of `turngate tasks make repairs`. Measurements are written as soon as they are known: `metrics.jsonl` (a
@@ -20,60 +21,31 @@ import platform
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from agent import CONTEXT
-from runner import RunnerConfig, RunnerReport
+from runner import RunnerConfig
 from warm_start import fine_tune
 
-from turngate.client.feed import Feed
+from turngate.client.feed import Feed, Row
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
 from turngate.config import ServeConfig
-from turngate.engines.local import LocalEngine, load, save
+from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.server.run import GatewayAddress, run_embedded, run_in_thread
-from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
+from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, Trainer, UpdateMetrics
 
 import torch  # isort: skip  # after turngate.engines.local, which configures how torch's threads wait
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the modules that both examples share
+from rollout_process import RunnerReport, record_result, run_rollouts, start_runner, train_beside
 
 HERE = Path(__file__).parent
 NAME = "coder"
 TRAIN, HELD_OUT = "train.jsonl", "held-out.jsonl"
-
-
-# ── the runner ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@asynccontextmanager
-async def start_runner(config: RunnerConfig) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / "runner.py"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 26,
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def read_report(process: asyncio.subprocess.Process) -> RunnerReport:
-    assert process.stdout is not None
-    output = await process.stdout.read()
-    if await process.wait():
-        raise SystemExit(f"runner.py failed with exit code {process.returncode}")
-    return msgspec.json.decode(output, type=RunnerReport)
 
 
 def configure_runner(options: argparse.Namespace, address: GatewayAddress, name: str, **more: Any) -> RunnerConfig:
@@ -103,8 +75,7 @@ async def evaluate(options: argparse.Namespace, address: GatewayAddress, name: s
         count=options.held_out,
         n=options.samples,
     )
-    async with start_runner(config) as process:
-        report = await read_report(process)
+    report = await run_rollouts(HERE / "runner.py", config)
     record_result(options.out, **{name: summarize(report)})
     (options.out / f"{name}.json").write_bytes(msgspec.json.encode(report.graded))
 
@@ -157,12 +128,27 @@ class Progress:
         )
 
 
+class ShufflingLearner(Learner):
+    """Deals out the advantages of a step at random among its rows. A control: nothing can be learned from them."""
+
+    def __init__(self, model: Model, settings: GrpoSettings) -> None:
+        super().__init__(model, settings)
+        self._chance = random.Random(0)
+
+    def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
+        advantages = [row.advantage for row in rows]
+        self._chance.shuffle(advantages)
+        dealt = [msgspec.structs.replace(row, advantage=one) for row, one in zip(rows, advantages, strict=True)]
+        return super().gradients(dealt, version)
+
+
 async def train(options: argparse.Namespace, address: GatewayAddress, engine: LocalEngine) -> None:
     config = configure_runner(
         options,
         address,
         "grpo",
         tasks=str(options.tasks / TRAIN),
+        part="grpo",
         count=options.train,
         n=options.n,
         rounds=options.rounds,
@@ -178,22 +164,17 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
     progress = Progress(options.out)
     async with GatewayClient(address.url, address.admin_key) as gateway:
         trainer = Trainer(engine, gateway, settings, watch=progress.add)
+        if options.shuffle:
+            trainer.learner = ShufflingLearner(engine.model, settings)
         await trainer.restore()
         feed_config = FeedConfig(n=options.n, max_staleness=options.stale, groups="grpo.")
-        async with await Feed.open(gateway, "grpo", feed_config) as feed, start_runner(config) as process:
-            reporting = asyncio.create_task(read_report(process))
-            while progress.seconds < 60 * options.minutes and trainer.state.step < options.steps:
-                step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
-                await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
-                if not step.done():
-                    step.cancel()
-                    raise SystemExit(f"the runner ended early: {await reporting}")
-                await step
-            seconds = progress.seconds
-            process.terminate()
-            report = await reporting
+        async with (
+            await Feed.open(gateway, "grpo", feed_config) as feed,
+            start_runner(HERE / "runner.py", config) as process,
+        ):
+            report = await train_beside(process, trainer, feed, steps=options.steps, minutes=options.minutes)
         await gateway.delete_feed("grpo")
-    record_result(options.out, grpo=describe_training(progress.steps, report, seconds))
+    record_result(options.out, grpo=describe_training(progress.steps, report, progress.seconds))
 
 
 def describe_training(steps: list[Step], report: RunnerReport, seconds: float) -> dict[str, Any]:
@@ -221,17 +202,20 @@ def describe_training(steps: list[Step], report: RunnerReport, seconds: float) -
 async def run(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")  # tf32 for the trainer; the engine samples in bfloat16 anyway
     network = load(options.model, "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    network.recompute = True
     if options.sft:
-        warm = fine_tune(network, options.sft, epochs=options.warm_epochs, rate=options.warm_rate)
+        warm = fine_tune(
+            network, options.sft, rate=options.warm_rate, batch_tokens=options.warm_tokens, seed=options.seed
+        )
         record_result(options.out, warm=warm)
         torch.cuda.empty_cache()
+        save(network, options.out / "warm", options.model)
+    network.recompute = True
     engine = LocalEngine(network, dtype=options.dtype, slots=options.slots, max_context=CONTEXT)
     data = ServeConfig(
         data=str(options.out / "data"), port=0, model=NAME, tokenizer=str(options.model), max_context=CONTEXT
     )
     with run_in_thread(run_embedded(data.check(), engine=engine)) as address:
-        if options.held_out:
+        if options.held_out and not options.only_after:
             await evaluate(options, address, "before")
         if options.steps:
             await train(options, address, engine)
@@ -241,27 +225,20 @@ async def run(options: argparse.Namespace) -> None:
         save(network, options.out / "model", options.model)
 
 
-def record_result(out: Path, **entries: Any) -> None:
-    """Add entries to result.json, and print them."""
-    file = out / "result.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(before | entries, indent=1))
-    new.replace(file)
-    for name, value in entries.items():
-        print(f"{name}: {json.dumps(value)}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of Qwen2.5-Coder-1.5B-Instruct")
     parser.add_argument("--tasks", type=Path, required=True, help=f"folder with {TRAIN} and {HELD_OUT}")
     parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty")
     parser.add_argument(
-        "--sft", type=Path, help="rows of `expert.py` for a warm start; without it, GRPO starts from the base model"
+        "--sft",
+        type=Path,
+        nargs="*",
+        help="rows of `expert.py` and `reviews.py` for a warm start; without it, GRPO starts from MODEL_FOLDER",
     )
-    parser.add_argument("--warm-epochs", type=int, default=2)
-    parser.add_argument("--warm-rate", type=float, default=1e-5)
+    parser.add_argument("--warm-rate", type=float, default=1.5e-5)
+    parser.add_argument("--warm-tokens", type=int, default=16384, help="tokens per update of the warm start")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the warm start's rows")
     parser.add_argument("--train", type=int, default=250, help="number of tasks to train on")
     parser.add_argument("--rounds", type=int, default=4, help="passes over these tasks")
     parser.add_argument("--held-out", type=int, default=100, help="number of held-out tasks (0: no evaluations)")
@@ -287,6 +264,8 @@ def main() -> None:
         default=".".join(platform.python_version_tuple()[:2]),
         help="Python version to install the agent for",
     )
+    parser.add_argument("--shuffle", action="store_true", help="a control: shuffle the advantages of each step")
+    parser.add_argument("--only-after", action="store_true", help="evaluate only after the training")
     parser.add_argument("--save", action="store_true", help="save the trained model")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

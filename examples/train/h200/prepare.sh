@@ -8,23 +8,12 @@
 # contain a folder `tokenizer` with the JSON files of the model that `tools/parts.py smollm2` builds. The script creates TARGET/venv,
 # TARGET/smollm2 (the model) and TARGET/cache (the agent).
 set -eu
-wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../../..")
+wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")")
 mkdir -p "$2"
 target=$(realpath "$2")
 
-# A virtual environment that also sees the packages of the machine's python3.
-python3 -m venv --without-pip "$target/venv"
-python="$target/venv/bin/python"
-site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
-python3 -c 'import site, sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' > "$site/machine.pth"
-"$python" -m zipfile -e "$wheels"/pip-*.whl "$site"
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
-"$python" -m pip install -q gguf $("$python" - "$root/pyproject.toml" <<'PYTHON'
-import sys, tomllib
-print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"])
-PYTHON
-)
-echo "$root" > "$site/turngate.pth"
+python=$(sh "$here/../make_venv.sh" "$wheels" "$target/venv")
 
 # Install the agent, and convert the model at the same time.
 export TURNGATE_CACHE="$target/cache"

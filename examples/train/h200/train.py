@@ -25,16 +25,14 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tasks
 import torch
-from runner import CONTEXT, RunnerConfig, RunnerReport
-from torch.nn import functional as F
+from runner import CONTEXT, RunnerConfig
 
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient
@@ -48,7 +46,12 @@ from turngate.server.run import GatewayAddress, run_embedded, run_in_thread
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
+sys.path.append(str(Path(__file__).parents[1]))  # for the modules that both examples share
+from rollout_process import RunnerReport, record_result, run_rollouts, start_runner, train_beside
+from supervised import update
+
 HERE = Path(__file__).parent
+RUNNER = HERE / "runner.py"
 NAME = "smollm2"
 
 
@@ -81,35 +84,6 @@ def run_gateway(model: Path, data: Path, engine: Engine) -> AbstractContextManag
     return run_in_thread(run_embedded(config, engine=engine))
 
 
-@asynccontextmanager
-async def start_runner(config: RunnerConfig) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(HERE / "runner.py"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def read_report(process: asyncio.subprocess.Process) -> RunnerReport:
-    assert process.stdout is not None
-    output = await process.stdout.read()
-    if await process.wait():
-        raise SystemExit(f"runner.py failed with exit code {process.returncode}")
-    return msgspec.json.decode(output, type=RunnerReport)
-
-
-async def run_rollouts(config: RunnerConfig) -> RunnerReport:
-    async with start_runner(config) as process:
-        return await read_report(process)
-
-
 # ── 1: the expert ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -137,12 +111,14 @@ async def record_expert(options: argparse.Namespace, model: Path, out: Path) -> 
     """Run the expert, export its traces, and return the exported file."""
     data, rows = out / "expert", out / "sft.jsonl"
     with run_gateway(model, data, build_expert(model)) as address:
-        report = await run_rollouts(_runner_config(options, address, "expert", options.traces, 1, out / "expert-batch"))
+        report = await run_rollouts(
+            RUNNER, _runner_config(options, address, "expert", options.traces, 1, out / "expert-batch")
+        )
     choices = ExportChoices(format="sft", form="tokens", imitate=True, wanted=RolloutFilter(min_reward=1.0))
     exported = export(data, rows, choices)
     record_result(
         out,
-        expert=msgspec.to_builtins(report),
+        expert=summarize(report),
         exported={"records": exported.records, "left_out": dict(exported.left_out)},
     )
     return rows
@@ -161,7 +137,7 @@ def warm_start(options: argparse.Namespace, model: Model, file: Path, out: Path)
     for number, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = options.warm_rate * min(1.0, (number + 1) / 5) * (1 - number / len(batches))
-        losses.append(_update(model, optimizer, batch))
+        losses.append(update(model, optimizer, batch))
     record_result(
         out,
         warm={
@@ -178,24 +154,6 @@ def warm_start(options: argparse.Namespace, model: Model, file: Path, out: Path)
 
 def _batches(rows: list[Any], size: int) -> list[list[Any]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def _update(model: Model, optimizer: torch.optim.Optimizer, batch: list[Any]) -> float:
-    longest = max(len(row["input_ids"]) for row in batch)
-    ids = torch.zeros((len(batch), longest), dtype=torch.long)
-    labels = torch.full_like(ids, -100)
-    for n, row in enumerate(batch):
-        ids[n, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        labels[n, : len(row["labels"])] = torch.tensor(row["labels"])
-    ids, targets = ids.to(model.device), labels.to(model.device).roll(-1, 1)
-    targets[:, -1] = -100
-    positions = targets >= 0
-    loss = F.cross_entropy(model(ids, at=positions).float(), targets[positions])
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return float(loss.detach())
 
 
 # ── 3 to 5: before, GRPO, after ─────────────────────────────────────────────────────────────────────────────────────
@@ -220,8 +178,20 @@ async def evaluate(
     options: argparse.Namespace, address: GatewayAddress, out: Path, name: str, temperature: float = 1.0
 ) -> None:
     config = _runner_config(options, address, "held_out", options.held_out, 1, out / name)
-    report = await run_rollouts(msgspec.structs.replace(config, temperature=temperature))
-    record_result(out, **{name: msgspec.to_builtins(report)})
+    report = await run_rollouts(RUNNER, msgspec.structs.replace(config, temperature=temperature))
+    record_result(out, **{name: summarize(report)})
+
+
+def summarize(report: RunnerReport) -> dict[str, Any]:
+    """Return the report with the share of passed rollouts by kind of task, instead of one line per rollout."""
+    by_kind: dict[str, list[bool]] = {}
+    for one in report.graded:
+        by_kind.setdefault(one.task.rsplit("-", 1)[1], []).append(one.reward >= 1)
+    summary: dict[str, Any] = msgspec.to_builtins(report)
+    return summary | {
+        "graded": len(report.graded),
+        "by_kind": {kind: round(sum(values) / len(values), 3) for kind, values in sorted(by_kind.items())},
+    }
 
 
 async def train(options: argparse.Namespace, address: GatewayAddress, engine: LocalEngine, out: Path) -> None:
@@ -254,17 +224,8 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         feed_config = FeedConfig(n=options.n, max_staleness=options.stale)
         async with await Feed.open(gateway, "grpo", feed_config) as feed:
             throttled = msgspec.structs.replace(config, feed="grpo", ahead=options.ahead * options.groups)
-            async with start_runner(throttled) as process:
-                reporting = asyncio.create_task(read_report(process))
-                while trainer.state.step < options.steps and time.monotonic() - began < 60 * options.minutes:
-                    step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
-                    await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
-                    if not step.done():
-                        step.cancel()
-                        raise SystemExit(f"the runner ended early: {await reporting}")
-                    await step
-                process.terminate()
-                report = await reporting
+            async with start_runner(RUNNER, throttled) as process:
+                report = await train_beside(process, trainer, feed, steps=options.steps, minutes=options.minutes)
             await gateway.delete_feed("grpo")
     seconds = time.monotonic() - began
     spent = {name: round(value - cpu.get(name, 0.0), 2) for name, value in measure_threads().items()}
@@ -283,7 +244,7 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
             "first_ten": _mean(steps[:10]),
             "last_ten": _mean(steps[-10:]),
             "cpu_by_thread": spent,
-            "runner": msgspec.to_builtins(report),
+            "runner": summarize(report),
             "apart": [value for step in steps if (value := step.measured.difference) is not None][-20:],
         },
     )
@@ -315,7 +276,7 @@ def _runner_config(
     )
 
 
-# ── CPU time and results ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── CPU time ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def measure_threads() -> dict[str, float]:
@@ -330,17 +291,6 @@ def measure_threads() -> dict[str, float]:
         name = names.get(int(task.name), "torch")
         spent[name] = spent.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return spent
-
-
-def record_result(out: Path, **entries: Any) -> None:
-    """Add entries to result.json, and print them."""
-    file = out / "result.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(before | entries, indent=1))
-    new.replace(file)
-    for name, value in entries.items():
-        print(f"{name}: {json.dumps(value)}", flush=True)
 
 
 def main() -> None:

@@ -1,0 +1,178 @@
+"""Rollouts in another process, for the examples on a GPU: `runner.py` runs them, and `train.py` starts it and reads its report.
+
+It is a separate process because hundreds of sandboxes per minute would otherwise compete with the sampling thread for the interpreter lock.
+The trainer's feed throttles it, so that it starts only groups that the trainer will need soon. It ends when its tasks are done or on
+SIGTERM, and then prints a `RunnerReport` as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from turngate.client.feed import Feed
+from turngate.client.gateway import GatewayClient
+from turngate.rollout.batch import Batch, BatchResult
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.throttle import TrainerThrottle, no_throttle
+
+if TYPE_CHECKING:
+    from turngate.trainers.local.grpo import Trainer  # imports torch, which the runner does not need
+
+
+class GatewayAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway that records the rollouts, and the feed that throttles them."""
+
+    url: str
+    key: str
+    feed: str = ""
+    ahead: int = 1  # groups ahead of the trainer
+
+
+class RolloutLine(msgspec.Struct, frozen=True):
+    """One graded rollout."""
+
+    task: str
+    reward: float
+    session: str
+
+
+class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of the rollouts, and their cost."""
+
+    rollouts: int
+    tasks: int
+    kinds: dict[str, int]
+    reward: float | None
+    passed: float | None  # share of the graded rollouts
+    turns: float | None
+    seconds: float
+    sampled_tokens: int
+    own_cpu_s: float
+    children_cpu_s: float  # sandboxes, relays and agents, without agents of a fork server, which are not our children
+    stages: dict[str, float]
+    messages: list[str]
+    stopped: str
+    graded: list[RolloutLine]
+
+
+# ── in the runner ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def run_batch(plan: BatchPlan, access: GatewayAccess) -> BatchResult:
+    """Run the batch to its end, or until SIGTERM."""
+    async with GatewayClient(access.url, access.key) as gateway, GatewayConnector(gateway.url) as connector:
+        throttle = TrainerThrottle(access.ahead) if access.feed else None
+        batch = Batch(plan, gateway, connector, throttle=throttle or no_throttle)
+        running = asyncio.create_task(batch.run())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+        following = asyncio.create_task(_follow_feed(gateway, access.feed, throttle)) if throttle else None
+        try:
+            with suppress(asyncio.CancelledError):
+                await running
+        finally:
+            if following is not None:
+                following.cancel()
+        return batch.result
+
+
+async def _follow_feed(gateway: GatewayClient, feed: str, throttle: TrainerThrottle) -> None:
+    while True:
+        throttle.mark_trained((await gateway.show_feed(feed)).committed)
+        await asyncio.sleep(0.1)
+
+
+def build_report(result: BatchResult) -> RunnerReport:
+    overall = result.summary.overall
+    graded = [RolloutLine(one.task, one.reward, one.session) for one in result.finished if one.reward is not None]
+    own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return RunnerReport(
+        rollouts=len(result.finished),
+        tasks=len({one.task for one in graded}),
+        kinds={kind: count for kind, count in overall.kinds.items() if count},
+        reward=overall.mean_reward,
+        passed=sum(one.reward >= 1 for one in graded) / len(graded) if graded else None,
+        turns=overall.mean_turns,
+        seconds=result.summary.seconds,
+        sampled_tokens=overall.sampled_tokens,
+        own_cpu_s=own.ru_utime + own.ru_stime,
+        children_cpu_s=children.ru_utime + children.ru_stime,
+        stages=dict(overall.stages),
+        messages=[
+            f"{kind}: {text} ({count})" for kind, texts in result.summary.messages.items() for text, count in texts
+        ][:8],
+        stopped=result.stopped,
+        graded=graded,
+    )
+
+
+# ── in the trainer ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def start_runner(program: Path, config: msgspec.Struct) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start `runner.py`, and send it its configuration as JSON on stdin."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def read_report(process: asyncio.subprocess.Process) -> RunnerReport:
+    assert process.stdout is not None
+    output = await process.stdout.read()
+    if await process.wait():
+        raise SystemExit(f"runner.py failed with exit code {process.returncode}")
+    return msgspec.json.decode(output, type=RunnerReport)
+
+
+async def run_rollouts(program: Path, config: msgspec.Struct) -> RunnerReport:
+    async with start_runner(program, config) as process:
+        return await read_report(process)
+
+
+async def train_beside(
+    process: asyncio.subprocess.Process, trainer: Trainer, feed: Feed, *, steps: int, minutes: float
+) -> RunnerReport:
+    """Train on the rollouts of a runner. Start no step after this many minutes. Then stop the runner."""
+    began = time.monotonic()
+    reporting = asyncio.create_task(read_report(process))
+    while trainer.state.step < steps and time.monotonic() - began < 60 * minutes:
+        step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
+        await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done():
+            step.cancel()
+            raise SystemExit(f"the runner ended early: {await reporting}")
+        await step
+    process.terminate()
+    return await reporting
+
+
+def record_result(out: Path, **entries: Any) -> None:
+    """Add entries to result.json, and print them."""
+    file = out / "result.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(before | entries, indent=1))
+    new.replace(file)
+    for name, value in entries.items():
+        print(f"{name}: {json.dumps(value)}", flush=True)
