@@ -214,6 +214,18 @@ def test_a_damaged_session_stays_and_says_why(cell: Store, shared: SharedStore) 
         cell.outbox.require_shipped(key, "s")
 
 
+@pytest.mark.parametrize("column", ["ids", "logprobs", "info", "messages"])
+def test_a_value_of_the_wrong_type_does_not_stop_shipping(cell: Store, shared: SharedStore, column: str) -> None:
+    key = finish_rollout(cell, "s", "g")
+    with cell.database.writing() as db:
+        db.execute(f"UPDATE nodes SET {column}='text' WHERE session=?", (key,))
+    finish_rollout(cell, "t", "g")
+    batch = read_shipments(cell, cell.outbox.find_due(time.time(), 10), 2**30)
+    ((_, reason),) = batch.damaged
+    assert reason.startswith("session s: node ") and "a value has the wrong type; it cannot be shipped" in reason
+    assert [shipment.id for _, shipment in batch.shipments] == ["t"]
+
+
 def test_another_session_with_the_same_id_is_refused(cell: Store, shared: SharedStore, tmp_path: Path) -> None:
     other = open_cell(tmp_path / "b", shared, "b")
     finish_rollout(cell, "s", "g")

@@ -158,7 +158,10 @@ def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
     trace, before, crc = EncodedTrace(), len(str(key)), zlib.crc32
     rows, ends, sizes, checksums = trace.rows, trace.ends, trace.sizes, trace.checksums
     for node, parent, kind, ids, logprobs, info, messages, delivered, checksum in nodes:
-        data = join_fields(key, node, parent, kind, ids, logprobs, info, messages)
+        try:
+            data = join_fields(key, node, parent, kind, ids, logprobs, info, messages)
+        except TypeError:  # SQLite stores a value of any type in any column
+            raise StoreError(f"node {node} is damaged on disk: a value has the wrong type") from None
         if checksum != (crc(data) if delivered == 1 else crc(data) ^ UNDELIVERED) or delivered not in (0, 1):
             raise StoreError(f"node {node} is damaged on disk")
         rows += encode_node(key, node, parent, kind, ids, logprobs, info, messages, delivered, checksum)
