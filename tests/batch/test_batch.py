@@ -353,7 +353,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
             ["--script", "reference"],
             "script reference works only with `turngate run`; pass a JSON file with a list of replies",
         ),
-        (["--on-timeout", "ignore"], "on_timeout must be one of grade, exclude, zero, not 'ignore'"),
+        (["--on-timeout", "ignore"], "--on-timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
         (["--resume"], "resume failed: "),
     ],

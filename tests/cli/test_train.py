@@ -107,9 +107,9 @@ def test_changed_held_out_set_is_rejected(arguments: list[str | Path], tmp_path:
     ("options", "expected"),
     [
         (["--every", "0"], "every must be at least 1, not 0"),
-        (["--held-out-n", "0"], "held_out_n must be at least 1, not 0"),
-        (["--held-out", "nope"], "held_out: nope does not exist; specify a task folder"),
-        (["--tasks", "nope"], "tasks: nope does not exist; specify a task folder"),
+        (["--held-out-n", "0"], "--held-out-n must be at least 1, not 0"),
+        (["--held-out", "nope"], "--held-out: nope does not exist; specify a task folder"),
+        (["--tasks", "nope"], "--tasks: nope does not exist; specify a task folder"),
     ],
 )
 def test_invalid_option_is_named(arguments: list[str | Path], options: list[str], expected: str) -> None:

@@ -91,7 +91,7 @@ def test_flags_override_config_file(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--only", "enginee"), "did you mean engine?"),
-        (("--engine", "vllm"), "engine_url"),
+        (("--engine", "vllm"), "--engine-url"),
         (("--gateway", "http://127.0.0.1:1"), "TURNGATE_ADMIN_KEY"),
         (("--engine", "vllm", "--engine-url", "http://x", "--model", "m", "--tokenizer", ".", "--engine-key-env", "NOT_SET_AT_ALL"),
          "NOT_SET_AT_ALL"),

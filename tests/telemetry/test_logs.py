@@ -187,7 +187,7 @@ def test_live_display_gets_lines_for_terminal(
 
 
 def test_unknown_log_format_is_rejected(tmp_path: Path) -> None:
-    assert "log_format" in run_rejected("serve", "--log-format", "xml", "--data", tmp_path)
-    assert "log_format must be text or json, not 'xml'" in run_rejected(
+    assert "--log-format" in run_rejected("serve", "--log-format", "xml", "--data", tmp_path)
+    assert "--log-format must be text or json, not 'xml'" in run_rejected(
         "run", "--agent", "shell", "--prompt", "x", "--log-format", "xml", "--data", tmp_path
     )

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import typer
 
+from turngate.cli.command import list_flags, name_flags
 from turngate.errors import TurngateError
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ def or_exit(action: Callable[[], T]) -> T:
     try:
         return action()
     except TurngateError as error:
-        typer.echo(f"turngate: {error.message}", err=True)
+        typer.echo(f"turngate: {name_flags(error, list_flags())}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("turngate: stopped", err=True)

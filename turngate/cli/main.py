@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional
 
 import typer
 
 from turngate import __version__
 from turngate.cli import options as flags
+from turngate.cli.command import CommandGroup, Group
 from turngate.cli.exit_codes import or_exit as _or_exit
 from turngate.cli.project_commands import audit, keys_app, projects_app
 from turngate.errors import ConfigError
@@ -19,20 +20,43 @@ from turngate.errors import ConfigError
 if TYPE_CHECKING:
     from turngate.config import ServeConfig
 
-app = typer.Typer(
+
+class TurngateCommands(Group):
+    """The commands, in panels of the help."""
+
+    panels: ClassVar[Mapping[str, Sequence[str]]] = {
+        "Run agents": ("run", "show", "batch", "train", "verify", "export"),
+        "Agents and tasks": ("agents", "tasks"),
+        "Gateway": ("serve", "cell", "mcp", "engines", "projects", "keys", "audit"),
+        "Check the setup": ("doctor", "certify"),
+        "Recorded data": ("prune", "load-archive", "mark-restored"),
+    }
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in self.panels.values() for name in names]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = next(panel for panel, names in self.panels.items() if cmd_name in names)
+        return command
+
+
+app = CommandGroup(
     name="turngate",
+    cls=TurngateCommands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="The token-exact gateway for training coding agents.",
 )
-agents_app = typer.Typer(help="List, install and check agents.")
+agents_app = CommandGroup(help="List, install and check agents.")
 app.add_typer(agents_app, name="agents")
-tasks_app = typer.Typer(help="List and check tasks.", no_args_is_help=True)
+tasks_app = CommandGroup(help="List and check tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
-make_app = typer.Typer(help="Make tasks.", no_args_is_help=True)
+make_app = CommandGroup(help="Make tasks.", no_args_is_help=True)
 tasks_app.add_typer(make_app, name="make")
-engines_app = typer.Typer(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
+engines_app = CommandGroup(help="List, add, drain and remove the engines of a running gateway.", no_args_is_help=True)
 app.add_typer(engines_app, name="engines")
 app.add_typer(projects_app, name="projects")
 app.add_typer(keys_app, name="keys")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
-import typer.core
+
+from turngate.cli.command import Command
 
 O = TypeVar("O")  # noqa: E741
 DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
@@ -27,6 +28,7 @@ RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "toke
 WHAT, SAMPLING, SANDBOX, GATEWAY = "What to run", "Sampling", "Sandbox", "Gateway"
 LIMITS, GRADING, BATCH, OUTPUT = "Limits", "Grading", "Batch", "Output"
 CLUSTER = "Cluster"
+_FIRST_PANELS = (WHAT, BATCH)
 SELECTION, FORMAT, SCORING, TRAINING = "Which rollouts", "Format", "Scoring", "Training"
 
 
@@ -221,7 +223,7 @@ class BatchOptions(RolloutOptions):
         Optional[list[str]], _flag("Run only tasks whose id matches; * is a wildcard; repeatable.", WHAT)
     ] = None
     limit: Annotated[Optional[int], _flag("Maximum number of tasks.", WHAT)] = None
-    n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n")] = 1
+    n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n", "-n")] = 1
     rounds: Annotated[int, _flag("Number of passes over the tasks. You can raise it to extend a batch.", BATCH)] = 1
     name: Annotated[str, _flag("Prefix for group names, which a feed can use to select the groups.", BATCH)] = ""
     seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", BATCH)] = None
@@ -423,7 +425,7 @@ class McpOptions:
     spans: Annotated[bool, _SPANS] = False
 
 
-_TASKS = "Task folder, folder of task folders, .jsonl or .parquet file, hf://org/name@split, or module:function."
+_TASKS = "Task folder, folder of task folders, .jsonl or .parquet file, hf://org/name@split, or file.py:function."
 _ONLY = _flag("Include only tasks whose id matches; * is a wildcard; repeatable.")
 _LIMIT = _flag("Maximum number of tasks.")
 
@@ -464,7 +466,7 @@ class MakeRepairsOptions:
     concurrency: Annotated[int, _flag("Maximum number of bugs tried at the same time.", LIMITS)] = 2
 
 
-class ClusterCommand(typer.core.TyperCommand):
+class ClusterCommand(Command):
     """A command whose flag --ray may be given without a value, for the cluster of this machine."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -507,6 +509,7 @@ class OptionCommand(Generic[O]):
                 parameters += _setting_parameters(self._settings)
             else:
                 parameters.append(_parameter(option.name, hints[option.name], _default(option)))
+        parameters.sort(key=_panel_order)
         return inspect.Signature(parameters, return_annotation=None)
 
     @property
@@ -517,6 +520,12 @@ class OptionCommand(Generic[O]):
 def takes(options: type[O], settings: Sequence[str] = ()) -> Callable[[Callable[[O], None]], OptionCommand[O]]:
     """Decorate a command with the flags of an options class and with flags for the named gateway settings."""
     return lambda function: OptionCommand(function, options, settings)
+
+
+def _panel_order(parameter: inspect.Parameter) -> int:
+    """Sort key: the first panels of the help say what to run and, for a batch, how often."""
+    panel = get_args(parameter.annotation)[-1].rich_help_panel
+    return _FIRST_PANELS.index(panel) if panel in _FIRST_PANELS else len(_FIRST_PANELS)
 
 
 def _default(option: Field[Any]) -> Any:

@@ -8,10 +8,11 @@ from typing import Annotated, Optional
 import typer
 
 from turngate.cli import options as flags
+from turngate.cli.command import CommandGroup
 from turngate.cli.exit_codes import or_exit
 
-projects_app = typer.Typer(help="List and create the projects of a running gateway.", no_args_is_help=True)
-keys_app = typer.Typer(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
+projects_app = CommandGroup(help="List and create the projects of a running gateway.", no_args_is_help=True)
+keys_app = CommandGroup(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
 
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def find_tokenizer(name: str) -> Path:
     if not snapshots:
         raise ConfigError(
             f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub}); "
-            "choose a folder, or download the model first",
+            f"pass a folder, or download the model with: hf download {shlex.quote(name)}",
             param="tokenizer",
         )
     return snapshots[-1].parent

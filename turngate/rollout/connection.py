@@ -50,7 +50,7 @@ class GatewayConnector:
         if public_url and (urlsplit(public_url).scheme not in ("http", "https") or not urlsplit(public_url).netloc):
             raise ConfigError(f"public_url must be an http(s) URL, not {public_url!r}", param="public_url")
         if public_url and tunnel:
-            raise ConfigError("tunnel and public_url cannot both be set; set only one of them", param="tunnel")
+            raise ConfigError("public_url cannot be combined with a tunnel; set only one of them", param="tunnel")
         self._gateway = gateway
         self._public_url = public_url.rstrip("/")
         self._command = tunnel

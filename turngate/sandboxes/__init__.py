@@ -26,7 +26,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
 def get_backend(name: str, settings: Mapping[str, Json] = NO_SETTINGS) -> Backend:
     """Create the backend with this name. Without settings, it has the defaults of its kind."""
     if name not in BACKENDS:
-        raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}")
+        raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}", param="sandbox")
     module, factory = BACKENDS[name]
     make: Callable[..., Backend] = vars(import_module(module))[factory]
     known = [key for key in signature(make).parameters if key != "root"]  # `root` is a folder of one machine

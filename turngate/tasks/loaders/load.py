@@ -108,7 +108,7 @@ def _find_candidates(where: str) -> Iterator[Candidate]:
         return _function_candidates(where, match)
     raise TaskError(
         f"task: {where} does not exist; specify a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, "
-        "or module:function",
+        "or file.py:function",
         param="tasks",
     )
 

@@ -1,0 +1,85 @@
+"""Commands and groups of commands: what their help shows, and how their errors name flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import typer
+import typer.core
+
+from turngate.errors import TurngateError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_context: ContextVar[Any] = ContextVar("context")  # of the command that runs
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose errors name its flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return hide_types(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        token = _context.set(ctx)
+        try:
+            return super().invoke(ctx)
+        finally:
+            _context.reset(token)
+
+
+class Group(typer.core.TyperGroup):
+    """A group of commands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return hide_types(super().get_params(ctx))
+
+
+class CommandGroup(typer.Typer):
+    """Typer, with these two classes."""
+
+    def __init__(self, *, cls: type[Group] = Group, **settings: Any) -> None:
+        super().__init__(cls=cls, **settings)
+
+    def command(
+        self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **settings: Any
+    ) -> Callable[[F], F]:
+        return super().command(name, cls=cls or Command, **settings)
+
+
+def hide_types(params: Sequence[Any]) -> Sequence[Any]:
+    """Hide the types of flags without a value, and show those of repeatable options as the type of one value."""
+    for param in params:
+        if not isinstance(param, typer.core.TyperOption):
+            if param.nargs != 1:
+                param.display_type_rich = lambda ctx: None
+        elif param.metavar is None and (param.is_flag or param.multiple):
+            param.metavar = "" if param.is_flag else "<str>"
+    return params
+
+
+def list_flags() -> dict[str, str]:
+    """Return the flag of each option of the command that runs, except for options that its config file may set instead."""
+    context = _context.get(None)
+    if context is None:
+        return {}
+    has_file = context.params.get("config") is not None
+    flags = {}
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name)
+        if isinstance(option, typer.core.TyperOption) and (not has_file or source.name == "COMMANDLINE"):
+            flags[option.name] = max(option.opts, key=len)
+    return flags
+
+
+def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
+    """Return the message of an error, with settings of several words named as flags. `flags` has the flag of each setting."""
+    message = error.message
+    if error.param == "tasks" and "tasks" in flags:  # the source of the tasks, and not one of them
+        message = re.sub(r"^tasks?: ", f"{flags['tasks']}: ", message)
+    for name, flag in flags.items():
+        if "_" in name:
+            message = re.sub(rf"(?<![\w./='\"-]){name}(?![\w/='\"-]|\.\w)", flag, message)
+    return message
