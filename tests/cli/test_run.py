@@ -24,6 +24,7 @@ from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
 from turngate import tasks
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
 from turngate.store.sqlite import Store
 
@@ -102,14 +103,14 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
         (["--prompt", "x", "--timeout", "0"], "timeout must be greater than 0, not 0.0"),
         (["--prompt", "x", "--timeout", "nan"], "timeout must be greater than 0, not nan"),
-        (["--prompt", "x", "--max-turns", "-1"], "max_turns must be greater than 0, not -1"),
-        (["--prompt", "x", "--memory-mb", "0"], "memory_mb must be greater than 0, not 0"),
+        (["--prompt", "x", "--max-turns", "-1"], "--max-turns must be greater than 0, not -1"),
+        (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
         (["--prompt", "x", "--engine", "vlm"], "engine must be one of vllm, sglang, "),
-        (["--prompt", "x", "--public-url", "here"], "public_url must be an http(s) URL, not 'here'"),
+        (["--prompt", "x", "--public-url", "here"], "--public-url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
-            "tunnel and public_url cannot both be set",
+            "--public-url cannot be combined with a tunnel; set only one of them",
         ),
         (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY is not set; set it to the gateway's admin key"),
         (
@@ -212,6 +213,31 @@ def test_words_after_dashes_are_the_command(data: Path) -> None:
     assert outcome["collected"]["stdout"].splitlines() == ["two  words", "it's", "$HOME", "--task", "*"]
     assert (outcome["task"], outcome["kind"], outcome["reward"]) == ("command", None, None)
     assert "note" not in done.stdout
+
+
+def test_task_without_tests_has_no_grade(data: Path) -> None:
+    done = run_cli(*shell_run(data, "true"))
+    assert "  grade   none: the task has no tests, so there is no reward; pass --task" in done.stdout
+
+
+def test_engine_that_is_down_is_reported_before_the_agent_starts(data: Path) -> None:
+    engine = (
+        "--engine",
+        "vllm",
+        "--engine-url",
+        "http://127.0.0.1:9",
+        "--model",
+        "m",
+        "--tokenizer",
+        BUILTIN_TOKENIZER,
+    )
+    done = run_cli(*shell_run(data, "true", *engine))
+    assert done.exit_code == 2 and "sandbox" not in done.stdout
+    assert done.stderr.splitlines()[-1] == (
+        "turngate: --engine-url: the engine at http://127.0.0.1:9 cannot be used (the connection to vllm failed: connection "
+        "refused); check that it has started, and that --engine-url is its address"
+    )
+    assert sessions(data) == []
 
 
 def test_command_exit_code_is_the_agents(data: Path) -> None:

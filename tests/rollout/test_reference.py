@@ -107,5 +107,16 @@ def test_note_without_expected_replay(tmp_path: Path) -> None:
     assert play_reference(TASK, MINI, get_backend("local"), ServeConfig()).note == REPLAY_NOTE
 
 
+def test_note_for_a_gateway_that_was_already_running() -> None:
+    replay = play_reference(TASK, MINI, get_backend("local"), ServeConfig())
+    note = replay.note_for_running("http://127.0.0.1:8700")
+    assert note.startswith(
+        f"{SYNTHETIC_NOTE}; the gateway at http://127.0.0.1:8700 chose the replies, and not the task's"
+    )
+    assert note.endswith("stop this gateway, or choose a different --data folder")
+    other = play_reference(Task(id="x", instruction="Do it."), MINI, get_backend("local"), ServeConfig())
+    assert other.note_for_running("URL") == f"{SYNTHETIC_NOTE}; the gateway at URL chose the replies"
+
+
 def _replace(struct: Any, fields: dict[str, Any]) -> Any:
     return msgspec.structs.replace(struct, **fields)

@@ -104,6 +104,9 @@ def test_refused_call_is_reported_even_if_it_is_trained() -> None:
 
 
 def test_agent_without_calls() -> None:
-    assert report([]).reason == "the agent made no model call"
+    assert report([]).reason == "no model call of the agent was answered"
+    recorder = Recorder([])
+    failed = report_training(recorder.trace, {}, TrainingPolicy(), failure="the connection to vllm failed")
+    assert failed.reason == "the rollout failed before its first turn (the connection to vllm failed)"
     assert report([], refused=RefusedCalls(1, 400, "bad")).reason == "a model call of the agent was refused (400: bad)"
     assert list_warnings(None, None) == list_warnings(report(work()), None) == []

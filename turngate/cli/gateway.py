@@ -16,7 +16,7 @@ from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_store
 from turngate.common.terminal import say
 from turngate.config import ServeConfig, load_config
 from turngate.engines.base import Engine
-from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
+from turngate.errors import ConfigError, DataFolderInUse, EngineUnavailable, Unauthorized
 from turngate.render import Renderer
 from turngate.server.bind import find_running_gateway
 from turngate.server.engine_factory import build_renderer
@@ -80,6 +80,7 @@ async def connect_gateway(
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:
             await client.check()  # reports a wrong key before anything is created
+            await _require_engine(client, own=False)
             yield client, False
         return
     if (running := find_running_gateway(data)) is not None:
@@ -96,9 +97,11 @@ async def connect_gateway(
                     f"Using the gateway that already serves {config.data}: {running.url}, with its engine",
                     "dim",
                 )
+                await _require_engine(client, own=False)
                 yield client, False
                 return
     async with _start_gateway(config, build_engine) as address, GatewayClient(address.url, address.admin_key) as client:
+        await _require_engine(client, own=True)
         yield client, True
 
 
@@ -114,6 +117,24 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
             param="data",
         ) from None
     return True
+
+
+async def _require_engine(client: GatewayClient, *, own: bool) -> None:
+    """Raise if none of the gateway's engines can be used, before an agent starts. `own`: this command started the gateway."""
+    engines = (await client.engines()).engines
+    if not engines or any(engine.up for engine in engines):
+        return
+    urls = " and ".join(engine.url for engine in engines)
+    reason = engines[0].detail or "it is down"
+    if own:
+        raise ConfigError(
+            f"engine_url: the engine at {urls} cannot be used ({reason}); check that it has started, and that engine_url is its address",
+            param="engine_url",
+        )
+    raise EngineUnavailable(
+        f"the engine of the gateway at {client.url} cannot be used ({urls}: {reason}); check that it has started, and list the "
+        f"engines with `turngate engines list --gateway {client.url}`"
+    )
 
 
 @asynccontextmanager

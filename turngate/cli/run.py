@@ -60,9 +60,6 @@ def run_rollout(options: RunOptions) -> int:
     config = load_gateway_config(options)
     agent_options = add_command(options.agent, options.option, options.command)
     task = _load_task(options)
-    console = new_console(stderr=options.as_json)
-    if task.source == str(tasks.BUNDLED_TASK):
-        say(console, f"Running the bundled task {task.id}. Pass --task PATH or --prompt TEXT for your own.", "dim")
     agent = prepare_agent(
         options.agent,
         options=agent_options,
@@ -92,6 +89,7 @@ def run_rollout(options: RunOptions) -> int:
         options=agent.options,
         folder=require_writable(options.out) if options.out else Path(config.data) / "rollouts",
     )
+    console = new_console(stderr=options.as_json)
     access = RemoteAccess(options.public_url, options.tunnel)
     return _run_and_print(spec, config, choose_gateway(options), access, console, as_json=options.as_json)
 
@@ -128,7 +126,7 @@ def _run_and_print(
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
-        print_outcome(outcome, _show_flags(config, gateway), spec.folder, console)
+        print_outcome(outcome, _show_flags(config, gateway), spec.folder, console, no_grade=_explain_no_grade(spec))
     return exit_code(outcome)
 
 
@@ -137,6 +135,13 @@ def _show_flags(config: ServeConfig, gateway: GatewayChoice) -> str:
     if gateway.url:
         return f" --gateway {gateway.url}"
     return "" if config.data == ServeConfig().data else f" --data {shlex.quote(config.data)}"
+
+
+def _explain_no_grade(spec: RolloutSpec) -> str:
+    """Return why a finished rollout has no grade, or an empty string if it has one."""
+    if spec.task.grader is None:
+        return "the task has no tests, so there is no reward; pass --task with a folder that has tests/test.sh (docs/tasks.md)"
+    return "" if spec.grade else "--no-grade was passed, so there is no reward"
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -173,6 +178,7 @@ async def _run(
             connect_gateway(config, gateway, console, replay.build_engine) as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
+            is_scripted = (await client.engines()).scripted
             if not spec.model:
                 spec = msgspec.structs.replace(spec, model=next(iter(await client.models()), "turngate"))
             if own and replay.commands:
@@ -180,6 +186,9 @@ async def _run(
                 spec = msgspec.structs.replace(
                     spec, folders=solution_folders(spec.backend), session={**spec.session, "metadata": metadata}
                 )
+            if spec.task.source == str(tasks.BUNDLED_TASK):
+                note = f"Running the bundled task {spec.task.id}. Pass --task PATH or --prompt TEXT for your own."
+                say(console, note, "dim")
             with RolloutDisplay(console) as display:
                 rollout = Rollout(spec, client, connector, display.update, on_sandbox_ready=replay.set_workdir)
                 try:
@@ -187,8 +196,9 @@ async def _run(
                 except asyncio.CancelledError:
                     absorb_cancellation()
                     outcome = rollout.outcome
-            if own and config.engine == "scripted" and outcome.turns:
-                outcome.notes = (*outcome.notes, replay.note)
+            if is_scripted and outcome.turns:
+                note = replay.note if own else replay.note_for_running(client.url)
+                outcome.notes = (*outcome.notes, note)
     except asyncio.CancelledError:
         absorb_cancellation()
     return outcome
@@ -230,8 +240,11 @@ class RolloutDisplay(LiveDisplay):
         return line
 
 
-def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Console) -> None:
-    """Print the outcome, where the trace is stored, and the commands that show it. `show_flags` are flags for `turngate show`."""
+def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Console, *, no_grade: str = "") -> None:
+    """Print the outcome, where the trace is stored, and the commands that show it.
+
+    `show_flags` are flags for `turngate show`. `no_grade` is the reason why a finished rollout has no grade.
+    """
     code = "" if outcome.exit_code is None else f" (exit code {outcome.exit_code})"
     style = {"finished": "green", "error": "red"}.get(outcome.status, "yellow")
     name = f"{outcome.agent} {outcome.version}".strip()
@@ -250,6 +263,8 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
             _print_line(console, "output", sanitize_line(line)[:300])
     if outcome.kind is not None:
         _print_grade(outcome, console)
+    elif no_grade and outcome.status != "cancelled":
+        _print_line(console, "grade", f"none: {no_grade}", "yellow")
     if outcome.session:
         roles = ", ".join(f"{count} {role}" for role, count in outcome.roles.items())
         turns = "1 turn" if outcome.turns == 1 else f"{outcome.turns} turns"

@@ -361,6 +361,7 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     engines: list[EngineView]
     waiting: int = 0  # calls that wait in the gateway for a busy engine
     saturated: bool = False  # more calls would only wait longer
+    scripted: bool = False  # replies are scripted, and not sampled from a model
 
 
 # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -114,7 +114,9 @@ class EngineChanges:
 
     async def show(self) -> EnginesView:
         """Return the engines and their load. A gateway without a pool has none."""
-        return EnginesView(engines=[]) if self._local is None else self._local.describe()
+        if self._local is None:
+            return EnginesView(engines=[], scripted=self._replicas.is_scripted)
+        return self._local.describe()
 
     async def add(self, url: str, version: int | None = None) -> EnginesView:
         """Add an engine, or end its draining. `version` states that the engine already has the weights of this version."""

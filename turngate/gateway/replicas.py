@@ -11,6 +11,7 @@ import msgspec
 
 from turngate.engines.base import Engine, Health
 from turngate.engines.pool import Pool
+from turngate.engines.scripted import Scripted
 from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
 from turngate.errors import Conflict, EngineError, EngineUnavailable, StoreError, TurngateError
 from turngate.gateway.fence_state import FenceState
@@ -46,6 +47,10 @@ class ReplicaSet:
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
         return found
+
+    @property
+    def is_scripted(self) -> bool:
+        return isinstance(self._engine, Scripted)
 
     async def health(self) -> list[Health]:
         return [] if self._engine is None else await self._engine.health()

@@ -55,6 +55,13 @@ class ReferenceReplay:
             "and --engine-url, or choose the replies with --script FILE"
         )
 
+    def note_for_running(self, gateway: str) -> str:
+        """The note for a rollout on the scripted engine of a gateway that was already running at this URL."""
+        note = f"{SYNTHETIC_NOTE}; the gateway at {gateway} chose the replies"
+        if not self.commands:
+            return note
+        return f"{note}, and not the task's reference solution; to replay that, stop this gateway, or choose a different --data folder"
+
     def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine | None:
         """Build the engine that replays the solution, or return None if there is nothing to replay."""
         if not self.commands:

@@ -64,7 +64,7 @@ class EngineRoutes:
         """List the engines and their load."""
         view = await self._changes.show()
         if request.state.caller.project is not None:  # it learns only whether to send fewer calls
-            view = EnginesView(engines=[], saturated=view.saturated)
+            view = EnginesView(engines=[], saturated=view.saturated, scripted=view.scripted)
         return json_response(view)
 
     async def add(self, request: Request, body: AddEngineBody) -> JsonReply[EnginesView]:

@@ -39,6 +39,11 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
     data: Json = None  # the runner's own data
 
+    @property
+    def failure(self) -> str:
+        """The fault that ended the rollout, which was not the agent's; an empty string if there was none."""
+        return self.message or self.kind if self.kind in NO_REWARD else ""
+
     def event_data(self) -> dict[str, Json]:
         """Return the data for the event that announces this outcome."""
         return {

@@ -21,8 +21,8 @@ _BIASED = "biased sampling: "
 _FORCED = "constrained: "
 _REPLACED: tuple[TurnRole, ...] = ("superseded", "aborted")
 _NO_CALLS = (
-    "the agent made no model call",
-    "check that the agent uses the base URL and the key that it was given, and read its output",
+    "no model call of the agent was answered",
+    "check that the agent uses the base URL and the key that it was given, that the engine is up, and read the agent's output",
 )
 _READ_OTHER = "another attempt at the rollout is trained instead, if there is one"
 _SERVE_CALL = (
@@ -49,11 +49,12 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def report_training(
-    trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy, excluded: str = ""
+    trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy, excluded: str = "", failure: str = ""
 ) -> TrainingReport:
     """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
 
-    `excluded` is the reason why the whole rollout is not trained, whatever is in its trace.
+    `excluded` is the reason why the whole rollout is not trained, whatever is in its trace. `failure` is the fault, such as an engine that
+    is down, that ended it.
     """
     reasons = find_untrained(trace, role_of, policy)
     turns = list(trace.turns())
@@ -68,7 +69,13 @@ def report_training(
     )
     if report.trained_tokens and report.trained_main_tokens >= FEW * report.main_tokens:
         return report
-    reason, fix = _explain(trace, main, reasons, policy)
+    if failure and not turns:
+        reason, fix = (
+            f"the rollout failed before its first turn ({failure})",
+            "remove the cause, and run the rollout again",
+        )
+    else:
+        reason, fix = _explain(trace, main, reasons, policy)
     return msgspec.structs.replace(report, amount="few" if report.trained_tokens else "none", reason=reason, fix=fix)
 
 

@@ -86,8 +86,8 @@ class RolloutView:
                 self._messages[node.id] = [msgspec.json.decode(raw, type=Message)]
         return self._messages[node.id]
 
-    def totals(self, excluded: str = "") -> dict[str, Json]:
-        """Return its counters and warnings. `excluded` is the reason why its outcome does not count."""
+    def totals(self, excluded: str = "", failure: str = "") -> dict[str, Json]:
+        """Return its counters and warnings. `excluded` is the reason why its outcome does not count, `failure` the fault that ended it."""
         session = self._session_view.session
         return {
             "nodes": len(self.nodes),
@@ -100,7 +100,8 @@ class RolloutView:
             "turns": session.turns,
             "roles": dict(Counter(self.roles.values())),
             "warnings": list_warnings(
-                report_training(session.trace, self.roles, session.config.policy, excluded), session.trace.refused
+                report_training(session.trace, self.roles, session.config.policy, excluded, failure),
+                session.trace.refused,
             ),
         }
 

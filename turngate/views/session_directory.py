@@ -77,10 +77,12 @@ def describe_session(
         trace, unreadable = None, error.message
     role_of = {} if trace is None else assign_roles(trace)
     excluded = store.attempts.find_exclusion(session.key)
+    outcome = store.outcomes.find(session.key)
+    failure = outcome.failure if isinstance(outcome, RecordedOutcome) else ""
     has_begun = trace is not None and (trace.nodes or trace.refused or session.status != "open")
     forks = [] if trace is None else [Fork(n.id, n.info.cause) for n in trace.nodes if n.info.cause is not None]
     return Description(
-        **{**_summarize(row, live, store.outcomes.find(session.key), excluded), "stop": session.stop},
+        **{**_summarize(row, live, outcome, excluded), "stop": session.stop},
         turns=session.turns,
         sampled_tokens=session.sampled_tokens,
         cache=session.cache if session.cache.rate is not None else None,
@@ -91,7 +93,7 @@ def describe_session(
         last_used=session.last_used,
         tokens=None if trace is None else trace.tokens(),
         roles=None if trace is None else dict(Counter(role_of.values())),
-        training=report_training(trace, role_of, session.config.policy, excluded)
+        training=report_training(trace, role_of, session.config.policy, excluded, failure)
         if trace is not None and has_begun
         else None,
         forks=None if trace is None else forks,

@@ -101,7 +101,9 @@ class ViewCache:
         if key:
             unreadable = self._find_tokenizer(store, stored.vocabulary if stored is not None else "")[1]
             try:
-                totals = self._load_rollout(store, session, key).totals(row.excluded)
+                totals = self._load_rollout(store, session, key).totals(
+                    row.excluded, "" if outcome is None else outcome.failure
+                )
             except StoreError as error:
                 unreadable = damaged = error.message
         _, no_retry = self.overview.check_retry(store, session)
