@@ -5,6 +5,7 @@ Errors can be raised anywhere. `server/` renders them in the caller's wire forma
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 Boundary = Literal["client", "engine", "store", "config", "gateway", "sandbox", "agent", "task"]
@@ -36,6 +37,17 @@ class ConfigError(TurngateError):
 
 class DataFolderInUse(ConfigError):
     """Another gateway is using the data folder."""
+
+
+class NoRecordings(ConfigError):
+    """The data folder has no store."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"data: no recordings in {folder.absolute()}; run this where you ran `turngate run` or `turngate serve`, or pass "
+            "its --data folder",
+            param="data",
+        )
 
 
 class BadRequest(TurngateError):

@@ -36,6 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
 from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 
 from turngate import tasks  # noqa: E402
@@ -146,6 +147,10 @@ def train(
         weight_transfer=transfer,  # None: TRL sends weights to vLLM over NCCL
         peft_config=LoraConfig(r=options.lora, target_modules="all-linear") if options.lora else None,
     )
+    if options.dry_run:
+        for callback in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(PrintMetrics)
     fence_weight_sync(trainer, url, admin_key=key)
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
     return trainer
@@ -186,8 +191,19 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+class PrintMetrics(TrainerCallback):
+    """Prints the metrics of each step as JSON."""
+
+    names = ("loss", "grad_norm", "kl", "ratio", "reward", "rollout/reward_mean", "sample/staleness_max")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if logs and "loss" in logs:
+            metrics = {name: logs[name] for name in self.names if name in logs}
+            print(json.dumps({"step": state.global_step, **metrics}), flush=True)
+
+
 def dry_run(options: argparse.Namespace) -> None:
-    """Train a tiny model on a CPU, and print the metrics of each step as JSON."""
+    """Train a tiny model on a CPU, and print the metrics of each step."""
     import cpu
 
     cpu.patch_trl()
@@ -199,10 +215,10 @@ def dry_run(options: argparse.Namespace) -> None:
         selected = tuple(msgspec.structs.replace(task, grader=grader) for task in tasks.read_tasks(options.tasks))
         local = stack.enter_context(cpu.run_gateway(Path(options.model), options.served))
         trainer = train(options, selected, local.url, local.key, local.policy)
-        steps = [line for line in trainer.state.log_history if "loss" in line]
-        metrics = ("step", "loss", "grad_norm", "kl", "ratio", "reward", "rollout/reward_mean", "sample/staleness_max")
-        for line in steps:
-            print(json.dumps({name: line[name] for name in metrics if name in line}))
+    print(
+        f"Done: TRL trained a tiny model for {trainer.state.global_step} steps on rollouts of {options.agent} with random rewards. "
+        "To train a real model, start vLLM and the gateway, and pass --model, --tasks and --output instead of --dry-run."
+    )
 
 
 def main() -> None:

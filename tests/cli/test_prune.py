@@ -80,10 +80,10 @@ def test_ages(text: str, seconds: float) -> None:
     [
         (
             ["prune", "--older-than", "30"],
-            "older_than must be a number with a unit (m, h, d or w), such as 30d, not '30'",
+            "--older-than must be a number with a unit (m, h, d or w), such as 30d, not '30'",
         ),
-        (["prune", "--older-than", "-1d"], "older_than must be"),
-        (["prune", "--older-than", "1d"], "data: no turngate.db in nothing"),
+        (["prune", "--older-than", "-1d"], "--older-than must be"),
+        (["prune", "--older-than", "1d"], "data: no recordings in "),
         (["prune", "--older-than", "1d", "--data", "postgresql://u:pw@h/d"], "data: do not pass the database password"),
         (["load-archive", "nothing"], "archive: nothing has no sessions"),
         (

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.cli.kit import run_cli, run_rejected, start_cli
@@ -78,9 +79,9 @@ async def test_session_is_found_by_id_prefix_or_last(g: Running, data: Path) -> 
     assert "session abd-2" in await show("--data", data)
     assert "No rows: this trace contains nothing to train on." in await show(second.id, "--data", data)
     refusal = await asyncio.to_thread(run_rejected, "show", "ab", "--data", data)
-    assert refusal == "session prefix 'ab' matches 2 sessions; use a longer prefix"
+    assert refusal == "session 'ab' is a prefix of 2 ids; pass more of the id; the newest session is abd-2"
     refusal = await asyncio.to_thread(run_rejected, "show", "zzz", "--data", data)
-    assert refusal == "unknown session 'zzz'; the newest one is abd-2"
+    assert refusal == "session 'zzz' is not recorded here; the newest session is abd-2"
 
 
 async def test_exact_id_wins_over_prefix(g: Running, data: Path) -> None:
@@ -90,8 +91,8 @@ async def test_exact_id_wins_over_prefix(g: Running, data: Path) -> None:
 
 
 def test_missing_store_and_unreachable_gateway(data: Path) -> None:
-    assert (
-        run_rejected("show", "--data", data) == f"data: no turngate.db in {data}; pass the --data folder of a gateway"
+    assert run_rejected("show", "--data", data) == (
+        f"data: no recordings in {data}; run this where you ran `turngate run` or `turngate serve`, or pass its --data folder"
     )
     data.mkdir()
     (data / "turngate.db").write_bytes(b"nonsense" * 1000)
@@ -101,9 +102,27 @@ def test_missing_store_and_unreachable_gateway(data: Path) -> None:
     assert refusal == "gateway: nothing listens at http://127.0.0.1:9; start it with turngate serve"
 
 
+async def test_engine_fault_is_given_as_the_reason(data: Path) -> None:
+    """Once it is recorded as the outcome. The page gives the same reason."""
+    async with gateway([say("", fail_before=True)] * 3, data=data) as g:
+        session = await g.open()
+        with pytest.raises(openai.InternalServerError):
+            await g.ask(session.key, "Hi")
+        await g.seal(session.id)
+        assert "no tokens are trained: no model call of the agent was answered; " in await show(
+            session.id, "--data", data
+        )
+        fault = {"kind": "infrastructure fault", "message": "the connection to vllm failed"}
+        assert (await g.admin.put(f"/admin/sessions/{session.id}/outcome", json=fault)).status_code == 200
+        warning = "no tokens are trained: the rollout failed before its first turn (the connection to vllm failed)"
+        assert f"warning {warning}; " in await show(session.id, "--data", data)
+        header = await fetch(await log_in(g), f"rollouts/{session.id}")
+        assert header["totals"]["warnings"][0].startswith(warning)
+
+
 async def test_folder_without_sessions(g: Running, data: Path) -> None:
     refusal = await asyncio.to_thread(run_rejected, "show", "--data", data)
-    assert refusal == "no sessions have been recorded here"
+    assert refusal == "no session is recorded here; record one with `turngate run`"
 
 
 async def test_show_from_gateway(g: Running, data: Path) -> None:
@@ -114,7 +133,7 @@ async def test_show_from_gateway(g: Running, data: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.stdout.splitlines()[2:] == (await show(session, "--data", data)).splitlines()[2:]
     done = await asyncio.to_thread(run_cli, "show", "nosuch", "--gateway", g.root, env=key)
-    assert done.exit_code == 2 and "unknown session 'nosuch'" in done.stderr
+    assert done.exit_code == 2 and "session 'nosuch' is not recorded here" in done.stderr
 
 
 async def test_show_after_gateway_stopped(data: Path) -> None:
@@ -173,7 +192,8 @@ async def test_roles_branches_and_rows(g: Running, data: Path) -> None:
         *("side · conversation", "main · conversation"),
         *("superseded · branch from the beginning", "subagent · conversation"),
     ]
-    assert text.count("role decided by structure: ") == 3 and text.count("role decided by delivery: ") == 1
+    reasons = [line for line in text.splitlines() if line.startswith("why ")]
+    assert [reason.partition(":")[0] for reason in reasons] == ["why side", "why superseded", "why subagent"]
     # The retry is part of the conversation; the superseded turn is a branch.
     main = text[text.index("main · conversation") : text.index("superseded · branch")]
     assert "· retry" in main and "superseded" not in main.partition("\n")[2]

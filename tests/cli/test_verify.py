@@ -37,7 +37,7 @@ def sql(data: Path, statement: str) -> None:
 
 def test_intact_session_passes(data: Path) -> None:
     result = run_cli("verify", "--data", data)
-    assert result.exit_code == 0 and "✓ exact" in result.stdout and " status outcome " in result.stdout
+    assert result.exit_code == 0 and "✓ exact" in result.stdout and "structure   18 checks passed" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_outcome_and_status_are_checked(statement: str, check: str, data: Path) 
     result = run_cli("verify", "--data", data)
     assert result.exit_code == 1 and "✗ wrong" in result.stdout and f"✗ {check}  " in result.stdout
     is_readable = (
-        "rows        rows masks" in result.stdout
+        "rows        5 checks passed" in result.stdout
     )  # the gateway does not read a session with an unknown status
     assert is_readable == (check == "outcome")
 
@@ -71,7 +71,7 @@ def test_changed_reward_is_detected(data: Path) -> None:
         (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),
         (["--rollouts", "/nope"], "rollouts folder not found: /nope"),
-        (["--data", "/nope"], "data: /nope/turngate.db does not exist"),
+        (["--data", "/nope"], "data: no recordings in /nope; run this where you ran `turngate run`"),
     ],
 )
 def test_errors_are_json_with_json_option(options: list[str], words: str, data: Path) -> None:

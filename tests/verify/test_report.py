@@ -71,9 +71,9 @@ def test_report_shows_verdict_checks_and_forks(recorded: Recorded, capsys: Any) 
     text = capsys.readouterr().out
     assert f"✓ exact  {session}" in text
     for words in (
-        "structure   checksum tree",
-        "render      context parse",
-        "rows        rows masks",
+        "structure   18 checks passed",
+        "render      2 checks passed",
+        "rows        5 checks passed",
         "rescored by scripted",
     ):
         assert words in text
@@ -156,7 +156,7 @@ def test_invalid_options_are_rejected(recorded: Recorded, options: Any, words: s
 
 
 def test_missing_or_broken_store_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist; pass the --data folder"):
+    with pytest.raises(ConfigError, match=r"no recordings in .*; run this where you ran"):
         run_verify(tmp_path)
     (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -18,10 +18,11 @@ from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
 from turngate.client.protocol import DecodedTrace, SessionInfo
 from turngate.common.database_url import refuse_password_flag
+from turngate.common.session_id import resolve_session_id
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.dialects import decode_stored_messages
-from turngate.errors import ConfigError, NotFound
+from turngate.errors import ConfigError
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
@@ -33,6 +34,7 @@ from turngate.views.session_directory import describe_session
 from turngate.views.trace import decode_trace
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
+_OBVIOUS = "the main conversation"  # the evidence for the role main that the title of the branch already states
 _LONG = 1200  # characters; longer messages are shortened unless --full is passed
 
 
@@ -91,7 +93,7 @@ def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | 
     store = open_store_for_reading(data)
     try:
         known = store.find(wanted)
-        session_id = wanted if known else _find_session(wanted, store.ids(10_000))
+        session_id = wanted if known else resolve_session_id(wanted, store.ids(10_000))
         shown = load_session_view(store, session_id)
         view = _build_view(
             describe_session(store, shown.session), decode_trace(shown.encode_trace()), shown.samples(keep_empty=True)
@@ -104,7 +106,7 @@ def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | 
 async def load_from_gateway(gateway: GatewayClient, wanted: str) -> ShownSession:
     """Load a session from a running gateway."""
     async with gateway:
-        session_id = wanted if await _exists(gateway, wanted) else _find_session(wanted, await gateway.sessions())
+        session_id = wanted if await _exists(gateway, wanted) else resolve_session_id(wanted, await gateway.sessions())
         return _build_view(
             await gateway.show(session_id),
             await gateway.trace(session_id),
@@ -120,22 +122,6 @@ async def _exists(gateway: GatewayClient, session: str) -> bool:
             raise
         return False
     return True
-
-
-def _find_session(wanted: str, known: list[str]) -> str:
-    """Find a session by its id, by a prefix of its id, or by `last`."""
-    if not known:
-        raise NotFound("no sessions have been recorded here")
-    if wanted == "last":
-        return known[0]
-    matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
-    if len(matches) == 1:
-        return matches[0]
-    raise NotFound(
-        f"session prefix {wanted!r} matches {len(matches)} sessions; use a longer prefix"
-        if matches
-        else f"unknown session {wanted!r}; the newest one is {known[0]}"
-    )
 
 
 def _build_view(summary: object, trace: DecodedTrace, samples: object) -> ShownSession:
@@ -163,6 +149,8 @@ def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool
     """Print a session. If a tokenizer is passed, print tokens instead of text."""
     _print_head(view, console)
     _TreePrinter(view, tokenizer, full, console).print()
+    if tokenizer is not None:
+        _print_legend(console)
     _print_rows(view, console)
 
 
@@ -280,8 +268,9 @@ class _TreePrinter:
         self._console.print()
         self._console.rule(Text(sanitize(title), style="bold"), align="left", style="dim")
         self._evidence = first.evidence if first is not None else ""
-        if self._evidence:
-            say(self._console, Text(sanitize_line(f"role decided by {self._evidence}"), style="dim"))
+        why = _explain_role(self._evidence)
+        if why and why != _OBVIOUS:
+            say(self._console, Text(sanitize_line(f"why {role}: {why}"), style="dim"))
         if start.detail:
             say(self._console, Text(sanitize_line(f"reason of the fork: {start.detail}"), style="dim"))
 
@@ -308,7 +297,7 @@ class _TreePrinter:
 
     def _turn_title(self, node: NodeView) -> Text:
         known = [p for p in node.logprobs or () if p is not None]
-        role = node.role if node.evidence == self._evidence else f"{node.role} ({node.evidence})"
+        role = node.role if node.evidence == self._evidence else f"{node.role} ({_explain_role(node.evidence)})"
         facts = [f"{len(node.ids)} tokens", node.finish, role]
         if known:
             facts.insert(1, f"mean log-probability {sum(known) / len(known):.2f}")
@@ -358,6 +347,11 @@ class _TreePrinter:
             current = max(self._children.get(current.id, []), key=self._weight, default=None)
 
 
+def _explain_role(evidence: str) -> str:
+    """Return the evidence for a role without its kind: `delivery: it was cut short` becomes `it was cut short`."""
+    return evidence.partition(": ")[2] or evidence
+
+
 def _describe_cause(cause: str | None, role: str) -> str:
     """Describe why a branch exists, unless its role already says so.
 
@@ -378,6 +372,28 @@ def _shade(logprob: float | None) -> str:
     likely = math.exp(max(-20.0, min(0.0, logprob)))
     red, green = int(220 * (1 - likely) + 20), int(180 * likely + 20)
     return f"white on rgb({red},{green},30)"
+
+
+def _print_legend(console: Console) -> None:
+    """Print what the colours of the tokens mean or, without colours, the numbers after them."""
+    console.print()
+    if not console.is_terminal:
+        say(
+            console,
+            "Each sampled token is followed by its log-probability, between two bars. Tokens of the context have none.",
+        )
+        return
+    samples = [(f" {share:.0%} ", _shade(math.log(share))) for share in (0.01, 0.25, 0.5, 0.75, 1.0)]
+    say(
+        console,
+        Text.assemble(
+            ("context", "bright_black"),
+            "  sampled with a probability of ",
+            *samples,
+            "  ",
+            (" unknown ", _shade(None)),
+        ),
+    )
 
 
 def _print_rows(view: ShownSession, console: Console) -> None:

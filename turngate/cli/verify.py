@@ -333,11 +333,15 @@ def _count(count: int, noun: str) -> str:
 
 
 def _print_parts(verdict: Verdict, console: Console) -> None:
-    lines: dict[str, Text] = {}
-    for (part, check), ok in _outcomes(verdict).items():
-        line = lines.setdefault(part, Text(f"  {part:11}"))
-        line.append(f" {check}" if ok else f" ✗{check}", "green" if ok else "red")
-    for line in lines.values():
+    outcomes = _outcomes(verdict)
+    for part in dict.fromkeys(part for part, _ in outcomes):
+        failed = [check for (one, check), ok in outcomes.items() if one == part and not ok]
+        passed = sum(ok for (one, _), ok in outcomes.items() if one == part)
+        line = Text(f"  {part:12}")
+        if passed:
+            line.append(f"{_count(passed, 'check')} passed", "green")
+        if failed:
+            line.append(f"{', ' if passed else ''}✗ {', '.join(failed)}", "red")
         say(console, line)
     unchecked = _list_unchecked_parts(verdict)
     for name, why in dict.fromkeys((u.part if u.part in unchecked else u.check, u.why) for u in verdict.unchecked):

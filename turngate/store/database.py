@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
-from turngate.errors import ConfigError, StoreError
+from turngate.errors import ConfigError, NoRecordings, StoreError
 from turngate.store.audit import SQLITE_AUDIT_GUARD
 from turngate.store.columns import decode_text
 from turngate.store.connection import Durability
@@ -76,7 +76,7 @@ class SqliteDatabase:
     def _connect_for_reading(self, folder: Path) -> None:
         path = folder / "turngate.db"
         if not path.is_file():
-            raise ConfigError(f"data: no {path.name} in {folder}; pass the --data folder of a gateway", param="data")
+            raise NoRecordings(folder)
         self.path = path
         self.durability = "process"
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.common.sharding import SINGLE_SHARD, Shard
-from turngate.errors import ConfigError
+from turngate.errors import NoRecordings
 from turngate.store.connection import Durability
 from turngate.store.projects import DEFAULT_PROJECT, locate_project
 from turngate.store.shared.store import SharedStore
@@ -33,7 +33,7 @@ def open_store_for_reading(data: str | Path) -> Store:
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
     """Yield the existing store that `data` names, then the store of each project, with the project's name. Each is closed afterwards."""
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
-        raise ConfigError(f"data: no turngate.db in {data}; pass the --data folder of a gateway", param="data")
+        raise NoRecordings(Path(data))
     if is_database_url(data):
         open_store_for_reading(data).close()  # raises an error if there are no tables, which would be created below
     names = [DEFAULT_PROJECT]

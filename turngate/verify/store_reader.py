@@ -18,7 +18,8 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from turngate.errors import ConfigError, NotFound
+from turngate.common.session_id import resolve_session_id
+from turngate.errors import ConfigError, NoRecordings, NotFound
 from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)  # versions 4, 7 and 8 add tables that are not read here
@@ -436,7 +437,7 @@ class SessionReader:
         self.path = folder
         file = folder / "turngate.db"
         if not file.is_file():
-            raise ConfigError(f"data: {file} does not exist; pass the --data folder of a gateway", param="data")
+            raise NoRecordings(folder)
         self._db = _open_database(file)
         self._db.row_factory = sqlite3.Row
         self._db.text_factory = _decode_text
@@ -471,16 +472,7 @@ class SessionReader:
 
     def resolve_id(self, wanted: str) -> str:
         """Find a session's id, given the id, a prefix of it, or `last`."""
-        ids = self.session_ids()
-        if not ids:
-            raise NotFound("no session has been recorded here")
-        if wanted == "last":
-            return ids[0]
-        fitting = [wanted] if wanted in ids else [session for session in ids if session.startswith(wanted)]
-        if len(fitting) != 1:
-            problem = f"is a prefix of {len(fitting)} ids; pass more of the id" if fitting else "is not recorded here"
-            raise NotFound(f"session {wanted!r} {problem}; the newest session is {ids[0]}")
-        return fitting[0]
+        return resolve_session_id(wanted, self.session_ids())
 
     def read_session(self, session_id: str) -> StoredSession:
         with self._snapshot():

@@ -83,7 +83,7 @@ def _check_tree(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
-    with results.check("structure", "twice", "nothing is recorded twice") as check:
+    with results.check("structure", "duplicates", "nothing is recorded twice") as check:
         seen: dict[tuple[float, float, bytes], int] = {}
         for turn in session.turns:
             key = turn.info.started, turn.info.ended, turn.row.ids
@@ -352,7 +352,7 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
     """Check that the session's signal rules can produce the recorded signals of each context."""
     config = session.config.signals
     with results.check(
-        "structure", "told", "the recorded signals of every context follow from the session's signal rules"
+        "structure", "signals", "the recorded signals of every context follow from the session's signal rules"
     ) as check:
         for context in session.contexts:
             signals = context.info.signals
