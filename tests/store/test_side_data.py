@@ -80,7 +80,7 @@ def test_damaged_side_data_is_refused(store: Store, damage: str) -> None:
     store.commit([turn_with(key, 0, EXPERTS, SCORES)])
     with store._writing() as db:
         assert db.execute(damage, (1,)).rowcount == 1
-    with pytest.raises(StoreError, match="session a: the routed_experts of node 2 are damaged on disk"):
+    with pytest.raises(StoreError, match="session a: the side data routed_experts of node 2 is damaged on disk"):
         load(store)
     assert len(load(store, names=("scores",))[2]) == 1, "the rest can be used"
     assert len(store.load(store.find("a")).trace.nodes) == 2

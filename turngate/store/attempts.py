@@ -64,10 +64,10 @@ class AttemptRow(msgspec.Struct, frozen=True):
 
 
 class AttemptTable:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def find(self, rollout: str, attempt: int) -> AttemptRow | None:
         return next(iter(self._select("rollout=? AND attempt=?", (rollout, attempt))), None)
@@ -77,7 +77,7 @@ class AttemptTable:
         return self._select("rollout=? ORDER BY attempt", (rollout,))
 
     def _select(self, where: str, values: Sequence[object]) -> list[AttemptRow]:
-        if not self._there:
+        if not self._has_tables:
             return []
         with self._reading() as db:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
@@ -95,7 +95,7 @@ class AttemptTable:
         return found
 
     def _explain(self, where: str, values: Sequence[object]) -> dict[int, str]:
-        if not self._there:
+        if not self._has_tables:
             return {}
         with self._reading() as db:
             cancelled = db.execute(f"{_CANCELLED} AND {where}", values).fetchall()
@@ -115,7 +115,7 @@ class AttemptTable:
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
         """Return which of the given session ids have superseded attempts."""
         found: list[str] = []
-        for start in range(0, len(sessions) if self._there else 0, _MAX_VALUES):
+        for start in range(0, len(sessions) if self._has_tables else 0, _MAX_VALUES):
             chunk = tuple(sessions[start : start + _MAX_VALUES])
             marks = ",".join("?" * len(chunk))
             query = f"SELECT DISTINCT session FROM attempts WHERE state='superseded' AND session IN ({marks})"

@@ -60,10 +60,10 @@ class NewAuditEntry(msgspec.Struct, frozen=True):
 
 
 class AuditTable:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def add(self, entry: NewAuditEntry) -> None:
         with self._writing() as db:
@@ -74,7 +74,7 @@ class AuditTable:
 
         The entries of one project are numbered 1, 2, … of their own: gaps would tell its members how much happens in others.
         """
-        if not self._there:
+        if not self._has_tables:
             return []
         columns = "at, actor, project, action, subject, CAST(details AS BLOB)"
         with self._reading() as db:

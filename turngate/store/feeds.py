@@ -117,10 +117,10 @@ class IncompleteGroup(msgspec.Struct, frozen=True):
 
 
 class FeedLog:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without these tables
+        self._has_tables = has_tables  # False: a read-only file of an older version, without these tables
 
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -218,10 +218,10 @@ class FeedLog:
 
     def find(self, name: str) -> FeedRow | None:
         with self._reading() as db:
-            return _find(db, name) if self._there else None
+            return _find(db, name) if self._has_tables else None
 
     def listing(self) -> list[FeedRow]:
-        if not self._there:
+        if not self._has_tables:
             return []
         with self._reading() as db:
             return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
@@ -233,8 +233,8 @@ class FeedLog:
             return [IncompleteGroup(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
     def waiting_counts(self) -> dict[int, tuple[int, int]]:
-        """Return the numbers of incomplete groups and of their rollouts, by feed key."""
-        if not self._there:
+        """Count the incomplete groups and their rollouts, by feed key."""
+        if not self._has_tables:
             return {}
         query = "SELECT feed, count(DISTINCT team), count(*) FROM rolled WHERE number IS NULL GROUP BY feed"
         with self._reading() as db:

@@ -117,10 +117,10 @@ class Outboxes:
 class OutboxTable:
     """The outbox table. Without `cell`, the gateway is not a cell and nothing is added."""
 
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
         self.cell = ""  # id of the cell that this gateway is
 
     # ── in the transaction of the change ────────────────────────────────────────────────────────────────────────
@@ -243,7 +243,7 @@ class OutboxTable:
             db.execute(query, (error, row.session, row.revision))
 
     def state(self) -> OutboxState:
-        if not self._there:
+        if not self._has_tables:
             return OutboxState()
         query = "SELECT count(*), min(due), coalesce(sum(error<>''), 0) FROM outbox WHERE due IS NOT NULL"
         with self._reading() as db:
@@ -251,7 +251,7 @@ class OutboxTable:
 
     def failures(self, limit: int = 10) -> list[tuple[str, str]]:
         """Return the ids of sessions that cannot be shipped, and why."""
-        if not self._there:
+        if not self._has_tables:
             return []
         query = "SELECT id, error FROM outbox JOIN sessions ON key=session WHERE error<>'' ORDER BY session LIMIT ?"
         with self._reading() as db:
@@ -290,7 +290,7 @@ class OutboxTable:
 
     def require_shipped(self, session: int, session_id: str) -> None:
         """Raise `Conflict` if the shared store does not have the session, and make it due now."""
-        if not self._there:
+        if not self._has_tables:
             return
         with self._reading() as db:
             row = db.execute("SELECT error FROM outbox WHERE session=?", (session,)).fetchone()

@@ -109,13 +109,13 @@ class Outcomes:
         settle: Callable[[StoreConnection, str, bytes], bool],
         enter: Callable[[StoreConnection, int, str, bytes], Sequence[NewEvent]],
         *,
-        there: bool = True,
+        has_tables: bool = True,
     ) -> None:
         self._writing = writing
         self._reading = reading
         self._settle = settle
         self._enter = enter
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
         """Return the outcome of a session, or None. `session` is its key."""
@@ -123,7 +123,7 @@ class Outcomes:
 
     def read(self, first: int, last: int) -> dict[int, RecordedOutcome | DamagedOutcome]:
         """Return the outcomes of sessions with keys from `first` to `last`. A damaged outcome does not affect the others."""
-        if not self._there:
+        if not self._has_tables:
             return {}
         with self._reading() as db:
             query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session BETWEEN ? AND ?"

@@ -89,15 +89,15 @@ OPERATOR_CALLER = Caller(OPERATOR, None)
 
 
 class ProjectTable:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without these tables
+        self._has_tables = has_tables  # False: a read-only file of an older version, without these tables
 
     def list_projects(self) -> list[ProjectRow]:
         """Return all projects by name. The project `default` always exists."""
         rows: list[ProjectRow] = []
-        if self._there:
+        if self._has_tables:
             with self._reading() as db:
                 found = db.execute("SELECT name, created, weight, CAST(quotas AS BLOB) FROM projects").fetchall()
             rows = [
@@ -165,7 +165,7 @@ class ProjectTable:
 
     def list_keys(self, project: str | None = None) -> list[ApiKey]:
         """Return the keys of one project or of all, oldest first."""
-        if not self._there:
+        if not self._has_tables:
             return []
         where, values = ("", ()) if project is None else ("WHERE project=?", (project,))
         with self._reading() as db:

@@ -22,10 +22,10 @@ MAX_CALLS = 100  # per session, not counting those repeated successfully; an age
 
 
 class Refusals:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
         """Add a refused call and its event. `name` is the session's id. Return the calls so far.
@@ -56,7 +56,7 @@ class Refusals:
 
     def find(self, session: int) -> RefusedCalls | None:
         """Return the refused calls that were not repeated successfully, or None if there are none. `session` is its key."""
-        if not self._there:
+        if not self._has_tables:
             return None
         with self._reading() as db:
             return _read(db, session)

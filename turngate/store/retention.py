@@ -47,7 +47,7 @@ class OldSession(msgspec.Struct, frozen=True):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a column has a value of the wrong type, so that its age is unknown."""
+        """Whether one of its columns has the wrong type, so that the session's age is unknown."""
         times = (self.closed, self.recorded)
         return not all(isinstance(text, str) for text in (self.id, self.status)) or not all(
             when is None or isinstance(when, int | float) for when in times
@@ -78,21 +78,21 @@ _config = msgspec.json.Decoder(_GroupedConfig)
 class Retention:
     """Plans and performs the removal of old sessions."""
 
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version
+        self._has_tables = has_tables  # False: a read-only file of an older version
 
     def claim(self) -> AbstractContextManager[None]:
         """Prevent other processes from removing old sessions at the same time. A folder is locked anyway."""
         return nullcontext()
 
     def renew_claim(self) -> None:
-        """Extend the claim. It ends by itself if this process dies."""
+        """Extend the claim. It expires if this process dies."""
 
     def plan(self, before: float) -> RetentionPlan:
         """Choose the sessions that ended before a time and that nothing needs any more."""
-        if not self._there:
+        if not self._has_tables:
             raise ConfigError(
                 "data: the folder was written by an older version; start turngate serve on it once to upgrade it",
                 param="data",

@@ -1,7 +1,7 @@
-"""Side data of turns (`trace/side_data.py`) in the store, in pieces of bounded size.
+"""Store the side data of turns (`trace/side_data.py`) in pieces of bounded size.
 
-A turn's side data may be a thousand times as large as its ids. It is written before the turn, piece by piece, so that the turns of other
-sessions are written in between. After a crash in the middle, pieces of a turn that does not exist are left. They are ignored.
+A turn's side data may be a thousand times as large as its ids. It is written before the turn, piece by piece, so that other sessions can
+write their turns in between. A crash may leave pieces of a turn that was never written. They are ignored.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _INSERT = "INSERT INTO side_data SELECT ?,?,?,?,?,?,?,? WHERE EXISTS (SELECT 1 F
 
 
 class SideDataTable:
-    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a read-only file of an older version, without this table
+        self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def write(self, session: int, node: int, arrays: Sequence[SideArray]) -> None:
         """Write the side data of a turn that is about to be written. Each piece has its own short transaction."""
-        with self._writing() as db:  # of a turn that a crash prevented
+        with self._writing() as db:  # pieces that a crash left
             db.execute("DELETE FROM side_data WHERE session=? AND node=?", (session, node))
         for array in arrays:
             for piece in split_array(array, PIECE_BYTES):
@@ -54,14 +54,14 @@ class SideDataTable:
                     db.execute(_INSERT, (session, *row, session))
 
     def load(self, session: Session, names: Collection[str] | None = None) -> dict[int, list[SideArray]]:
-        """Load the side data of a session by node: all of it, or that with the given names. Raise `StoreError` if it is damaged."""
+        """Load a session's side data by node: all of it, or only these names. Raise `StoreError` if it is damaged."""
         due = {
             (turn.id, side.name, side.first): side
             for turn in session.trace.turns()
             for side in turn.info.side
             if names is None or side.name in names
         }
-        if not due or not self._there:
+        if not due or not self._has_tables:
             return {}
         wanted = sorted({name for _, name, _ in due})
         query = (
@@ -74,7 +74,7 @@ class SideDataTable:
             return _join_pieces(due, rows)
         except _DamagedPiece as error:
             raise StoreError(
-                f"session {session.id}: the {error.name} of node {error.node} are damaged on disk; they cannot be used"
+                f"session {session.id}: the side data {error.name} of node {error.node} is damaged on disk and cannot be used"
             ) from None
 
 
@@ -92,7 +92,7 @@ def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
 
 
 def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
-    """Return the columns of a piece after the session's key."""
+    """Encode a piece as the columns of its row, without the session's key."""
     values = np.ascontiguousarray(piece.values, piece.values.dtype.newbyteorder("<"))
     dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), values.tobytes()
     return (
@@ -134,7 +134,7 @@ def _join_pieces(
 
 
 def _decode_piece(row: tuple[Any, ...], side: SideRange) -> np.ndarray | None:
-    """Return the values of a piece, or None if it is not what the node lists or was damaged."""
+    """Return the values of a piece, or None if it is damaged or does not match what the node lists."""
     node, name, first, dtype, shape, data, checksum = row
     if dtype != side.dtype or dtype not in DTYPES or shape != "x".join(map(str, side.shape)):
         return None

@@ -125,23 +125,27 @@ class Store:
         self._add_tables(database.version)
 
     def _add_tables(self, version: int) -> None:
-        self.outbox = OutboxTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
+        self.outbox = OutboxTable(self._writing, self._reading, has_tables=version > BEFORE_ATTEMPTS)
         self.events = EventTable(self.database, self.outbox.add_event)
-        self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
+        self.feeds = FeedLog(self._writing, self._reading, has_tables=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(
-            self._writing, self._reading, self._settle_outcome, self.feeds.enter_outcome, there=version > BEFORE_EVENTS
+            self._writing,
+            self._reading,
+            self._settle_outcome,
+            self.feeds.enter_outcome,
+            has_tables=version > BEFORE_EVENTS,
         )
-        self.attempts = AttemptTable(self._writing, self._reading, there=version > BEFORE_ATTEMPTS)
+        self.attempts = AttemptTable(self._writing, self._reading, has_tables=version > BEFORE_ATTEMPTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.replies = ReplyTable(self._writing, self._reading)
-        self.refusals = Refusals(self._writing, self._reading, there=version > BEFORE_REFUSALS)
-        self.side_data = SideDataTable(self._writing, self._reading, there=version > BEFORE_SIDE_DATA)
+        self.refusals = Refusals(self._writing, self._reading, has_tables=version > BEFORE_REFUSALS)
+        self.side_data = SideDataTable(self._writing, self._reading, has_tables=version > BEFORE_SIDE_DATA)
         self.queries = RolloutQueries(self._reading)
         self.restores = RestoreLog(self._writing, self._reading)
-        self.retention = Retention(self._writing, self._reading, there=version > BEFORE_RESTORES)
-        self.projects = ProjectTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
+        self.retention = Retention(self._writing, self._reading, has_tables=version > BEFORE_RESTORES)
+        self.projects = ProjectTable(self._writing, self._reading, has_tables=version > BEFORE_PROJECTS)
         self.quotas = QuotaTable(self._writing, self._reading)
-        self.audit = AuditTable(self._writing, self._reading, there=version > BEFORE_PROJECTS)
+        self.audit = AuditTable(self._writing, self._reading, has_tables=version > BEFORE_PROJECTS)
 
     def add_session(
         self,
@@ -322,7 +326,7 @@ class Store:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return the numbers of turns and roots of sessions with keys from `first` to `last`. Sessions without nodes are omitted."""
+        """Return how many turns and roots each session has, by key, for keys from `first` to `last`. Sessions without nodes are omitted."""
         query = (
             "SELECT session, count(*) FILTER (WHERE kind='sampled'), count(*) FILTER (WHERE parent IS NULL)"
             " FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
