@@ -141,13 +141,13 @@ async def test_many_experts_need_16_bits() -> None:
     ("experts", "shape", "problem"),
     [
         (None, None, "vllm returned no routed experts; start it with --enable-return-routed-experts"),
-        (to_npy(make_experts(4)), None, "for 4 tokens instead of 5, of shape 3x2"),
-        (to_npy(make_experts(6)), None, "for 6 tokens instead of 5"),
+        (to_npy(make_experts(4)), None, "of shape 3x2 for 4 tokens, not 5"),
+        (to_npy(make_experts(6)), None, "for 6 tokens, not 5"),
         (to_npy(make_experts(5)), (48, 8), "of shape 3x2, not 48x8"),
-        (to_npy(make_experts(5)[:, 0]), None, "cannot be read: it has type uint8 and shape"),
-        (to_npy(make_experts(5, dtype="float32")), None, "cannot be read: it has type float32"),
+        (to_npy(make_experts(5)[:, 0]), None, "cannot be read: unexpected type uint8 and shape"),
+        (to_npy(make_experts(5, dtype="float32")), None, "cannot be read: unexpected type float32"),
         (to_npy(make_experts(5))[:120], None, "cannot be read"),
-        (to_npy(make_experts(5).astype("int32") - 5), None, "from -5 to 42, which are not experts"),
+        (to_npy(make_experts(5).astype("int32") - 5), None, "numbered -5 to 42; valid numbers are 0 to 65535"),
         (to_base64(make_experts(5)), None, "without their shape; set routed_experts to LAYERSxEXPERTS"),
         ("!!", None, "cannot be decoded"),
     ],
@@ -161,9 +161,9 @@ async def test_invalid_reply_of_vllm(experts: str | None, shape: Any, problem: s
     ("experts", "shape", "problem"),
     [
         (None, SHAPE, "sglang returned no routed experts; start it with --enable-return-routed-experts"),
-        (to_base64(make_experts(5)), (3, 4), "sent 30 routed experts, which are not 3x4 for each token"),
-        (to_base64(make_experts(5)), (1, 2), "for 15 tokens instead of 5, of shape 1x2"),
-        (to_base64(make_experts(5).astype(int) + 70_000), SHAPE, "which are not experts of a layer"),
+        (to_base64(make_experts(5)), (3, 4), "sent 30 routed experts, which is not a multiple of 3x4"),
+        (to_base64(make_experts(5)), (1, 2), "of shape 1x2 for 15 tokens, not 5"),
+        (to_base64(make_experts(5).astype(int) + 70_000), SHAPE, "valid numbers are 0 to 65535"),
     ],
 )
 async def test_invalid_reply_of_sglang(experts: str | None, shape: Any, problem: str) -> None:

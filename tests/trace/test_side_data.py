@@ -126,9 +126,9 @@ def test_names_are_independent() -> None:
 @pytest.mark.parametrize(
     ("reported", "problem"),
     [
-        (array(-4, 1), "has values for 4 tokens before the reply, of 3"),
-        (array(0, 1, name="Experts"), "'Experts' is not a name"),
-        (array(0, 1, dtype="int64"), "has the type int64; it must be one of uint8, uint16, int32, float32"),
+        (array(-4, 1), "starts 4 tokens before the reply, but the prompt has only 3"),
+        (array(0, 1, name="Experts"), "'Experts' is not a valid name"),
+        (array(0, 1, dtype="int64"), "has type int64; it must be one of uint8, uint16, int32, float32"),
         (SideArray("experts", 0, np.zeros((1, 2**21), np.uint8)), "has 2097152 bytes per token"),
         (SideArray("experts", 0, np.zeros((1, 0), np.uint8)), "has 0 bytes per token"),
         (SideArray("experts", 0, np.uint8(3)), "is a single number"),
@@ -140,7 +140,7 @@ def test_invalid_array_is_rejected(reported: SideArray, problem: str) -> None:
 
 
 def test_two_values_for_one_token_are_rejected() -> None:
-    with pytest.raises(InvalidSideData, match="two values for one token"):
+    with pytest.raises(InvalidSideData, match="two values for the same token"):
         add_array([array(0, 1, 2)], array(1, 3), None, 3)
 
 
@@ -148,7 +148,7 @@ def test_two_values_for_one_token_are_rejected() -> None:
 def test_another_kind_of_values_is_rejected(other: np.ndarray) -> None:
     tree = Tree()
     one = tree.call(None, array(-3, 1, 2, 3))
-    with pytest.raises(InvalidSideData, match=r"but those before it have uint8 and \(\)"):
+    with pytest.raises(InvalidSideData, match=r"but earlier values have type uint8 and shape \(\)"):
         tree.call(one, SideArray("experts", 0, other))
 
 

@@ -1,7 +1,7 @@
-"""Take one long base64 string out of a JSON reply as it arrives.
+"""Extract one long base64 string from a JSON reply as it arrives.
 
-The string may have a hundred megabytes. Joined and parsed with the rest of its event, it would stop the event loop for a second. A thread
-would not help, because JSON and base64 decoders keep the interpreter lock. Read by read, each step takes about a millisecond.
+The string may be a hundred megabytes long. Parsing it with the rest of its event would block the event loop for a second. A thread would
+not help, because JSON and base64 decoders hold the interpreter lock. Decoded read by read, each step takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Base64Field:
         self._rest = b""  # characters of an incomplete group of four
 
     async def feed_slowly(self, read: bytes) -> bytes:
-        """Like `feed`, but let other tasks run in between. While this one waits for its turn, megabytes may arrive."""
+        """Like `feed`, but let other tasks run between steps: megabytes may have arrived since the last read."""
         parts = [self.feed(read[:_STEP_BYTES])]
         for start in range(_STEP_BYTES, len(read), _STEP_BYTES):
             await asyncio.sleep(0)

@@ -1,11 +1,11 @@
 """Routed experts: which experts a mixture-of-experts model chose for each token, in each layer, as vLLM and SGLang report them.
 
-Both report the tokens of the prompt, from a given one on, and of the reply, without the last one: it was sampled, but never an input.
+Both cover the prompt, from a requested token on, and the reply except its last token, which was sampled but never an input.
 
 - vLLM 0.32 (`--enable-return-routed-experts`): base64 of a `.npy` file, tokens × layers × experts per token, `uint8` or `uint16`.
-- SGLang 0.5 (`--enable-return-routed-experts`): base64 of `int32` numbers without their shape.
+- SGLang 0.5 (`--enable-return-routed-experts`): base64 of `int32` numbers, without a shape.
 
-Layers without experts have zeros.
+Both report zeros for layers without experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.types import SideArray
 ROUTED_EXPERTS = "routed_experts"  # the name of the side data
 _FLAG = "--enable-return-routed-experts"
 _MAX_BYTES = 2**30  # of one reply
-_INLINE_BYTES = 2**18  # more than this is checked and converted in a thread
+_INLINE_BYTES = 2**18  # larger replies are checked and converted in a thread
 _MAX_HEADER = 4096  # of a .npy file, in bytes
 
 ExpertShape = tuple[int, int]  # layers, experts per token
@@ -37,7 +37,7 @@ class RoutedExpertsReply:
         self._engine, self._shape = engine, shape
 
     async def read(self, request: Generate, sampled: int) -> tuple[SideArray, ...]:
-        """Return the routed experts once the reply is complete. Raise `EngineError` if they are missing or do not fit its tokens."""
+        """Return the routed experts once the reply is complete. Raise `EngineError` if they are missing or do not match its tokens."""
         if not self.field.data:
             raise EngineError(f"{self._engine} returned no routed experts; start it with {_FLAG}")
         if len(self.field.data) > _INLINE_BYTES:
@@ -49,13 +49,15 @@ class RoutedExpertsReply:
         data, prompt = self.field.data, len(request.prompt)
         values = self._read_file(data) if data.startswith(b"\x93NUMPY") else self._read_numbers(data)
         if self._shape is not None and values.shape[1:] != self._shape:
-            raise EngineError(f"{self._engine} sent routed experts of shape {_name(values)}, not {_name(self._shape)}")
+            raise EngineError(
+                f"{self._engine} sent routed experts of shape {_format_shape(values)}, not {_format_shape(self._shape)}"
+            )
         total, start = prompt + sampled - 1, request.routed_experts
-        if start and len(values) == total:  # an older version, which cannot leave out the beginning
+        if start and len(values) == total:  # an older version, which always reports from the first token on
             values = values[start:]
         if len(values) != total - start:
             raise EngineError(
-                f"{self._engine} sent routed experts for {len(values)} tokens instead of {total - start}, of shape {_name(values)}"
+                f"{self._engine} sent routed experts of shape {_format_shape(values)} for {len(values)} tokens, not {total - start}"
             )
         return (SideArray(ROUTED_EXPERTS, start - prompt, self._narrow(values)),) if len(values) else ()
 
@@ -68,13 +70,13 @@ class RoutedExpertsReply:
             shape, is_fortran, dtype = read(header)
             values = np.frombuffer(data, dtype, offset=header.tell())
             if is_fortran or len(shape) != 3 or dtype.kind not in "iu":
-                raise ValueError(f"it has type {dtype} and shape {shape}")
+                raise ValueError(f"unexpected type {dtype} and shape {shape}")
             return values.reshape(shape)
         except ValueError as error:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None
 
     def _read_numbers(self, data: bytearray) -> np.ndarray:
-        """Read numbers without a shape."""
+        """Read numbers that come without a shape."""
         if self._shape is None:
             raise EngineError(
                 f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8"
@@ -82,7 +84,7 @@ class RoutedExpertsReply:
         size = 4 * self._shape[0] * self._shape[1]
         if len(data) % size:
             raise EngineError(
-                f"{self._engine} sent {len(data) // 4} routed experts, which are not {_name(self._shape)} for each token; "
+                f"{self._engine} sent {len(data) // 4} routed experts, which is not a multiple of {_format_shape(self._shape)}; "
                 "correct routed_experts"
             )
         return np.frombuffer(data, "<i4").reshape(-1, *self._shape)
@@ -94,10 +96,10 @@ class RoutedExpertsReply:
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= 2**16:
             raise EngineError(
-                f"{self._engine} sent routed experts from {low} to {high}, which are not experts of a layer"
+                f"{self._engine} sent routed experts numbered {low} to {high}; valid numbers are 0 to {2**16 - 1}"
             )
         return values.astype(np.uint8 if high < 2**8 else np.uint16)
 
 
-def _name(shape: np.ndarray | ExpertShape) -> str:
+def _format_shape(shape: np.ndarray | ExpertShape) -> str:
     return "x".join(map(str, shape.shape[1:] if isinstance(shape, np.ndarray) else shape))

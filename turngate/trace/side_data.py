@@ -1,8 +1,8 @@
 """Side data: named arrays with one value per token, such as the experts that a mixture-of-experts model chose.
 
-A turn stores the values that its call reported: for tokens of its reply, and for tokens of its prompt that have none yet. A later call
-repeats the prompt of the earlier ones, and its copy of a value that an earlier turn of the path has is dropped. So along each path a token
-has at most one value, from the first call that reported it. A token without a value has none: nothing is filled in. No I/O.
+Each call repeats the prompt of the calls before it, so engines report values for the same tokens again. A turn stores only the values of
+tokens that have none yet on its path: tokens of its reply, and of its prompt. So along each path a token has at most one value, from the
+first call that reported it. Missing values stay missing: nothing is filled in. No I/O.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from turngate.types import SideArray
 
 DTYPES = ("uint8", "uint16", "int32", "float32")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-MAX_VALUE_BYTES = 2**20  # of one token
+MAX_VALUE_BYTES = 2**20  # per token
 
 
 class SideColumn(msgspec.Struct, frozen=True, eq=False):
     """The side data of a row under one name: a value for each token in `spans`, and none for the others."""
 
-    spans: tuple[tuple[int, int], ...]  # start and end, sorted, with at least one token between them
-    values: np.ndarray  # those of all spans, one after the other
+    spans: tuple[tuple[int, int], ...]  # start and end of each; sorted, and not adjacent
+    values: np.ndarray  # of all spans, concatenated
 
     def cut(self, start: int, end: int) -> SideColumn:
         """Return the part for tokens `start` to `end`, which become tokens 0 to `end - start`."""
@@ -41,7 +41,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
         return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else np.concatenate(parts))
 
     def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
-        """Return one value for each of `tokens` tokens, with `missing` for those without one. Only for trainers that require it."""
+        """Return an array of `tokens` values, with `missing` for tokens that have none. Only for trainers that require it."""
         whole = np.full((tokens, *self.values.shape[1:]), missing, dtype or self.values.dtype)
         at = 0
         for start, end in self.spans:
@@ -60,18 +60,20 @@ class _Range(NamedTuple):
 
 
 def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | None, prompt: int) -> list[SideArray]:
-    """Return the arrays of a call with another one. Raise `InvalidSideData` if it cannot be recorded.
+    """Return the arrays of a call, `known`, with `array` appended. Raise `InvalidSideData` if it cannot be recorded.
 
-    `parent` is the turn that the call continues, and `prompt` its number of prompt tokens.
+    `parent` is the turn that the call continues. `prompt` is the number of tokens in the call's prompt.
     """
     _check_array(array)
     if array.first < -prompt:
-        raise InvalidSideData(f"{array.name} has values for {-array.first} tokens before the reply, of {prompt}")
+        raise InvalidSideData(
+            f"{array.name} starts {-array.first} tokens before the reply, but the prompt has only {prompt}"
+        )
     before = [each for each in known if each.name == array.name]
     if before:
         kinds = [_kind(before[-1].values)]
         if array.first < before[-1].end:
-            raise InvalidSideData(f"{array.name} has two values for one token")
+            raise InvalidSideData(f"{array.name} has two values for the same token")
     else:
         kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
     _check_same_kind(array, kinds)
@@ -80,10 +82,12 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
 
 def _check_array(array: SideArray) -> None:
     if not _NAME.fullmatch(array.name):
-        raise InvalidSideData(f"{array.name[:80]!r} is not a name of lower-case letters, digits and _")
+        raise InvalidSideData(
+            f"{array.name[:80]!r} is not a valid name; use up to 64 lowercase letters, digits and _, starting with a letter"
+        )
     values = array.values
     if values.dtype.name not in DTYPES:
-        raise InvalidSideData(f"{array.name} has the type {values.dtype.name}; it must be one of {', '.join(DTYPES)}")
+        raise InvalidSideData(f"{array.name} has type {values.dtype.name}; it must be one of {', '.join(DTYPES)}")
     if not values.ndim:
         raise InvalidSideData(f"{array.name} is a single number, not one value per token")
     size = values.dtype.itemsize * math.prod(values.shape[1:])
@@ -96,19 +100,19 @@ def _kind(values: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 
 def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise `InvalidSideData` if other values of the path have another shape. Integers may differ in size."""
+    """Raise `InvalidSideData` if earlier values on the path have a different type or shape. Integers may differ in size."""
     dtype, shape = _kind(array.values)
     for other, other_shape in kinds:
         if other_shape != shape or (other == "float32") != (dtype == "float32"):
             raise InvalidSideData(
-                f"{array.name} has values of type {dtype} and shape {shape}, but those before it have {other} and {other_shape}"
+                f"{array.name} has values of type {dtype} and shape {shape}, but earlier values have type {other} and shape {other_shape}"
             )
 
 
 def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int, reply: int) -> list[SideArray]:
-    """Return what a turn stores of the arrays that its call reported: the values of tokens that have none on its path.
+    """Return what a turn stores of its call's arrays: the values of tokens that have none yet on its path.
 
-    `prompt` and `reply` are numbers of tokens. Values after the end of the reply, which the gateway may have cut, are dropped.
+    `prompt` and `reply` are token counts. Values past the end of the reply, which the gateway may have cut, are dropped.
     """
     kept: list[SideArray] = []
     for name in dict.fromkeys(array.name for array in arrays):
@@ -120,7 +124,7 @@ def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int,
 
 
 def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
-    """Join arrays that follow each other, as chunks of a stream do."""
+    """Join adjacent arrays, such as those of the chunks of a stream."""
     runs: list[list[SideArray]] = []
     for array in arrays:
         if runs and array.first == runs[-1][-1].end:
@@ -134,7 +138,7 @@ def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
 
 
 def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRange]]:
-    """Return which tokens of the path to `node` have a value, as start and end from the root."""
+    """Return the ranges of tokens on the path to `node` that have a value. Start and end are counted from the root."""
     found = []
     for turn in path_to(node):
         if isinstance(turn, Sampled) and turn.info.side:
@@ -144,7 +148,7 @@ def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRan
 
 
 def find_first_missing(node: Sampled | None, name: str) -> int:
-    """Return the first token of the path to `node` that has no value; the length of the path if all have one."""
+    """Return the first token on the path to `node` that has no value, or the length of the path if every token has one."""
     at = 0
     for start, end, _ in sorted(list_ranges(node, name), key=lambda found: found[:2]):
         if start > at:
@@ -154,7 +158,7 @@ def find_first_missing(node: Sampled | None, name: str) -> int:
 
 
 def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
-    """Return what the node of a turn records about its arrays."""
+    """Describe the arrays of a turn, as its node records them."""
     return tuple(
         SideRange(array.name, array.first, len(array.values), array.values.dtype.name, array.values.shape[1:])
         for array in arrays
@@ -162,7 +166,7 @@ def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
 
 
 def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]]) -> dict[str, SideColumn]:
-    """Join the arrays of the turns on a path, by node, into the columns of its row."""
+    """Join the arrays of the turns on a path into the columns of its row. `arrays` has them by node."""
     parts: dict[str, list[tuple[_Range, np.ndarray]]] = {}
     start = 0
     for node in nodes:
@@ -187,13 +191,13 @@ def _build_column(parts: Sequence[tuple[_Range, np.ndarray]]) -> SideColumn:
 
 def _subtract(limits: _Range, covered: Iterable[_Range]) -> list[_Range]:
     """Return the parts of `limits` that are not covered, sorted."""
-    left, at = [], limits.start
+    uncovered, at = [], limits.start
     for start, end in sorted(covered):
         if start >= limits.end:
             break
         if start > at:
-            left.append(_Range(at, start))
+            uncovered.append(_Range(at, start))
         at = max(at, end)
     if at < limits.end:
-        left.append(_Range(at, limits.end))
-    return left
+        uncovered.append(_Range(at, limits.end))
+    return uncovered

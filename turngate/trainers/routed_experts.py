@@ -1,7 +1,7 @@
-"""Routed experts of a row in the forms that trainers take for router replay.
+"""Convert the routed experts of a row to the formats that trainers accept for router replay.
 
-The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If another
-token has none, these functions raise `IncompleteExperts` and make nothing up. Only NeMo-RL has a number for missing experts.
+The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If any
+other token has none, these functions raise `IncompleteExperts`; they never invent experts. Only NeMo-RL's format can mark them as missing.
 
     column = row.side["routed_experts"]                                        # from a feed with side=("routed_experts",)
     AgentLoopOutput(…, routed_experts=to_verl(column, len(row.ids)))
@@ -21,7 +21,7 @@ _NEMO_RL_MISSING = -1  # NeMo-RL routes such a token with the trainer's own rout
 
 
 class IncompleteExperts(ValueError):
-    """A token of a row that needs routed experts has none."""
+    """A token that needs routed experts has none."""
 
 
 class PrimeRlExperts(msgspec.Struct, frozen=True):
@@ -36,25 +36,25 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
     """Return `AgentLoopOutput.routed_experts`: one entry for each token of prompt and response except the last."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
-            f"tokens {column.spans} of {tokens} have routed experts; a trainer needs 0 to {tokens - 1}"
+            f"only tokens {column.spans} of {tokens} have routed experts; a trainer needs tokens 0 to {tokens - 1}"
         )
     return column.cut(0, tokens - 1).values
 
 
 def to_miles(column: SideColumn, tokens: int) -> np.ndarray:
-    """Return `Sample.rollout_routed_experts` of slime and miles, which is 32 bits wide."""
+    """Return `Sample.rollout_routed_experts` for slime and miles, as `int32`."""
     return to_verl(column, tokens).astype(np.int32)
 
 
 def to_prime_rl(column: SideColumn, tokens: int) -> PrimeRlExperts:
-    """Return `TrainingSample.routed_experts`. prime-rl needs an entry for the last token, too, and fills it with zeros, as is done here."""
+    """Return `TrainingSample.routed_experts`. It also has an entry for the last token: zeros, as in prime-rl's own code."""
     values = to_verl(column, tokens)
     whole = np.concatenate([values, np.zeros_like(values[:1])])
     return PrimeRlExperts(whole.tobytes(), list(whole.shape), whole.dtype.name)
 
 
 def to_nemo_rl(column: SideColumn, tokens: int) -> str:
-    """Return `routed_experts` of an output item: a text that NeMo-RL's `decode_routed_experts` reads, with -1 for missing experts."""
+    """Return `routed_experts` of an output item: a string for NeMo-RL's `decode_routed_experts`, with -1 for missing experts."""
     high = int(column.values.max(initial=0))
     dtype = "int8" if high < 2**7 else "int16" if high < 2**15 else "int32"
     whole = column.fill(tokens, _NEMO_RL_MISSING, dtype)

@@ -1,6 +1,6 @@
-"""Check side data: what is stored against what the turns record, and the columns of rows against what is stored.
+"""Check side data: the stored values against the turns that list them, and the columns of rows against the stored values.
 
-A session without side data has none of these checks.
+A session without side data skips these checks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowWithSideData(Protocol):
 
 
 class StoredSideArrays:
-    """The side data of a session, by turn, as far as it is intact."""
+    """The intact side data of a session, by turn."""
 
     def __init__(self, session: StoredSession) -> None:
         self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}
@@ -64,7 +64,7 @@ class StoredSideArrays:
             if (piece.dtype, piece.shape) != (facts.dtype, "x".join(str(n) for n in facts.shape)):
                 return f"its {facts.name} are stored with type {piece.dtype} and shape {piece.shape}"
             if not isinstance(piece.data, bytes) or not piece.data or not size or len(piece.data) % size:
-                return f"its {facts.name} at token {at} do not have whole values"
+                return f"its {facts.name} at token {at} end within a value"
             label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
             if zlib.crc32(label + piece.data) != piece.checksum:
                 return f"its {facts.name} at token {at} do not match their checksum"
@@ -96,7 +96,9 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
                     check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all numbers", node=turn.id)
     if stored.unlisted:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
-        results.note("side data", f"no turn lists the side data of node {nodes}; a crash prevented the turn")
+        results.note(
+            "side data", f"no turn lists the side data of node {nodes}; a crash prevented the turn from being written"
+        )
 
 
 def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None:
@@ -162,7 +164,7 @@ def _check_column(
         begin = turn.length - len(turn.ids) + facts.first
         due[begin : begin + len(found)], recorded[begin : begin + len(found)] = found, True
     missing = np.flatnonzero(recorded != given)
-    text = f"token {missing[0] if len(missing) else 0} of its row has {name} that were not recorded, or lacks those that were"
+    text = f"token {missing[0] if len(missing) else 0} of its row has {name} that were not recorded, or lacks recorded ones"
     if check.expect(not len(missing), text, node=leaf):
         wrong = np.flatnonzero((due[given] != values).any(axis=tuple(range(1, values.ndim))))
         at = int(np.flatnonzero(given)[wrong[0]]) if len(wrong) else 0

@@ -30,7 +30,7 @@ class ExportedColumn(msgspec.Struct, frozen=True):
 
 
 def encode_columns(row: Sample, names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
-    """Encode the side data of a row, by name. Names that were not recorded for it are left out, and counted."""
+    """Encode the side data of a row, by name. Names that were not recorded for it are left out and counted."""
     for name in names:
         if name not in row.side:
             exclusions.add(f"the {name} of a row, which were not recorded")
@@ -48,7 +48,7 @@ def _encode_column(column: SideColumn) -> Json:
 
 
 def check_experts(choices: ExportChoices) -> ExportChoices:
-    """Raise `ConfigError` unless the side data to include is routed experts, the only one that the format has a field for."""
+    """Raise `ConfigError` unless the side data to include is routed experts, the only kind that the format has a field for."""
     if set(choices.side) - {ROUTED_EXPERTS}:
         raise ConfigError(
             f"side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
@@ -73,7 +73,7 @@ def encode_experts(
 
 
 def decode_experts(value: Json) -> np.ndarray:
-    """Decode the routed experts of an exported record: tokens × layers × experts per token, in the form that verl and miles take."""
+    """Decode the routed experts of an exported record: tokens × layers × experts per token, as verl and miles expect them."""
     column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
     return decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
 
