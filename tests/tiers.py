@@ -7,14 +7,15 @@
 | `needs("docker", …)` | needs real parts, listed in `PARTS` of `needs.py` | depends on the other marks |
 | `real` | covers a real part | `make test-real`, `make test-all` |
 | `promise(5)` | covers promise 5 of `docs/testing.md` | also in `make test-real`, unless marked `full` |
-| `full` | is one of many similar tests; `real` overrides it | `make test-all` |
-| `sample(3)` | has many similar cases: all but three of them become `full` | depends on the other marks |
-| `alone` | needs the machine to itself | depends on the other marks; before all other tests |
+| `full` | is one of many similar tests; `real` overrides this mark | `make test-all` |
+| `sample(3)` | has many similar cases; all but three of them are marked `full` | depends on the other marks |
+| `alone` | needs the machine to itself | depends on the other marks; runs before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
 | `subset` | repeats a part of a `full` test | `make test-real` only |
 
-If a part is missing, its tests are skipped with the command that installs it; with `CI=true` they fail. Collection inspects the code of a
-test for the processes it starts and the parts it uses. Hooks watch it while it runs. A test without the right mark fails.
+If a part is missing, its tests are skipped, and the reason names the command that installs it; with `CI=true` they fail. Collection
+inspects the code of each test for the processes it starts and the parts it uses, and hooks watch the test while it runs. A test without the
+right marks fails.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _OURS = ("tests.", "gauntlet.", "test_")  # prefixes of the modules to search
 
 
 def _reach(function: Callable[..., Any], seen: dict[Any, frozenset[str]]) -> frozenset[str]:
-    """Return the parts that a function uses, and PROCESS if it starts one. Follow the test code that it names."""
+    """Return the parts that a function uses, and PROCESS if it starts a process. Follow the test code that it refers to."""
     function = inspect.unwrap(function)
     if function in seen:
         return seen[function]
-    seen[function] = frozenset()  # stops at recursive calls
+    seen[function] = frozenset()  # ends the search at recursive calls
     found = set(getattr(function, "__needs__", ()))
     if isinstance(function, types.FunctionType):
         names = _names(function.__code__)
@@ -214,7 +215,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_unsampled(items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases outside the sample of their test. The sample covers as many values of the parameters as it can."""
+    """Mark as `full` the cases outside the sample of their test. The sample covers as many parameter values as possible."""
     tests: defaultdict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
         names = {mark.name for mark in item.iter_markers()}
@@ -287,7 +288,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 def _without_group(name: str) -> str:
-    """Return the name of a test without the group that xdist appends to it."""
+    """Return the name of a test without the group that xdist appends."""
     test, _, group = name.rpartition("@")
     return test if test and "]" not in group else name
 

@@ -506,13 +506,13 @@ def tasks_check(options: flags.CheckTasksOptions) -> None:
 @make_app.command("repairs")
 @flags.takes(flags.MakeRepairsOptions)
 def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
-    """Make repair tasks: put bugs into packages, and keep those that their tests find.
+    """Make repair tasks: inject bugs into packages, and keep those that their tests catch.
 
     Runs the packages' tests in the sandbox.
 
     Exit codes:
-    0 if every source gave tasks;
-    1 if the tests of a source did not run, or found no bug;
+    0 if every source produced tasks;
+    1 if the tests of a source did not run, or caught no bug;
     2 if an option is invalid.
     """
     from turngate.cli.repairs import make_repair_tasks

@@ -453,12 +453,10 @@ class MakeRepairsOptions:
         typer.Argument(help="Packages with tests: folders, or releases on the package index as NAME==VERSION."),
     ]
     out: Annotated[Path, _flag("Folder for the tasks: train.jsonl, held-out.jsonl and packages.json.", OUTPUT)]
-    per_package: Annotated[int, _flag("Maximum number of tasks of one package.", "Which tasks")] = 40
-    held_out: Annotated[float, _flag("Share of the packages that are held out from training.", "Which tasks")] = 0.25
-    seed: Annotated[int, _flag("Seed of the choice of bugs and of the split.", "Which tasks")] = 0
-    hint: Annotated[str, _flag("What instructions say about the bug's place: tests, file or function.", FORMAT)] = (
-        "file"
-    )
+    per_package: Annotated[int, _flag("Maximum number of tasks per package.", "Which tasks")] = 40
+    held_out: Annotated[float, _flag("Fraction of the packages to hold out from training.", "Which tasks")] = 0.25
+    seed: Annotated[int, _flag("Seed for choosing bugs and splitting packages.", "Which tasks")] = 0
+    hint: Annotated[str, _flag("What instructions name to locate the bug: tests, file or function.", FORMAT)] = "file"
     sandbox: Annotated[str, _flag("Sandbox to run the tests in, such as local, bubblewrap or docker.", SANDBOX)] = (
         "local"
     )

@@ -34,7 +34,7 @@ PACKAGES_FILE = "packages.json"
 
 
 def make_repair_tasks(options: MakeRepairsOptions) -> bool:
-    """Write the tasks, and return whether every source gave some."""
+    """Make the tasks and write them. Return whether every source produced at least one."""
     console = new_console()
     if options.hint not in get_args(Hint):
         raise ConfigError(f"hint must be one of {', '.join(get_args(Hint))}, not {options.hint!r}", param="hint")
@@ -51,7 +51,7 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
     )
     packages = [load_package(source) for source in options.sources]
     if len({package.slug for package in packages}) < len(packages):
-        raise ConfigError("sources: two sources have the same name", param="sources")
+        raise ConfigError("sources: two sources have the same package name; list each package once", param="sources")
     splits = split_packages([package.name for package in packages], options.held_out, options.seed)
     made = asyncio.run(cancel_on_signal(_make_all(packages, options, settings, console), console))
     if made is None:
@@ -64,7 +64,7 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
 async def _make_all(
     packages: Sequence[Package], options: MakeRepairsOptions, settings: RepairSettings, console: Console
 ) -> list[PackageRepairs] | None:
-    """Make the tasks of each package. Return None if interrupted. A package whose tests do not run is reported and left out."""
+    """Make the tasks of each package. Return None if interrupted. A package whose tests do not run is reported and skipped."""
     backend = get_backend(options.sandbox)
     slots = asyncio.Semaphore(max(1, options.concurrency // settings.benches))
 
@@ -106,10 +106,10 @@ def _write(made: Sequence[PackageRepairs], splits: dict[str, Split], settings: R
 
 def _print_summary(made: Sequence[PackageRepairs], splits: dict[str, Split], out: Path, console: Console) -> None:
     table = Table(title=f"Repair tasks in {sanitize_line(str(out))}", title_justify="left")
-    for heading in ("package", "license", "split", "tasks", "not found by tests", "break most", "hang", "duplicates"):
+    for heading in ("package", "license", "split", "tasks", "not caught by tests", "break most", "hang", "duplicates"):
         table.add_column(heading, overflow="fold")
     for one in made:
-        fates = [one.fates.get(fate, 0) for fate in ("not found by tests", "breaks most tests", "hangs", "duplicate")]
+        fates = [one.fates.get(fate, 0) for fate in ("not caught by tests", "breaks most tests", "hangs", "duplicate")]
         table.add_row(
             sanitize_line(f"{one.package.name} {one.package.version}"),
             sanitize_line(one.package.license) or "not stated",

@@ -1,8 +1,8 @@
-"""mini-SWE-agent in its text form: the model writes a thought and one bash block, and reads the output of the command.
+"""mini-SWE-agent in its text mode: the model writes a thought and one bash block, and reads the output of the command.
 
-It differs from the catalog's description in the Python version it is installed for, in its settings (prompts, the pattern that finds the
-command, the format of observations, the number of steps), and in how its process is started: by `fork_server.py` of the other example,
-because Turngate's own warm starts refuse what mini-SWE-agent imports on Python 3.12.
+Three things differ from the catalog's description: the Python version it is installed for, its settings (prompts, the pattern that finds
+the command, the format of observations, the number of steps), and how its process is started: by `fork_server.py` of the other example,
+because Turngate's own warm starts reject what mini-SWE-agent imports on Python 3.12.
 """
 
 from __future__ import annotations

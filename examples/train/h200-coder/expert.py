@@ -31,11 +31,11 @@ from turngate.server.run import run_embedded, run_in_thread
 from turngate.tasks.task import Task
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
 
-_RIGHT_AT_ONCE = 0.4  # share of the traces without a wrong change
+_RIGHT_AT_ONCE = 0.4  # fraction of the traces without a wrong change
 
 
 class Expert:
-    """Answers as the prompt asks, for the tasks it knows. Every session tries other wrong changes."""
+    """Answers as the prompt asks, for the tasks it knows. Each session tries different wrong changes."""
 
     def __init__(self, tokenizer_folder: Path, chosen: list[Task]) -> None:
         self._tokenizer = load_renderer(tokenizer_folder)[0].tokenizer
@@ -76,7 +76,7 @@ class Expert:
         return [*wrong, right]
 
     def choose_labels(self, row: dict[str, Any], *, control: bool) -> dict[str, Any]:
-        """Remove the labels of the wrong changes, or for a control those of the right one."""
+        """Remove the labels of the wrong changes, or, for a control, of the right one."""
         labels = list(row["labels"])
         for start, end in find_spans(labels):
             text = self._tokenizer.decode([one for one in labels[start:end] if one != self._end])

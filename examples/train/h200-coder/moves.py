@@ -18,7 +18,7 @@ _WORDS = re.compile(r"\w+|\s+|[=!<>]=|//|\*\*|[^\w\s]")
 
 
 class Edit(msgspec.Struct, frozen=True):
-    """A change of one line."""
+    """A change to one line."""
 
     line: int
     old: str
@@ -26,7 +26,7 @@ class Edit(msgspec.Struct, frozen=True):
 
 
 def find_fix(task: Task) -> Edit:
-    """Return the change that repairs a task of one line."""
+    """Return the change that repairs a task whose bug is in one line."""
     assert task.solution is not None
     [old] = re.findall(r"^-(?!--)(.*)$", task.solution.patch, re.MULTILINE)
     [new] = re.findall(r"^\+(?!\+\+)(.*)$", task.solution.patch, re.MULTILINE)
@@ -41,7 +41,7 @@ def find_lines(task: Task) -> tuple[int, int]:
 
 
 def find_edits(source: str, first: int, last: int) -> list[Edit]:
-    """List changes of one line of a function, as plausible as the one that repairs it."""
+    """List changes to one line of a function that are as plausible as the one that repairs it."""
     lines = source.split("\n")[first - 1 : last]
     indent = len(lines[0]) - len(lines[0].lstrip())
     if any(line[:indent].strip() for line in lines):
@@ -56,7 +56,7 @@ def find_edits(source: str, first: int, last: int) -> list[Edit]:
 
 
 def find_changed_line(before: list[str], after: list[str]) -> int | None:
-    """Return which line differs. Return None if it is not exactly one."""
+    """Return the line that differs, or None unless exactly one does."""
     if len(before) != len(after):
         return None
     different = [n for n, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]

@@ -129,7 +129,7 @@ class Progress:
 
 
 class ShufflingLearner(Learner):
-    """Deals out the advantages of a step at random among its rows. A control: nothing can be learned from them."""
+    """Shuffles the advantages of a step among its rows. A control: nothing can be learned from them."""
 
     def __init__(self, model: Model, settings: GrpoSettings) -> None:
         super().__init__(model, settings)
@@ -238,7 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--warm-rate", type=float, default=1.5e-5)
     parser.add_argument("--warm-tokens", type=int, default=16384, help="tokens per update of the warm start")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the warm start's rows")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the order of the warm start's rows")
     parser.add_argument("--train", type=int, default=250, help="number of tasks to train on")
     parser.add_argument("--rounds", type=int, default=4, help="passes over these tasks")
     parser.add_argument("--held-out", type=int, default=100, help="number of held-out tasks (0: no evaluations)")
@@ -264,7 +264,7 @@ def main() -> None:
         default=".".join(platform.python_version_tuple()[:2]),
         help="Python version to install the agent for",
     )
-    parser.add_argument("--shuffle", action="store_true", help="a control: shuffle the advantages of each step")
+    parser.add_argument("--shuffle", action="store_true", help="control: shuffle the advantages of each step")
     parser.add_argument("--only-after", action="store_true", help="evaluate only after the training")
     parser.add_argument("--save", action="store_true", help="save the trained model")
     options = parser.parse_args()

@@ -200,14 +200,14 @@ def test_excerpt_of_a_log() -> None:
     ("failing", "timed_out", "fate"),
     [
         (("a",), False, "kept"),
-        ((), False, "not found by tests"),
+        ((), False, "not caught by tests"),
         (("a", "b", "c"), False, "breaks most tests"),
         (("a",), True, "hangs"),
     ],
 )
 def test_fate_of_a_bug(failing: tuple[str, ...], timed_out: bool, fate: str, folder: Path) -> None:
     tests = frozenset("abcde")
-    baseline = Baseline(passing=tests, unsteady=frozenset(), seconds=1.0)
+    baseline = Baseline(passing=tests, flaky=frozenset(), seconds=1.0)
     search = BugSearch(load_package(str(folder)), baseline, RepairSettings(), [])
     cases = {test: "failed" if test in failing else "passed" for test in tests}
     run = msgspec.convert({"cases": cases, "log": "", "exit_code": 1, "timed_out": timed_out, "seconds": 1.0}, TestRun)

@@ -1,7 +1,7 @@
-"""Repair tasks: real packages with a bug that their tests find (`turngate tasks make repairs`).
+"""Repair tasks: real packages with an injected bug that their tests catch (`turngate tasks make repairs`).
 
-package    the source: a folder, or a release on the package index; its files, tests and license
-mutations  the bugs: small edits of a file
+package    load a package from a folder or from the package index: its files, tests and license
+mutations  find the possible bugs: small edits of a file
 measure    run the tests of a package in a sandbox, with and without a bug
-make       choose the bugs, write the tasks, split them by package
+make       choose bugs, write the tasks, and split them by package
 """

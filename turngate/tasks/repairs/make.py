@@ -1,7 +1,7 @@
-"""Make repair tasks: choose bugs that the tests of a package find, and write a task for each.
+"""Make repair tasks: choose bugs that the tests of a package catch, and write a task for each.
 
-A bug is kept if at least one test fails because of it, other tests still pass, and the tests end in time. Of bugs in the same function
-that fail the same tests, one is kept. Which bugs are tried, and in which sequence, depends only on the package and the seed.
+A bug is kept if it makes at least one test fail, at least half of the tests still pass, and the tests finish in time. If several bugs in a
+function fail the same tests, one of them is kept. Which bugs are tried, and in which order, depends only on the package and the seed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from turngate.types import Json
 
 Hint = Literal["tests", "file", "function"]
 Split = Literal["train", "held-out"]
-Fate = Literal["kept", "not found by tests", "breaks most tests", "hangs", "duplicate"]
+Fate = Literal["kept", "not caught by tests", "breaks most tests", "hangs", "duplicate"]
 
-MAX_MODULE = 60_000  # characters; an agent cannot read larger files
+MAX_MODULE = 60_000  # characters; larger files are too long for an agent
 TRIES_PER_TASK = 6
-_SPARE_S, _SLOWER = 5.0, 4.0  # tests with a bug may take this much longer before they count as hanging
-_MOST_FAILING = 0.5  # share of the tests; a bug that breaks more is found at once
-_GRADING_SPARE_S = 60.0
+_MARGIN_S, _SLOWDOWN = 5.0, 4.0  # tests with a bug may take this much longer before they count as hanging
+_MAX_FAILING = 0.5  # fraction of the tests; a bug that breaks more is too easy to find
+_GRADING_MARGIN_S = 60.0
 _MAX_LISTED = 3  # failing tests in an instruction
 _MAX_DISTANCE_CASES = 20
 
 
 class RepairSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How tasks are chosen and written."""
+    """Settings for choosing and writing tasks."""
 
-    per_package: int = 40  # most tasks of one package
+    per_package: int = 40  # at most this many tasks
     per_function: int = 4
     seed: int = 0
-    hint: Hint = "file"  # what the instruction says about the place of the bug
-    benches: int = 2  # bugs of one package that are tried at the same time; does not change the result
+    hint: Hint = "file"  # how precisely the instruction locates the bug
+    benches: int = 2  # bugs of one package tried at the same time; does not affect the result
     image: str = ""
 
     def __post_init__(self) -> None:
@@ -69,21 +69,21 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     mutation: Mutation
-    text: str  # of the whole module
+    text: str  # the whole module, with the bug
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug that tests find."""
+    """A bug that tests catch."""
 
     bug: Bug
-    failing: tuple[str, ...]
+    failing: tuple[str, ...]  # names of tests
     passing: tuple[str, ...]
     distance: int | None  # calls between a failing test and the function with the bug
     excerpt: str  # the report of the first failing test
 
 
 class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks made from one package, and what became of the bugs that were tried."""
+    """The repairs of one package, and the number of tried bugs by fate."""
 
     package: Package
     repairs: tuple[Repair, ...]
@@ -92,7 +92,7 @@ class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_bugs(package: Package, seed: int) -> list[Bug]:
-    """List all bugs that the package can get, in the sequence in which they are tried: kinds and modules take turns."""
+    """List all possible bugs of a package in the order to try them, alternating between kinds and modules."""
     bugs: dict[tuple[str, str], list[Bug]] = {}
     for path in package.modules:
         source = package.files[path]
@@ -112,7 +112,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are enough tasks. Raise `TaskError` if the tests of the package do not run."""
+    """Try bugs until there are enough tasks. Raise `TaskError` if the package's tests do not run."""
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(open_bench(package, backend, settings.image))
         baseline = await measure_baseline(first, package)
@@ -126,13 +126,13 @@ async def make_repairs(
             if len(search.repairs) >= settings.per_package:
                 break
             await search.try_bugs(candidates[start : start + settings.benches])
-            report(f"{package.name}: {len(search.repairs)} tasks of {sum(search.fates.values())} bugs")
+            report(f"{package.name}: {len(search.repairs)} tasks from {sum(search.fates.values())} bugs")
     repairs = tuple(search.repairs[: settings.per_package])
     return PackageRepairs(package=package, repairs=repairs, fates=dict(search.fates), baseline=baseline)
 
 
 class BugSearch:
-    """Tries bugs, several at a time, and keeps the useful ones. The result does not depend on which of them is tried faster."""
+    """Tries bugs, several at a time, and keeps the useful ones. The result does not depend on which test run finishes first."""
 
     def __init__(
         self, package: Package, baseline: Baseline, settings: RepairSettings, benches: Sequence[Bench]
@@ -140,7 +140,7 @@ class BugSearch:
         self.repairs: list[Repair] = []
         self.fates: Counter[Fate] = Counter()
         self._package, self._baseline, self._settings, self._benches = package, baseline, settings, benches
-        self._limit_s = baseline.seconds * _SLOWER + _SPARE_S
+        self._limit_s = baseline.seconds * _SLOWDOWN + _MARGIN_S
         self._seen: set[tuple[str, str, frozenset[str]]] = set()
         self._per_function: Counter[tuple[str, str]] = Counter()
 
@@ -160,13 +160,13 @@ class BugSearch:
         self.repairs += await asyncio.gather(*kept)
 
     def judge(self, bug: Bug, run: TestRun) -> Fate:
-        """Decide what becomes of a bug, given its test run. Bugs that are kept are remembered."""
+        """Return the fate of a bug, given its test run. Remember kept bugs, to recognize duplicates."""
         failing = self._baseline.passing - run.passed
         if run.timed_out:
             return "hangs"
         if not failing:
-            return "not found by tests"
-        if len(failing) > _MOST_FAILING * len(self._baseline.passing):
+            return "not caught by tests"
+        if len(failing) > _MAX_FAILING * len(self._baseline.passing):
             return "breaks most tests"
         place = (bug.path, bug.mutation.function)
         if (*place, failing) in self._seen or self._per_function[place] >= self._settings.per_function:
@@ -207,10 +207,10 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
             "repo": package.name,
             "fail_to_pass": list(repair.failing),
             "pass_to_pass": list(repair.passing),
-            # In the command, the variable would hide the witness's folder.
+            # If test_cmd set the variable, it would hide the witness's folder.
             "before": f"export PYTHONPATH={package.root}" if package.root else "",
             "test_cmd": build_test_command(package, options=GRADING_OPTIONS, with_path=False),
-            "timeout_s": round(made.baseline.seconds * _SLOWER + _GRADING_SPARE_S),
+            "timeout_s": round(made.baseline.seconds * _SLOWDOWN + _GRADING_MARGIN_S),
         },
         "solution": {"patch": write_patch(bug.path, bug.text, package.files[bug.path])},
         "metadata": {
@@ -239,7 +239,7 @@ def rate_difficulty(repair: Repair) -> Literal["easy", "medium", "hard"]:
 
 
 def write_instruction(package: Package, repair: Repair, hint: Hint) -> str:
-    """Write what the agent is asked to do. It never contains the fix."""
+    """Write the agent's instruction. It never contains the fix."""
     named = choose_cases(repair.failing, _MAX_LISTED)
     files = list(dict.fromkeys(case.partition("::")[0] for case in named))
     more = f" ({len(repair.failing)} fail in all)" if len(repair.failing) > len(named) else ""
@@ -266,9 +266,9 @@ def write_patch(path: str, before: str, after: str) -> str:
 
 
 def split_packages(names: Sequence[str], held_out: float, seed: int) -> dict[str, Split]:
-    """Assign each package to a split, so that no package is in both. At least one is trained on if there are several."""
+    """Assign each package to one split. At least one package is for training."""
     if not 0 <= held_out < 1:
-        raise ConfigError(f"held_out must be a share from 0 to less than 1, not {held_out:g}", param="held_out")
+        raise ConfigError(f"held_out must be at least 0 and less than 1, not {held_out:g}", param="held_out")
     mixed = sorted(set(names))
     random.Random(seed).shuffle(mixed)
     count = min(round(held_out * len(mixed)), len(mixed) - 1)
@@ -276,7 +276,7 @@ def split_packages(names: Sequence[str], held_out: float, seed: int) -> dict[str
 
 
 def describe_package(made: PackageRepairs, split: Split) -> Iterator[tuple[str, Json]]:
-    """Describe where the tasks of a package come from, for the file `packages.json`."""
+    """Yield the fields of a package in `packages.json`, which say where its tasks come from."""
     yield "package", made.package.name
     yield "version", made.package.version
     yield "license", made.package.license
@@ -285,5 +285,5 @@ def describe_package(made: PackageRepairs, split: Split) -> Iterator[tuple[str, 
     yield "tasks", len(made.repairs)
     yield "bugs", dict(made.fates)
     yield "tests", len(made.baseline.passing)
-    yield "unsteady_tests", sorted(made.baseline.unsteady)
+    yield "flaky_tests", sorted(made.baseline.flaky)
     yield "left_out", list(made.package.left_out)

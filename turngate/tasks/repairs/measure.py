@@ -1,6 +1,6 @@
 """Run the tests of a package in a sandbox: twice without a bug, to leave out flaky ones, and once with each bug.
 
-The tests run with the command that grades the task later, and its log is parsed in the same way.
+Graders later run the same command and parse its log in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from turngate.tasks.repairs.package import Package
 
 FIRST_LIMIT_S = 120.0  # for the tests of the unchanged package
 OUTPUT_BYTES = 16_000_000
-_COLLECTION_FAILED = 2  # exit code of pytest from which on no tests ran
-# Compiled files are not written: Python would use an outdated one if a file changed within a second and kept its length.
+_COLLECTION_FAILED = 2  # pytest's exit codes from this one on mean that no tests ran
+# Do not write compiled files: Python would use an outdated one if a file changed within a second and kept its length.
 _ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 _MAX_EXCERPT_LINES, _MAX_EXCERPT = 24, 1500
 
-# Counts the calls between a test and a function, for every test that reaches the function.
+# A pytest plugin that counts the calls between a test and a function, and writes the smallest count of all tests.
 _DISTANCE = """
 import os, sys
 import pytest
@@ -64,7 +64,7 @@ def pytest_sessionfinish():
 def build_test_command(
     package: Package, cases: Sequence[str] = (), options: str = "-q", *, with_path: bool = True
 ) -> str:
-    """Build the shell command that runs the package's tests, or some of them. Without the path, PYTHONPATH must be set already."""
+    """Build the shell command that runs the package's tests, or only `cases`. Without `with_path`, the caller must set PYTHONPATH."""
     path = f"PYTHONPATH={package.root} " if package.root and with_path else ""
     own = " -o addopts=" if package.has_pytest_options else ""
     return " ".join([f"{path}python3 -m pytest {options}{own}", *(shlex.quote(case) for case in cases)])
@@ -90,7 +90,7 @@ class TestRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench:
-    """A sandbox with a package in it. Runs the tests with different versions of a file, one after the other."""
+    """A sandbox that contains a package. Runs its tests with one version of the files after another."""
 
     def __init__(self, sandbox: Sandbox, package: Package) -> None:
         self._sandbox = sandbox
@@ -122,9 +122,9 @@ class Bench:
     async def measure_distance(
         self, changed: Mapping[str, str], path: str, line: int, cases: Sequence[str], limit_s: float
     ) -> int | None:
-        """Count the calls between the failing tests and the function at this line; 1 if a test calls it itself.
+        """Count the calls between the failing tests and the function at this line; 1 if a test calls it directly.
 
-        Return None if no test reaches it while it runs, for example if it is called during imports or by a fixture.
+        Return None if no test calls it while running, for example if only imports or fixtures call it.
         """
         await self._write(changed)
         home, out = self._sandbox.home, f"{self._sandbox.home}/distance"
@@ -148,7 +148,7 @@ class Bench:
 
 @asynccontextmanager
 async def open_bench(package: Package, backend: Backend, image: str = "") -> AsyncIterator[Bench]:
-    """Create a sandbox without a network, with the package in it."""
+    """Create a sandbox without network access, and upload the package."""
     sandbox = await backend.create(SandboxSpec(image=image, labels={"for": "repairs"}))
     try:
         bench = Bench(sandbox, package)
@@ -159,10 +159,10 @@ async def open_bench(package: Package, backend: Backend, image: str = "") -> Asy
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """The tests of the unchanged package."""
+    """The test results of the unchanged package."""
 
     passing: frozenset[str]  # in every run
-    unsteady: frozenset[str]
+    flaky: frozenset[str]
     seconds: float
 
 
@@ -172,25 +172,27 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
     for _ in range(2):
         run = await bench.run_tests({}, FIRST_LIMIT_S)
         if run.timed_out:
-            raise TaskError(f"repairs: the tests of {package.name} take more than {FIRST_LIMIT_S:g} s", param="sources")
+            raise TaskError(
+                f"repairs: the tests of {package.name} take longer than {FIRST_LIMIT_S:g} s", param="sources"
+            )
         if not run.passed or run.exit_code >= _COLLECTION_FAILED:
             tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]
             raise TaskError(
                 f"repairs: the tests of {package.name} do not run in this sandbox (exit code {run.exit_code}): {tail}; "
-                "they may need other packages, or pytest is not installed for its python3",
+                "check that its python3 has pytest and the other packages that they need",
                 param="sources",
             )
         runs.append(run)
     first, second = runs
     return Baseline(
         passing=first.passed & second.passed,
-        unsteady=first.passed ^ second.passed,
+        flaky=first.passed ^ second.passed,
         seconds=max(run.seconds for run in runs),
     )
 
 
 def find_excerpt(log: str, case: str) -> str:
-    """Return the report of a failed test in pytest's log, shortened."""
+    """Return a failed test's report from pytest's log, shortened."""
     name = case.partition("::")[2].replace("::", ".")
     lines = log.splitlines()
     header = re.compile(rf"_+ (ERROR at \w+ of )?{re.escape(name)} _+")
@@ -206,5 +208,5 @@ def find_excerpt(log: str, case: str) -> str:
 
 
 def choose_cases(cases: Collection[str], most: int) -> list[str]:
-    """Choose some of the cases, with the shortest names first."""
+    """Choose at most `most` cases, those with the shortest names first."""
     return sorted(cases, key=lambda case: (len(case), case))[:most]

@@ -1,7 +1,7 @@
-"""Mutations: small edits of Python code that break it, as programmers do by mistake.
+"""Mutations: small edits that break Python code the way programmers do by mistake.
 
 `find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so formatting and comments stay as they are. It
-is inside a function, changes what the code does (never only annotations or docstrings), and leaves the file valid.
+is inside a function, changes what the code does (not just annotations or docstrings), and leaves the file valid.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CALLS = {
     )
     for one, other in (pair, pair[::-1])
 }
-# Annotations and decorators; defaults of parameters are a kind of their own.
+# Annotations and decorators; the defaults of parameters have their own kind of mutation.
 _SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "type_params", "defaults", "kw_defaults"}
 _LARGEST_OFF_BY_ONE = 100  # larger numbers are rarely counts or positions
 
@@ -83,7 +83,7 @@ class Mutation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_mutations(source: str) -> list[Mutation]:
-    """List the mutations of a file in the order of its text, each with a different outcome. Raise SyntaxError if it is not valid Python."""
+    """List the mutations of a file from start to end, without duplicates. Raise `SyntaxError` if it is not valid Python."""
     search = _Search(source)
     found: list[Mutation] = []
     seen: set[tuple[int, str]] = set()
@@ -115,7 +115,7 @@ class _Function(msgspec.Struct, frozen=True):
 
 
 class _Search:
-    """Walks a syntax tree, and yields the mutations of every function in it."""
+    """Walks a syntax tree and yields the mutations of every function in it."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -169,13 +169,13 @@ class _Search:
         self._function, self._scope = outer, scope
 
     def find_lines(self, first: int, last: int) -> tuple[int, int]:
-        """Return where these lines start and end."""
+        """Return the offsets at which these lines start and end."""
         return self._starts[first - 1], self._starts[last]
 
     # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _offset(self, line: int, column: int) -> int:
-        """Convert a line and a column in bytes, as syntax trees have them, to characters."""
+        """Convert a line and a byte column, as in syntax trees, to an offset in characters."""
         return self._starts[line - 1] + len(self._lines[line - 1][:column].decode())
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -205,7 +205,7 @@ class _Search:
     def _replace_operator(
         self, kind: Kind, left: ast.expr, right: ast.expr, table: dict[str, str]
     ) -> Iterator[Mutation]:
-        """Replace the operator between two operands. Between them can be brackets, line breaks and comments, too."""
+        """Replace the operator between two operands. Brackets, line breaks and comments may surround it."""
         start, end = self._span(left)[1], self._span(right)[0]
         words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in sorted(table, key=len, reverse=True))
         match = re.search(words, re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self._source[start:end]))
@@ -273,7 +273,7 @@ class _Search:
             yield self._replace("wrong variable", node, names[(names.index(node.id) + 1) % len(names)])
 
     def _edit_statement(self, node: ast.AST, parent: ast.AST) -> Iterator[Mutation]:
-        """Drop a statement, unless it is the only one of its block."""
+        """Drop a statement, unless it is the only one in its block."""
         if isinstance(node, ast.If) and not node.orelse:
             kind: Kind = "dropped branch"
         elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
@@ -305,7 +305,7 @@ _EDITS: tuple[_Edit, ...] = (
 
 
 def _is_passive(node: ast.AST) -> bool:
-    """Return whether a node has no effect that tests should check: docstrings, messages of exceptions, type checks, f-strings."""
+    """Return whether a node must stay unchanged: docstrings, imports, `TYPE_CHECKING` blocks, raises, assertions, f-strings."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

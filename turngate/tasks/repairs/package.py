@@ -1,4 +1,4 @@
-"""The packages that repair tasks are made from: a folder, or a release on the package index with its tests (`humanize==4.12.3`)."""
+"""Load the packages for repair tasks: folders, or releases on the package index (`humanize==4.12.3`) that include their tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The package's own modules, which can have a bug."""
+        """The package's own modules, which bugs can be injected into."""
         return tuple(sorted(path for path in self.files if self._is_module(path)))
 
     @property
@@ -92,9 +92,11 @@ def load_package(source: str) -> Package:
             f"repairs: {source} is neither a folder nor a release; write a release as NAME==VERSION", param="sources"
         )
     if not package.modules:
-        raise TaskError(f"repairs: {source} has no Python package that could have a bug", param="sources")
+        raise TaskError(f"repairs: {source} has no Python package to inject bugs into", param="sources")
     if not any(is_test(path) and path.endswith(".py") for path in package.files):
-        raise TaskError(f"repairs: {source} has no tests; its archive must contain them", param="sources")
+        raise TaskError(
+            f"repairs: {source} has no tests; choose a folder or a release that includes them", param="sources"
+        )
     return package
 
 
@@ -134,7 +136,7 @@ def _is_needed(path: str) -> bool:
 
 
 def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Decode the text files. Return the names of the others, too."""
+    """Decode the text files. Also return the names of the other files."""
     texts: dict[str, str] = {}
     left_out = []
     for path, content in files.items():
@@ -146,8 +148,8 @@ def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str
             left_out.append(path)
     if (size := sum(len(text) for text in texts.values())) > MAX_PACKAGE_BYTES:
         raise TaskError(
-            f"repairs: {where} has {size / 1e6:.1f} MB of text, but every task contains the whole package; "
-            f"at most {MAX_PACKAGE_BYTES / 1e6:.0f} MB are possible",
+            f"repairs: {where} has {size / 1e6:.1f} MB of text; the limit is {MAX_PACKAGE_BYTES / 1e6:.0f} MB, "
+            "because every task contains the whole package",
             param="sources",
         )
     return texts, tuple(left_out)
@@ -183,7 +185,7 @@ def _read_license(classifiers: list[str], expression: str | None, text: str | No
 
 
 def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of an archive, by their path below its only folder."""
+    """Yield the files of an archive, with their paths relative to its only folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
@@ -197,7 +199,7 @@ def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _fetch_archive(name: str, version: str) -> bytes:
-    """Return the source archive of a release, from the cache or from the index. The index's own checksum is checked."""
+    """Return the source archive of a release, from the cache or from the index. A download is checked against the index's checksum."""
     place = cache_folder() / "releases" / f"{name}-{version}.tar.gz"
     if place.is_file():
         return place.read_bytes()
@@ -205,7 +207,7 @@ def _fetch_archive(name: str, version: str) -> bytes:
     content = _fetch(address)
     algorithm, _, expected = urllib.parse.urlsplit(address).fragment.partition("=")
     if algorithm == "sha256" and hashlib.sha256(content).hexdigest() != expected:
-        raise TaskError(f"repairs: {address} does not have the checksum that the index states", param="sources")
+        raise TaskError(f"repairs: {address} does not match the checksum on the index", param="sources")
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
         new.write(content)
@@ -223,7 +225,7 @@ def _find_archive(name: str, version: str) -> str:
         stem, dash, rest = file.rpartition("-")
         if f"{_normalize(stem)}{dash}{rest}" == wanted:
             return address
-    raise TaskError(f"repairs: {page} has no source archive of {name} {version}", param="sources")
+    raise TaskError(f"repairs: {page} has no source archive for {name} {version}", param="sources")
 
 
 def _normalize(name: str) -> str:
