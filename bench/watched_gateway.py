@@ -78,7 +78,7 @@ class LoopWatch:
             self._collected_s += time.perf_counter() - self._collecting
 
     def _look(self) -> None:
-        """Note what the thread is doing while the loop is late. C code that keeps the interpreter lock shows only when it returns."""
+        """Note what the thread is doing while the loop is late. C code that holds the interpreter lock shows only when it returns."""
         while True:
             time.sleep(_LOOK_S)
             if watching and time.monotonic() - self._due > _STALL_S:

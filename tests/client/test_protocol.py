@@ -71,7 +71,7 @@ async def test_field_of_wrong_type_is_named() -> None:
 
 async def test_truncated_reply_is_invalid() -> None:
     async with gateway_sending(msgspec.json.encode(SESSION)[:-9]) as client:
-        with pytest.raises(InvalidReply, match="sent a damaged reply"):
+        with pytest.raises(InvalidReply, match="sent a reply that is not valid JSON"):
             await client.show("s")
 
 

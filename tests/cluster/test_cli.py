@@ -46,7 +46,7 @@ def options(**values: Any) -> BatchOptions:
     ("given", "config", "message"),
     [
         ({"ray": "auto"}, ServeConfig(), "data must be the URL of a PostgreSQL database"),
-        ({"ray_label": ["pool=docker"]}, SHARED, "pass --ray too"),
+        ({"ray_label": ["pool=docker"]}, SHARED, "also pass --ray"),
         ({"ray": "auto", "ray_label": ["pool"]}, SHARED, "must be NAME=VALUE"),
         ({"ray": "auto", "gateway": "http://g"}, SHARED, "remove --gateway"),
         ({"ray": "auto", "public_url": "http://g"}, SHARED, "remove --public-url"),

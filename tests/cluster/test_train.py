@@ -119,9 +119,9 @@ def small_engine() -> TimedEngine:
         (["--ray", "auto"], "data must be the URL of a PostgreSQL database"),
         (["--ray", "auto", "--data", "folder"], "data must be the URL of a PostgreSQL database"),
         (["--ray", "auto", "--data", "postgresql://u:secret@db/t"], "do not pass the database password"),
-        (["--data", URL], "pass --ray too"),
-        (["--ray-label", "pool=docker"], "pass --ray too"),
-        (["--engine-host", "10.0.0.5"], "pass --ray too"),
+        (["--data", URL], "also pass --ray"),
+        (["--ray-label", "pool=docker"], "also pass --ray"),
+        (["--engine-host", "10.0.0.5"], "also pass --ray"),
     ],
 )
 def test_wrong_flags_are_refused(tmp_path: Path, given: list[str], message: str) -> None:

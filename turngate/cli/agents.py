@@ -63,7 +63,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings
     spec = find_agent(name).spec
     if not spec.check:
         raise AgentError(
-            f"agent {spec.name} has no [[check]] steps to run; describe the agent in a file with such steps "
+            f"agent {spec.name} has no [[check]] steps to run; add them to a file that describes the agent "
             "(see turngate/agents/catalog for examples), and check that file",
             param="check",
         )

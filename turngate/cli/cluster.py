@@ -23,7 +23,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
     labels = parse_labels(options.ray_label or ())
     if not options.ray:
         if labels:
-            raise ConfigError("ray_label needs a cluster; pass --ray too", param="ray_label")
+            raise ConfigError("ray_label needs a cluster; also pass --ray", param="ray_label")
         return None
     for name in ("gateway", "public_url", "tunnel"):
         if getattr(options, name):

@@ -85,9 +85,9 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
         )
     for name, value in (("ray_label", labels), ("engine_host", options.engine_host)):
         if value:
-            raise ConfigError(f"{name} needs a cluster; pass --ray too", param=name)
+            raise ConfigError(f"{name} needs a cluster; also pass --ray", param=name)
     if is_database_url(options.data):
-        raise ConfigError("without --ray, data must be a folder; pass --ray too to record in PostgreSQL", param="data")
+        raise ConfigError("without --ray, data must be a folder; also pass --ray to record in PostgreSQL", param="data")
     return None
 
 

@@ -204,7 +204,7 @@ class GatewayClient(GatewayTransport):
         return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
-        """Return all calls of host tools, oldest first."""
+        """Return all host-tool calls, oldest first."""
         calls: list[ToolCallView] = []
         while True:
             after = calls[-1].call if calls else 0

@@ -1,4 +1,4 @@
-"""Warnings for a trainer whose feed expects groups of another size than the batch makes."""
+"""Warn a trainer whose feed expects a different group size than the batch makes."""
 
 from __future__ import annotations
 

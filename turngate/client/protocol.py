@@ -289,7 +289,7 @@ DecodedTrace = SessionTrace[SessionSettings, TraceNode]  # as clients decode it
 
 
 class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a host tool."""
+    """One host-tool call."""
 
     call: int
     tool: str
@@ -307,7 +307,7 @@ class ToolCallPage(msgspec.Struct, frozen=True):
 
 
 class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply to answering a call of a host tool."""
+    """A host-tool call and its answer, as the gateway recorded them."""
 
     call: int
     tool: str

@@ -126,7 +126,9 @@ class GatewayTransport:
                 f"gateway: {self.url} sent a reply that this client cannot decode ({message})", param=field
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidReply(f"gateway: {self.url} sent a damaged reply ({error})") from None
+            raise InvalidReply(
+                f"gateway: {self.url} sent a reply that is not valid {'msgpack' if msgpack else 'JSON'} ({error})"
+            ) from None
 
     def _to_error(self, status: int, raw: bytes, *, is_ours: bool) -> TurngateError:
         if not is_ours and status in _PROXY_STATUSES:

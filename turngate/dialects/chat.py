@@ -156,7 +156,7 @@ class ChatHistory:
 
 
 class Chat:
-    """The chat dialect."""
+    """The chat dialect: OpenAI's Chat Completions API."""
 
     name = "chat"
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))

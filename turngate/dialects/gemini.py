@@ -98,7 +98,7 @@ _FORWARDED_HEADERS = ("x-goog-api-client",)
 
 
 class Gemini:
-    """The gemini dialect."""
+    """The gemini dialect: Google's Gemini API."""
 
     name = "gemini"
     routes = tuple(

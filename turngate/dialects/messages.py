@@ -94,7 +94,7 @@ _request = msgspec.json.Decoder(MessagesRequest)
 
 
 class Messages:
-    """The messages dialect."""
+    """The messages dialect: Anthropic's Messages API."""
 
     name = "messages"
     routes = (

@@ -98,7 +98,7 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Responses:
-    """The responses dialect."""
+    """The responses dialect: OpenAI's Responses API."""
 
     name = "responses"
     routes = (

@@ -19,7 +19,7 @@ _DATA = b"\ndata: "
 
 
 class EventUnsupported(BadRequest):
-    """A client's event is of another type than `response.create`, so it is not a model call."""
+    """A client's event is not a model call: its type is not `response.create`."""
 
 
 class SocketEvent(msgspec.Struct, frozen=True):

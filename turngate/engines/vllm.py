@@ -457,7 +457,7 @@ class VLLMGeneration:
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
-        """Read the reply to its end, where the usage is, and add that to the last chunk. Leaving it would drain it in any case."""
+        """Read the usage at the end of the reply and add it to the last chunk. The reply would be drained anyway."""
         with suppress(TurngateError, TimeoutError):  # the generation is complete
             async with asyncio.timeout(http.DRAIN_S):
                 while (batch := await self._reply.batch()) is not None:

@@ -94,7 +94,7 @@ class ExpectedWeights:
 def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int) -> VersionRuns | None:
     """Return (version, tokens) for each span, or None if the labels are not policy versions up to `newest`.
 
-    An engine has a label of its own, such as "default", for the weights that it was started with. They are the version at which the
+    An engine has its own label, such as "default", for the weights that it was started with. They are the version at which the
     call began.
     """
     runs: list[tuple[int, int]] = []

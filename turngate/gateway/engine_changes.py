@@ -92,7 +92,7 @@ class LocalEngines:
 
 
 class EngineChanges:
-    """Changes of the list, carried out one at a time."""
+    """Changes to the list of engines, carried out one at a time."""
 
     def __init__(
         self,

@@ -127,18 +127,16 @@ class Feeds:
                     param="after",
                 )
             return
-        told = parse_history(mark)
-        last = row.newest if not mark or told == history else self._restores.last_number(row.key, told)
+        marked = parse_history(mark)
+        last = row.newest if not mark or marked == history else self._restores.last_number(row.key, marked)
         if last is None or after > last:
             known = (
-                "the backup does not contain the feed of this mark"
-                if last is None
-                else f"which ends with delivery {last}"
+                "which does not contain the feed of this mark" if last is None else f"which ends with delivery {last}"
             )
             start = row.committed if last is None else last
             raise Conflict(
-                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers were assigned again. Rollouts that may "
-                f"have been trained before are delivered without rows. Continue with after={start} and the mark "
+                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers are reused for other deliveries. "
+                f"Rollouts that may already have been trained are delivered without rows. Continue with after={start} and the mark "
                 f"{_view(row, history).mark!r}",
                 param="after",
             )

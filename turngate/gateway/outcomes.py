@@ -67,5 +67,5 @@ def _check_name(name: str, field: str) -> None:
     """Raise `BadRequest` for a name that the shared store cannot index."""
     if "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
         raise BadRequest(
-            f"{field} must have at most {_MAX_NAME_BYTES} bytes in UTF-8, and no null characters", param=field
+            f"{field} must be at most {_MAX_NAME_BYTES} bytes of UTF-8, without null characters", param=field
         )

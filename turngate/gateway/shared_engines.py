@@ -91,7 +91,7 @@ class SharedEngineGroup:
 
 
 class SharedEngineChanges(EngineChanges):
-    """Changes of the list at the gateway on the shared store. Another gateway may have changed it too."""
+    """Changes to the list of engines at the gateway on the shared store. Other gateways may also change it."""
 
     def __init__(
         self,

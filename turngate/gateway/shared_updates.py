@@ -1,6 +1,6 @@
 """Weight updates of all cells, at the gateway on the shared store.
 
-The gateway holds the calls of every cell, loads the weights into every engine of the list, and resumes the calls at the new version. If the
+The gateway holds the calls of every cell, loads the weights into every listed engine, and resumes the calls at the new version. If the
 first engine rejects the weights, the old version remains active. If another one does, that engine is taken out of service with the reason,
 and the others continue: one broken engine among many does not stop the training.
 """
@@ -53,7 +53,7 @@ class SharedUpdates(WeightUpdates):
         return await super().load(load, mode, limit_s)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas of the list, healthy ones first, because the first one tries the weights for all."""
+        """Return the listed replicas, healthy ones first: if the first one rejects the weights, no other loads them."""
         if self._local is not None:
             await self._local.sync()
         healthy = {health.url for health in await self._replicas.health() if health.ok}

@@ -61,7 +61,7 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     if raw.startswith('"'):  # the arguments are encoded as a JSON string, so decode it
         raw = orjson.loads(raw)
     if not call.name:
-        raise MalformedCall("the call has no name")
+        raise MalformedCall("the tool call has no name")
     return call.name, "{}" if raw == "null" else raw
 
 
@@ -120,7 +120,7 @@ def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     name, *pairs = text.split("<arg_key>")
     name = name.strip()
     if not name or any(c.isspace() for c in name):
-        raise MalformedCall("the call has no name")
+        raise MalformedCall("the tool call has no name")
     types, values = _parameter_types(name, tools), {}
     for pair in pairs:
         key, closed, rest = pair.partition("</arg_key>")

@@ -236,7 +236,7 @@ def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str])
         f"{name}: was {before.get(name) or 'not set'}, is now {after.get(name) or 'not set'}"
         for name in {**before, **after}
         if before.get(name) != after.get(name)
-        # Earlier versions hashed the agent's documentation, too. Its name and version are terms of their own.
+        # Earlier versions hashed the agent's documentation, too. Its name and version are separate terms.
         and not (name == _AGENT_TERM and not before.get(name, "").startswith(_RUN_DIGEST))
     ]
 

@@ -368,7 +368,7 @@ class Rollout:
             await run_to_completion(asyncio.to_thread(self._discard_work))
 
     async def _count_turns(self, limit_s: float) -> None:
-        """Read the numbers of turns, tokens and rows from the gateway, if it responds."""
+        """Read how many turns, tokens and rows were recorded from the gateway, if it responds."""
         outcome = self.outcome
         if not outcome.session:
             return

@@ -227,13 +227,13 @@ class AdminRoutes:
         return json_response(OutcomeReply(session_id, body, excluded))
 
     async def tool_calls(self, request: Request, query: ToolCallsQuery) -> JsonReply[ToolCallPage]:
-        """List the calls of host tools, oldest first."""
+        """List the host-tool calls, oldest first."""
         session = self._sessions.find(request.path_params["id"])
         calls = self._host_tools.list_calls(session, query.after, min(query.limit or 100, 1000))
         return json_response(ToolCallPage(session.id, calls))
 
     async def answer_tool(self, request: Request, body: AnswerBody) -> JsonReply[HostToolCall]:
-        """Answer a call of a host tool."""
+        """Answer a host-tool call."""
         session = self._sessions.find(request.path_params["id"])
         return json_response(self._host_tools.answer(session, request.path_params["call"], body.reply))
 

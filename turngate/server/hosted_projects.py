@@ -65,7 +65,7 @@ class HostedProjects:
     def __init__(self, host: ProjectGateway) -> None:
         self._host = host
         self._open: dict[str, HostedProject] = {}
-        self._removed: set[str] = set()  # deleted projects of which nothing is left on this machine
+        self._removed: set[str] = set()  # deleted projects whose data on this machine is gone
         self._watching: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[HostedProject]:

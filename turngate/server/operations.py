@@ -105,7 +105,7 @@ _hints: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionar
 
 
 def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function. Evaluating them is slow, and each project of a gateway has routes of its own."""
+    """Return the types of a function. Evaluating them is slow, and each project of a gateway has its own routes."""
     hints = _hints.get(function)
     if hints is None:
         hints = _hints[function] = get_type_hints(function)

@@ -378,7 +378,7 @@ class ProjectGateway:
             log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve model calls and host-tool calls directly, because Starlette costs more per request. Starlette serves everything else."""
+        """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves everything else."""
         if scope["type"] == "websocket":
             await self._serve_socket(scope, receive, send)
             return

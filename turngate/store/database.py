@@ -234,7 +234,7 @@ class _Connection(sqlite3.Connection):
 
 
 def _connect(path: Path) -> _Connection:
-    """Open a connection that any thread may use, and that has no transaction of its own."""
+    """Open a connection that any thread may use, and that opens no transactions itself."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
     db.text_factory = decode_text
     return db

@@ -1,4 +1,4 @@
-"""The tool_calls table: calls of host tools and their replies."""
+"""The tool_calls table: host-tool calls and their replies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AnsweredBy = Literal["", "tool", "host", "time"]  # not yet answered; by the too
 
 
 class HostToolCall(msgspec.Struct, frozen=True):
-    """One call of a host tool."""
+    """One host-tool call."""
 
     call: int
     tool: str

@@ -121,7 +121,7 @@ def _explain(
 
 
 def _explain_reason(reason: str) -> tuple[str, str]:
-    """Return what happened to turns with this reason, as the end of a sentence, and the fix."""
+    """Return what happened to turns with this reason, as a phrase to complete a sentence, and how to fix it."""
     if reason.startswith(_BIASED):
         return _explain_bias(reason.removeprefix(_BIASED))
     if reason.startswith("captured as "):

@@ -121,7 +121,7 @@ class StoredLimits(msgspec.Struct, frozen=True):
 
 
 class StoredConfig(msgspec.Struct, frozen=True):
-    """The session's settings, as far as its trace must agree with them."""
+    """The settings of a session that its trace must agree with."""
 
     model: str = ""
     mode: str = "exact"

@@ -97,7 +97,7 @@ class SessionViews:
         return await self._reader.run(query)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return the numbers of turns and roots of the sessions with keys from `first` to `last`."""
+        """Return how many turns and roots each session has, by key, for keys from `first` to `last`."""
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 

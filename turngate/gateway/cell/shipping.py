@@ -36,7 +36,7 @@ class ShipmentTarget(Protocol):
         """Return the history of the shared store, which changes when the store was restored from a backup."""
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the sessions that the shared store lacks, given with the numbers of their newest events."""
+        """Return the sessions that the shared store lacks. Each is given as its id and the number of its newest event."""
 
 
 class Shipper:

@@ -123,14 +123,14 @@ class CellActor:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing() or process.returncode is not None:
             raise CellUnusable(
-                f"the cell on {self._settings.name} has ended; its log is {self._settings.folder}/runner.log"
+                f"the cell on {self._settings.name} has exited; see its log, {self._settings.folder}/runner.log"
             )
         process.stdin.write(line + b"\n")
 
     async def _read_replies(self) -> None:
         assert self._process is not None and self._process.stdout is not None and self._ready is not None
         decode = msgspec.json.Decoder(RunnerReply).decode
-        failed = RunnerFailed(f"its process ended; its log is {self._settings.folder}/runner.log")
+        failed = RunnerFailed(f"its process exited; see its log, {self._settings.folder}/runner.log")
         while line := await self._process.stdout.readline():
             match reply := decode(line):
                 case RunnerReady():

@@ -152,7 +152,7 @@ def claim_folder(place: str, shared: str) -> Path:
     """Return the first folder below `place` that no other process on this machine uses, and lock it until this process ends.
 
     A cell that starts again on the same machine gets the folder of the previous one, and ships the sessions that it could not ship. Each
-    shared store has its own folders, so that a session is never shipped to another store than the one that its batch recorded in.
+    shared store has its own folders, so that a session is only ever shipped to the store of its batch.
     """
     root = Path(place).expanduser() / parse_database_url(shared).folder.name
     for number in range(1, _MAX_FOLDERS):

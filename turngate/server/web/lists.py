@@ -46,14 +46,14 @@ class GroupQuery(msgspec.Struct, frozen=True):
 
 
 class TrainingQuery(msgspec.Struct, frozen=True):
-    """`group` is the start of the names of the groups; `buckets` is the number of points of a chart."""
+    """`group` is a prefix of group names; `buckets` is the number of points in a chart."""
 
     group: str = ""
     buckets: Whole = 120
 
 
 class FailuresQuery(msgspec.Struct, frozen=True):
-    """`group` is the start of the names of the groups."""
+    """`group` is a prefix of group names."""
 
     group: str = ""
 

@@ -143,7 +143,7 @@ class RolloutPages:
         return int(self._one(f"{query} AND value=ANY(?)", used[0])[0])
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of rollouts by column and value, except by task."""
+        """Count the rollouts by column and value, except by task."""
         query = "SELECT field, value, rollouts FROM rollout_counts WHERE field<>'task' ORDER BY field, value"
         found: dict[str, dict[str, int]] = {}
         with self._reading() as db:
@@ -152,7 +152,7 @@ class RolloutPages:
         return found
 
     def count_names(self) -> tuple[int, int]:
-        """Return the numbers of groups and tasks."""
+        """Count the groups and the tasks."""
         tasks = "SELECT count(*) FROM rollout_counts WHERE field='task' AND value<>''"
         row = self._one(f"SELECT (SELECT count(*) FROM group_list), ({tasks})", ())
         return int(row[0]), int(row[1])
@@ -161,7 +161,7 @@ class RolloutPages:
         return self._rollouts(f"SELECT {COLUMNS} FROM rollout_list WHERE id=ANY(?)", (list(ids),))
 
     def last_attempt(self, name: str) -> int:
-        """Return the highest attempt at a rollout that is listed."""
+        """Return the highest listed attempt at a rollout."""
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:

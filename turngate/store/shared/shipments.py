@@ -208,7 +208,7 @@ class ShipmentWriter:
         return history
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the sessions that the store does not have, or only without their newest events, given by the numbers of these.
+        """Return the sessions that the store lacks, or has without their newest event. Each is given as its id and that event's number.
 
         Sessions that were deleted here are not missing.
         """
