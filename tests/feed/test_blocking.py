@@ -7,6 +7,7 @@ import concurrent.futures
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -123,8 +124,10 @@ async def test_retries_are_logged_and_invalid_name_is_bad_request(
         with BlockingFeed(url, "k", name, PLAIN):
             pass
 
-    with pytest.raises(GatewayUnreachable):
+    with pytest.raises(GatewayUnreachable) as raised:
         await asyncio.to_thread(read, "http://127.0.0.1:9", "f")
+    here = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert here[here.index("read") :] == ["read", "__enter__", "_run"]  # no frames of the feed's own thread
     assert "retrying for up to" in caplog.text
     async with training() as t:
         for name in ("no/name", "", "no name"):

@@ -123,6 +123,7 @@ async def test_reader_is_warned_of_groups_of_other_size(
 ) -> None:
     """The small feed splits groups of four. The large one waits, unless the group was closed before the feed was opened."""
     monkeypatch.setattr("turngate.client.group_sizes._FIRST_LOOK_S", 0.02)
+    monkeypatch.setattr("turngate.client.group_sizes._REPORT_S", 0.01)
     async with training() as t:
         for _ in range(4):
             await t.rollout(1.0, "batch.task")
@@ -138,10 +139,15 @@ async def test_reader_is_warned_of_groups_of_other_size(
         large = await Feed.open(t.client, "large", FeedConfig(n=8, from_start=True))
         closed = await large.next(5)
         assert closed is not None and (closed.group, len(closed.rollouts)) == ("batch.task", 4)
+        assert "feed large: group batch.task was closed with 4 of 8 rollouts; " in caplog.messages[-1]
         caplog.clear()
-        for _ in range(4):
+        while len(caplog.messages) < 2:  # the test's timeout ends it
             assert await large.next(0.03) is None
-        assert "feed large: no delivery for 0 s: group batch.open has 4 of 8 rollouts; a group is" in caplog.messages[0]
+        wait, stuck, *_ = caplog.messages
+        assert wait.startswith("feed large: waiting for groups, no delivery for ")
+        assert stuck.startswith("feed large: no delivery for ")
+        for message in (wait, stuck):
+            assert "s: group batch.open has 4 of 8 rollouts" in message
 
 
 async def test_numbered_delivery_never_changes() -> None:

@@ -222,7 +222,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             start = time.monotonic()
             left = max(0.0, end - start)
             try:
-                await self._fetch(min(left, _WAIT_S, MAX_WAIT_S))
+                await self._fetch(min(left, _WAIT_S, MAX_WAIT_S, self._until_look_s))
                 backoff.reset()
                 if not self._ready:
                     self._waited_s += time.monotonic() - start
@@ -250,8 +250,13 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._ready.extend(deliveries)
         self._after += len(deliveries)
         for delivery in deliveries:
+            self._sizes.add_delivery(delivery.group, len(delivery.rollouts), self._waited_s)
             self._waited_s = 0.0
-            self._sizes.add_delivery(delivery.group)
+
+    @property
+    def _until_look_s(self) -> float:
+        """Seconds until the next look at the incomplete groups. At least 1, so that requests do not follow each other too fast."""
+        return max(1.0, self._sizes.next_look_s - self._waited_s)
 
     async def _check_incomplete_groups(self) -> None:
         if self._sizes.is_look_due(self._waited_s):
@@ -349,6 +354,9 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
             delivery = self._pending.result()
         except KeyboardInterrupt:
             raise  # the request continues; the next call picks it up
+        except TurngateError as error:
+            self._pending = None
+            raise _shorten_traceback(error) from None
         except BaseException:
             self._pending = None
             raise
@@ -377,7 +385,10 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         return self._feed
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except TurngateError as error:
+            raise _shorten_traceback(error) from None
 
     async def _open(self) -> Feed:
         self._gateway = await GatewayClient(self._url, self._key).__aenter__()
@@ -392,6 +403,11 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         await asyncio.gather(*others, return_exceptions=True)
         if self._gateway is not None:
             await self._gateway.__aexit__(None, None, None)
+
+
+def _shorten_traceback(error: TurngateError) -> TurngateError:
+    """Remove the frames of the feed's own thread. The message says what to do, and the caller's frames say where."""
+    return error.with_traceback(None)
 
 
 def _decode_delivery(wire: WireDelivery) -> Delivery:
