@@ -159,7 +159,8 @@ def test_invalid_agent_file_names_field(data: Path, tmp_path: Path) -> None:
         assert line.startswith(f"{file}: ") and wrong in line
 
 
-def test_unreachable_gateway_and_invalid_url(data: Path) -> None:
+def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.cli.gateway.START_S", 0)
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
     assert line == "gateway: nothing listens at http://127.0.0.1:9; start it with turngate serve"

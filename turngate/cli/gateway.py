@@ -13,6 +13,7 @@ from rich.console import Console
 from turngate.cli.options import RolloutOptions
 from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.terminal import say
 from turngate.config import ServeConfig, load_config
 from turngate.engines.base import Engine
@@ -22,6 +23,7 @@ from turngate.server.bind import find_running_gateway
 from turngate.server.engine_factory import build_renderer
 from turngate.server.run import GatewayAddress, run_embedded
 
+START_S = 15.0  # how long the gateway of --gateway may take to start
 # Flags that only apply to a gateway started by the command itself.
 _OWN_SETTINGS = ("engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
 
@@ -79,7 +81,8 @@ async def connect_gateway(
     data = Path(config.data)
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:
-            await client.check()  # reports a wrong key before anything is created
+            # Reports a wrong key before anything is created. The gateway may have been started at the same moment.
+            await retry_while_unreachable(client.check, limit_s=START_S, warn=True)
             await _require_engine(client, own=False)
             yield client, False
         return
