@@ -35,7 +35,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
 from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 
@@ -134,6 +133,12 @@ def build_trainer_config(options: argparse.Namespace) -> AsyncGRPOConfig:
     )
 
 
+def build_adapter(rank: int) -> Any:
+    from peft import LoraConfig  # not part of the `trl` extra
+
+    return LoraConfig(r=rank, target_modules="all-linear")
+
+
 def train(
     options: argparse.Namespace, selected: tuple[Task, ...], url: str, key: str, transfer: object
 ) -> CheckpointedTrainer:
@@ -145,7 +150,7 @@ def train(
         train_dataset=Dataset.from_list(prompts),  # TRL only counts epochs with it; the rows come from the worker
         rollout_worker=worker,
         weight_transfer=transfer,  # None: TRL sends weights to vLLM over NCCL
-        peft_config=LoraConfig(r=options.lora, target_modules="all-linear") if options.lora else None,
+        peft_config=build_adapter(options.lora) if options.lora else None,
     )
     if options.dry_run:
         for callback in (ProgressCallback, PrinterCallback):

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import tempfile
+import tomllib
 
 import pytest
 
@@ -30,6 +31,40 @@ def test_inside_trl_tests_pass(python: str, marks: str) -> None:
     """Run the tests of `inside_trl/` in its environment, without failing on its warnings."""
     passed = run_tests(python, "tests/trainers/inside_trl", marks, "-W", "default")
     assert passed >= (AT_LEAST if marks == "real" else 39)
+
+
+FIND_UNDECLARED = """
+import ast, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from packaging.requirements import Requirement
+
+declared, pending = set(), [Requirement(text) for text in sys.argv[2:]]
+while pending:
+    requirement = pending.pop()
+    if requirement.name not in declared:
+        declared.add(requirement.name)
+        try:
+            needs = map(Requirement, requires(requirement.name) or ())
+        except PackageNotFoundError:
+            continue
+        pending += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+names = {name.lower().replace("_", "-") for name in declared}
+for node in ast.parse(open(sys.argv[1]).read()).body:
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+    for module in modules:
+        packages = packages_distributions().get(module.split(".")[0], [])
+        if packages and not {name.lower().replace("_", "-") for name in packages} & {*names, "turngate"}:
+            print(module)
+"""
+
+
+@pytest.mark.parametrize("example", ["async_grpo.py", "one_rollout.py", "cpu.py", "random_grader.py"])
+def test_example_imports_only_what_the_extra_installs(python: str, example: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["trl"]]
+    command = [python, "-c", FIND_UNDECLARED, f"examples/trl/{example}", *needs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=True)
+    assert done.stdout == ""
 
 
 @pytest.mark.soak
