@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 
 from turngate.client.keys import read_key
 from turngate.config import OBSERVED_ENGINES, ServeConfig, explain_unreadable_script
-from turngate.engines.base import Engine, Relay
+from turngate.engines.base import Engine, Generate, Relay
 from turngate.engines.gate import Gate
 from turngate.engines.observe.anthropic import AnthropicRelay
 from turngate.engines.observe.gemini import GeminiRelay
@@ -22,6 +23,8 @@ from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
+
+log = logging.getLogger("turngate")
 
 
 def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
@@ -140,4 +143,22 @@ def _load_script(path: str, renderer: Renderer) -> Script:
         if not texts:
             raise ConfigError(f"script {path} contains no replies; add at least one", param="script")
     turns = [ScriptedTurn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
-    return lambda request, index: turns[index % len(turns)]
+    return _repeat(turns, path)
+
+
+def _repeat(turns: Sequence[ScriptedTurn], path: str) -> Script:
+    """Return a script that starts over after its last turn. The first time that it does so is logged, because an agent may never end."""
+    is_reported = not path  # the default reply is always repeated
+
+    def script(request: Generate, index: int) -> ScriptedTurn:
+        nonlocal is_reported
+        if index >= len(turns) and not is_reported:
+            is_reported = True
+            log.warning(
+                "script %s: session %s made more calls than the script has replies (%d), and gets them again from the first; "
+                "end the script with a reply that ends the agent, or add replies",
+                *(path, request.session, len(turns)),
+            )
+        return turns[index % len(turns)]
+
+    return script
