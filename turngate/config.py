@@ -103,7 +103,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     script: Annotated[
         str,
-        _about("Scripted engine: JSON file with a list of replies. `turngate run` also accepts `reference`.", ENGINE),
+        _about(
+            "Scripted engine: JSON file with a list of replies. `turngate run` and `turngate batch` also accept `reference`.",
+            ENGINE,
+        ),
     ] = ""
     capture: Annotated[
         Literal["auto", "tokens", "logprobs", "text"],
@@ -408,7 +411,9 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
     """Return the error for a script of the scripted engine that cannot be read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
-            f"script {path} works only with `turngate run`; pass a JSON file with a list of replies", param="script"
+            f"script {path} works only with `turngate run`, and with `turngate batch` on one machine; pass a JSON file with a list of "
+            "replies",
+            param="script",
         )
     return ConfigError(f"script {path} cannot be read: {error.strerror}", param="script")
 

@@ -54,7 +54,7 @@ def test_run_without_arguments(folder: Path) -> None:
     )
     assert "log-probability" in shown.stdout and "replayed reference solution" in shown.stdout
     exported = run_cli("export", "sft", "--data", folder / "data", "--out", folder / "sft.jsonl")
-    assert "replayed its reference solution" in exported.output and exported.exit_code != 0
+    assert "a scripted model replayed it (reference solution)" in exported.output and exported.exit_code != 0
 
 
 def replays() -> list[Any]:

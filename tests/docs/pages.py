@@ -105,7 +105,15 @@ chmod +x programs/mine
 export PATH="$PWD/programs:$PATH"
 """
 
+# The batch that the page starts last has recorded a rollout.
+_AWAIT_ROLLOUT = """
+until curl -H "Authorization: Bearer $TURNGATE_ADMIN_KEY" "http://127.0.0.1:8700/admin/sessions?status=sealed" | grep '"id"'; do
+    sleep 0.5
+done
+"""
+
 SETTINGS = {
+    "README.md": Setting(after=_AWAIT_ROLLOUT),
     "docs/agents.md": Setting(
         before="echo 'print(1)' > agent.py" + _OWN_PROGRAM,
         replaced={'"""…"""': '"""print(\'done\')"""'},

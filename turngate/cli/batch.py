@@ -32,11 +32,12 @@ from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_sig
 from turngate.common.aio import run_to_completion
 from turngate.common.terminal import LiveDisplay, sanitize_line, say
 from turngate.common.terminal import console as new_console
-from turngate.config import ServeConfig
+from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
+from turngate.rollout.batch_replay import BATCH_REPLAY_NOTE, BatchReplay, mark_replay, play_references
 from turngate.rollout.cluster.open_cluster import ClusterChoice
 from turngate.rollout.concurrency import Bounds, SlotState
 from turngate.rollout.connection import GatewayConnector
@@ -85,13 +86,16 @@ def run_batch(options: BatchOptions) -> int:
     sandboxes = get_backend(options.sandbox)
     out = require_writable(options.out) if options.out else None
     # Building the plan reports invalid numbers before a gateway is started.
-    _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
+    checked = _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
     console = new_console(stderr=options.as_json)
 
     cluster = choose_cluster(options, config)
+    replay = play_references(checked, config) if config.script == REFERENCE_SCRIPT and cluster is None else None
 
-    def build_plan(model: str) -> BatchPlan:
+    def build_plan(model: str, is_replay: bool) -> BatchPlan:
         plan = _build_plan(options, selected, agent, sandboxes, model=config.model or model, folder=out or Path())
+        if is_replay:
+            plan = mark_replay(plan)
         if out is None:
             folder = config.folder / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
@@ -102,7 +106,7 @@ def run_batch(options: BatchOptions) -> int:
         return plan
 
     access = RemoteAccess(options.public_url, options.tunnel)
-    work = _run(build_plan, config, choose_gateway(options), access, console, cluster)
+    work = _run(build_plan, config, choose_gateway(options), access, console, cluster, replay)
     with reserve_stdout(options.as_json):
         result, interrupted = asyncio.run(cancel_on_signal(work, console, STOPPING, STOPPING_NOW))
     if result is None:
@@ -162,31 +166,39 @@ def _build_plan(
 
 
 async def _run(
-    build_plan: Callable[[str], BatchPlan],
+    build_plan: Callable[[str, bool], BatchPlan],
     config: ServeConfig,
     gateway: GatewayChoice,
     access: RemoteAccess,
     console: Console,
     cluster: ClusterChoice | None,
+    replay: BatchReplay | None,
 ) -> tuple[BatchResult | None, bool]:
     """Run the batch. Return its result, or None if it had not started, and whether it was interrupted."""
     batch: Batch | None = None
-    connecting = connect_gateway(config, gateway, console) if cluster is None else start_shared_gateway(config)
+    if replay is not None:
+        config = msgspec.structs.replace(config, script="")
+        connecting = connect_gateway(config, gateway, console, replay.build_engine)
+    else:
+        connecting = connect_gateway(config, gateway, console) if cluster is None else start_shared_gateway(config)
     try:
         async with (
             connecting as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
             model = config.model or next(iter(await client.models()), "turngate")
-            plan = await asyncio.to_thread(build_plan, model)
+            replay = replay if own else None
+            plan = await asyncio.to_thread(build_plan, model, replay is not None)
             times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
             counted = "1 task" if len(plan.tasks) == 1 else f"{len(plan.tasks)} tasks"
             rollouts = "1 rollout" if plan.total == 1 else f"{plan.total} rollouts"
             say(console, f"{rollouts} ({counted} × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
-                say(console, f"note: {SYNTHETIC_NOTE}", "dim")
+                say(console, f"note: {SYNTHETIC_NOTE if replay is None else BATCH_REPLAY_NOTE}", "dim")
             with BatchDisplay(console, plan.total) as display:
                 async with open_batch_executor(cluster, plan, client, console) as executor:
+                    if replay is not None:
+                        executor = replay.build_executor(plan, client, connector)
                     batch = Batch(plan, client, connector, display.update, executor=executor)
                     return await _run_interruptible(batch)
     except asyncio.CancelledError:

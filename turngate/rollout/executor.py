@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from turngate.sandboxes.base import Backend
 from turngate.tasks.archive_cache import ArchiveError
 
 log = logging.getLogger("turngate")
+SandboxCallback = Callable[[RolloutOrder, str], None]
 
 
 class AttemptResult(msgspec.Struct, frozen=True):
@@ -77,12 +79,20 @@ class OrderResolver(Protocol):
 
 
 class LocalExecutor:
-    """Runs attempts in this process."""
+    """Runs attempts in this process. `on_sandbox_ready` is called with each order and the working folder of its sandbox."""
 
-    def __init__(self, resolver: OrderResolver, gateway: GatewayClient, connector: GatewayConnector) -> None:
+    def __init__(
+        self,
+        resolver: OrderResolver,
+        gateway: GatewayClient,
+        connector: GatewayConnector,
+        *,
+        on_sandbox_ready: SandboxCallback = lambda order, workdir: None,
+    ) -> None:
         self._resolver = resolver
         self._gateway = gateway
         self._connector = connector
+        self._on_sandbox_ready = on_sandbox_ready
 
     async def check(self) -> None:
         for backend in self._resolver.backends:
@@ -98,7 +108,8 @@ class LocalExecutor:
         watch: ProgressCallback = lambda progress: None,
         gate: PhaseGate = lambda phase: nullcontext(),
     ) -> Attempt:
-        return _LocalAttempt(order, self._resolver, self._gateway, self._connector, watch, gate)
+        ready = partial(self._on_sandbox_ready, order)
+        return _LocalAttempt(order, self._resolver, self._gateway, self._connector, watch, gate, ready)
 
 
 class _LocalAttempt:
@@ -110,6 +121,7 @@ class _LocalAttempt:
         connector: GatewayConnector,
         watch: ProgressCallback,
         gate: PhaseGate,
+        on_sandbox_ready: Callable[[str], None],
     ) -> None:
         self._order = order
         self._resolver = resolver
@@ -117,6 +129,7 @@ class _LocalAttempt:
         self._connector = connector
         self._watch = watch
         self._gate = gate
+        self._on_sandbox_ready = on_sandbox_ready
         self._rollout: Rollout | None = None
 
     @property
@@ -138,7 +151,13 @@ class _LocalAttempt:
         except TurngateError as error:
             return fail_attempt(order, Fault("sandbox", error.boundary, error.message))
         rollout = self._rollout = Rollout(
-            spec, self._gateway, self._connector, self._watch, gate=self._gate, session=order.session_id
+            spec,
+            self._gateway,
+            self._connector,
+            self._watch,
+            gate=self._gate,
+            on_sandbox_ready=self._on_sandbox_ready,
+            session=order.session_id,
         )
         try:
             await rollout.run()

@@ -53,6 +53,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
+    folders: tuple[str, ...] = ()  # more writable folders inside the sandboxes
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}
     endpoint_sampling: Mapping[str, Json] = {}  # sampling settings that `session` and the agent's file override
@@ -151,6 +152,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             image=self.image,
             network=self.network,
             resources=self.resources,
+            folders=self.folders,
             env=tuple(self.env),
             model=self.model,
             model_limits=self.model_limits,

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep
 from turngate.config import REFERENCE_SCRIPT, ServeConfig
 from turngate.engines.base import Engine
-from turngate.engines.scripted import DEFAULT_CONTEXT, SYNTHETIC_NOTE, Scripted
+from turngate.engines.scripted import DEFAULT_CONTEXT, SYNTHETIC_NOTE, Script, Scripted
 from turngate.errors import ConfigError, TaskError
 from turngate.render import Renderer
 from turngate.rollout.playbook import Playbook, Scene, fill_steps
@@ -67,26 +67,36 @@ class ReferenceReplay:
         if not self.commands:
             return None
         self._playbook = Playbook(renderer, self._scenes)
-        return Scripted(
-            self._playbook,
-            model=config.model or "scripted",
-            max_context=config.max_context or DEFAULT_CONTEXT,
-        )
+        return build_scripted(config, self._playbook)
 
     def set_workdir(self, workdir: str) -> None:
         """Write the replies for a sandbox with this working folder."""
-        if not self.commands or self._agent.shell_call is None:
-            return
+        if self.commands:
+            self._scenes[:] = [self.write_scene(workdir)]
+
+    def write_scene(self, workdir: str, *, solves: bool = True) -> Scene:
+        """Write the replies for a sandbox with this working folder. If they do not solve the task, they only list its files."""
         shell = self._agent.shell_call
+        assert shell is not None, "an agent without [shell_call] has no replay"
         call = CheckCall(tool=shell.tool, arguments=shell.arguments)
+        first, commands = ("Applying the reference solution.", self.commands) if solves else ("Listing files.", ("ls",))
         steps = [
             fill_steps([CheckStep(say=say, calls=(call,))], {"command": command, "workdir": workdir})[0]
-            for say, command in zip_longest(["Applying the reference solution."], self.commands, fillvalue="")
+            for say, command in zip_longest([first], commands, fillvalue="")
         ]
         end = self._agent.check[-1].calls if self._agent.check else ()
         steps += fill_steps([CheckStep(say="Done.", calls=end)], {"workdir": workdir})
         longest = max(self._instruction.strip().splitlines(), key=len).strip()
-        self._scenes[:] = [Scene(longest[:_WORDS], tuple(steps))]
+        return Scene(longest[:_WORDS], tuple(steps))
+
+
+def build_scripted(config: ServeConfig, script: Script) -> Scripted:
+    """Build a scripted engine for a gateway with this configuration."""
+    return Scripted(
+        script,
+        model=config.model or "scripted",
+        max_context=config.max_context or DEFAULT_CONTEXT,
+    )
 
 
 def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:

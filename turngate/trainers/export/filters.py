@@ -19,8 +19,8 @@ def select_trainable(
     With `allow_untrained`, include rollouts without trainable rows. With `uses_reward`, skip rollouts whose reward is too large.
     """
     for rollout in group.selected:
-        if rollout.metadata(REPLAYED):
-            exclusions.add("a scripted model replayed its reference solution")
+        if replayed := rollout.metadata(REPLAYED):
+            exclusions.add(f"a scripted model replayed it ({replayed})")
         elif not rollout.has_valid_outcome:
             exclusions.add(f"{rollout.kind}: not the agent's fault")
         elif rollout.exclusion:

@@ -1,0 +1,80 @@
+"""Let the scripted engine play a batch: it replays the reference solution in every second rollout of a group.
+
+The rewards of a group differ, so its advantages are not zero, and a trainer can be tried without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient
+from turngate.config import ServeConfig
+from turngate.engines.base import Engine, Generate
+from turngate.engines.scripted import ScriptedTurn
+from turngate.errors import ConfigError, EngineError
+from turngate.render import Renderer
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.executor import LocalExecutor
+from turngate.rollout.order import RolloutOrder
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.playbook import Playbook
+from turngate.rollout.reference import REPLAYED, ReferenceReplay, build_scripted, play_reference
+from turngate.rollout.resolve import PlanResolver
+from turngate.tasks.reference import solution_folders
+
+BATCH_REPLAY_NOTE = (
+    "a scripted model replays the reference solution in every second rollout of a group and changes nothing in the others, so the "
+    "rewards are not a model's, and the log-probabilities are synthetic"
+)
+
+
+class BatchReplay:
+    """The scripted replies of a batch: the rollouts of a group with an even index solve the task."""
+
+    def __init__(self, replays: Mapping[str, ReferenceReplay]) -> None:
+        self._replays = replays  # by task
+        self._rollouts: dict[
+            str, tuple[ReferenceReplay, str, bool]
+        ] = {}  # by session: with working folder and whether it solves
+
+    def add_rollout(self, order: RolloutOrder, workdir: str) -> None:
+        """Write the replies for a rollout in a sandbox with this working folder."""
+        solves = int(order.rollout.rpartition(".")[2]) % 2 == 0
+        self._rollouts[order.session_id] = (self._replays[order.task.task.id], workdir, solves)
+
+    def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine:
+        """Build the engine that replays the solutions."""
+
+        def script(request: Generate, index: int) -> ScriptedTurn:
+            if request.session not in self._rollouts:
+                raise EngineError(
+                    f"session {request.session} is not a rollout of this batch, so it has no scripted replies"
+                )
+            replay, workdir, solves = self._rollouts[request.session]
+            return Playbook(renderer, [replay.write_scene(workdir, solves=solves)])(request, index)
+
+        return build_scripted(config, script)
+
+    def build_executor(self, plan: BatchPlan, gateway: GatewayClient, connector: GatewayConnector) -> LocalExecutor:
+        """Build the executor that prepares the replies of each rollout once its sandbox exists."""
+        return LocalExecutor(PlanResolver(plan), gateway, connector, on_sandbox_ready=self.add_rollout)
+
+
+def mark_replay(plan: BatchPlan) -> BatchPlan:
+    """Mark the sessions of a plan as replays, and add the folders that the commands need."""
+    metadata = {**plan.session.get("metadata", {}), REPLAYED: "reference solution in every second rollout"}
+    session = {**plan.session, "metadata": metadata}
+    return msgspec.structs.replace(plan, session=session, folders=solution_folders(plan.backend))
+
+
+def play_references(plan: BatchPlan, config: ServeConfig) -> BatchReplay:
+    """Plan the replay of the reference solutions of a batch. Raise `ConfigError` if a task or the agent does not allow it."""
+    replays = {}
+    for task in plan.tasks:
+        try:
+            replays[task.id] = play_reference(task, plan.agent, plan.backend, config)
+        except ConfigError as error:
+            raise ConfigError(f"{error.message} (task {task.id})", param=error.param) from None
+    return BatchReplay(replays)
