@@ -142,9 +142,8 @@ async def test_sweep_after_owner_and_supervisor_were_killed(root: Path) -> None:
     assert owner.stdout
     assert await asyncio.to_thread(owner.stdout.readline) == b"ready\n"
     owner.stdout.close()
-    for pid in kit.processes("supervisor.py"):
-        if str(root) in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGKILL)
+    for pid in {*kit.processes("supervisor.py")} & {*kit.processes(str(root))}:
+        os.kill(pid, signal.SIGKILL)
     owner.kill()
     owner.wait()
     assert await backend.sweep() == 1
