@@ -86,6 +86,23 @@ def test_groups_with_equal_rewards_have_no_signal() -> None:
     assert (later.finished, later.wanted, later.mean_reward, later.pass_at) == (0, 2, None, ())
 
 
+def test_only_trained_rollouts_give_a_signal() -> None:
+    found = [
+        *(rollout("part", n, float(n % 2), trained_tokens=9 * (n % 2)) for n in range(4)),
+        *(rollout("none", n, float(n % 2), trained_tokens=0) for n in range(4)),
+        *(rollout("most", n, float(n % 2), trained_tokens=9 * (n > 0)) for n in range(4)),
+    ]
+    summary = summarize("b", ["part", "none", "most"], 4, found)
+    assert [(g.task, g.graded, g.reward) for g in summary.no_signal] == [("part", 4, 1.0)]
+    assert summary.overall.untrained == 2 + 4 + 1
+
+
+def test_warnings_are_not_cut_before_their_fix() -> None:
+    warning = f"no tokens are trained: a model call of the agent was refused (404: {'x' * 500}); ask for a served model"
+    found = [rollout("a", n, 1.0, warnings=(warning,)) for n in range(2)]
+    assert summarize("b", ["a"], 2, found).warnings == [(warning, 2)]
+
+
 def test_groups_are_separate_per_round() -> None:
     """A task scores higher in the second round: neither group has a signal, although their rewards differ."""
     found = [rollout("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [

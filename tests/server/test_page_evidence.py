@@ -20,8 +20,12 @@ from turngate.render import Tokenizer
 from turngate.server.web.view_cache import load_decoder
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.pass_at_k import pass_at_k
+from turngate.trace.training_report import TrainingReport
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.types import ID_DTYPE
+from turngate.views.groups import summarize_group
+from turngate.views.overview import show_group
+from turngate.views.rollout_entry import RolloutRow
 from turngate.views.tokens import decode_tokens
 
 GROUP = f"{page_kit.BATCH}.long-task"
@@ -243,6 +247,28 @@ async def test_observed_conversation_has_no_tokens(dialect: str, monkeypatch: py
             != [""] * 3
         )
         assert (await fetch(client, f"rollouts/{s.session.id}"))["totals"]["rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("trained", "signal"),
+    [
+        ((True, True, True, True), True),
+        ((False, True, False, True), False),
+        ((True, True, False, False), True),
+        ((True, False, False, False), None),
+        ((False, False, False, False), None),
+    ],
+)
+def test_only_trained_rollouts_give_a_group_a_signal(trained: tuple[bool, ...], signal: bool | None) -> None:
+    rows = [
+        RolloutRow(
+            id=str(n), kind="graded", reward=float(n % 2), warning="" if ok else TrainingReport(amount="none").warning
+        )
+        for n, ok in enumerate(trained)
+    ]
+    assert summarize_group("g", rows).signal is signal
+    shown = show_group("g", [(row, n) for n, row in enumerate(rows)], dict(enumerate(trained)), ())
+    assert shown["signal"] is signal and shown["graded"] == 4
 
 
 async def test_group_statistics(tmp_path: Path) -> None:

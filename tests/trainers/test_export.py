@@ -232,8 +232,9 @@ async def test_biased_rollout_is_exported_only_with_imitate(recording: Recording
         await recording.end(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in ("rows", "sft", "verl", "slime"):
-        with pytest.raises(ConfigError, match=r"1 rollout yielded no records, .*1 × it has nothing to train on"):
-            recording.export(format, **only)  # sampled from a biased distribution
+        why = r"it has nothing to train on: all main turns were sampled with a bias \(top_p\); leave these sampling settings out"
+        with pytest.raises(ConfigError, match=rf"1 rollout yielded no records, .*1 × {why}"):
+            recording.export(format, **only)
     for form in ("messages", "completions", "tokens"):
         [record] = recording.export("sft", form=form, imitate=True, **only)[0]
         assert record["session"] == session.id

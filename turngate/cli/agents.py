@@ -24,7 +24,7 @@ from turngate.errors import AgentError
 from turngate.rollout.agent_check import CheckOptions, CheckReport
 from turngate.rollout.agent_check import check_agent as check_recording
 from turngate.rollout.agent_draft import find_secrets, write_description
-from turngate.rollout.agent_watch import WatchedRun, watch_command
+from turngate.rollout.agent_watch import COMMAND, WatchedRun, watch_command
 from turngate.rollout.redaction import Redactor, is_secret, redact_command
 from turngate.sandboxes import get_backend
 
@@ -127,7 +127,7 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
     asked = dict.fromkeys(f"{key} {value}" for call in calls for key, value in call.sampling.items())
     lines = {
         "requests": dict.fromkeys(f"{call.method} {call.path}" for call in run.calls),
-        "read from": run.variables,
+        "read from": ["the command or --env" if name == COMMAND else name for name in run.variables],
         "tools offered": tools,
         "sampling asked for": asked,
         "refused": dict.fromkeys(f"{call.status} {call.error[:200]}" for call in run.calls if call.is_refused),

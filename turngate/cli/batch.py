@@ -332,7 +332,12 @@ def print_result(result: BatchResult, console: Console) -> None:
             say(console, f"  {count} × {kind}: {sanitize_line(message)}", _STYLES.get(kind, ""))
     for warning, count in summary.warnings:
         say(console, f"  {count} × {sanitize_line(warning)}", "yellow")
-    _print_groups(console, "without signal (all rewards are equal)", summary.no_signal, lambda g: f"{g.reward:g}")
+    _print_groups(
+        console,
+        "without signal (all rewards of trained rollouts are equal)",
+        summary.no_signal,
+        lambda g: f"{g.reward:g}",
+    )
     _print_groups(
         console, "incomplete (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}"
     )

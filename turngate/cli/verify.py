@@ -291,6 +291,8 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
         f"{_count(counts.turns, 'turn')}, {_count(counts.sampled_tokens, 'sampled token')}, {_count(counts.rows, 'row')}, "
         f"{_count(counts.trained_tokens, 'token')} to train"
     )
+    if counts.turns and not counts.trained_tokens:
+        facts += " (`turngate show` says why)"
     mark = (f"✓ {_verdict_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
     say(
         console,

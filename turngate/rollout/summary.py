@@ -94,7 +94,7 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     round: int = 0
     graded: int
     wanted: int
-    reward: float | None = None  # the reward that all rollouts have in common
+    reward: float | None = None  # the reward that all trained rollouts have in common
     why: Mapping[RolloutClass, int] = {}  # the classes of the rollouts without a reward
 
 
@@ -106,7 +106,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     overall: RolloutStats
     tasks: tuple[TaskStats, ...]  # over all rounds
     rounds: tuple[RoundStats, ...] = ()  # empty if there is only one round
-    no_signal: tuple[GroupStats, ...]  # groups whose known rewards are all equal, so their advantages are 0
+    no_signal: tuple[GroupStats, ...]  # groups whose trained rollouts have equal rewards, so their advantages are 0
     shrunken: tuple[GroupStats, ...]  # groups with fewer rewards than finished rollouts
     histogram: tuple[HistogramBin, ...]
     # Why rollouts have no reward, by class: pairs of a message and its count, most frequent first.
@@ -240,9 +240,10 @@ def _iter_groups(by_task: Mapping[str, Sequence[FinishedRollout]]) -> Iterable[t
 
 def _find_no_signal(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> Iterable[GroupStats]:
     for task, number, members in _iter_groups(by_task):
-        known = [rollout.reward for rollout in members if rollout.reward is not None]
-        if len(set(known)) == 1:
-            yield GroupStats(task=task, round=number, graded=len(known), wanted=n, reward=known[0])
+        graded = [rollout for rollout in members if rollout.reward is not None]
+        trained = {rollout.reward for rollout in graded if rollout.trained_tokens != 0}
+        if len(trained) == 1:
+            yield GroupStats(task=task, round=number, graded=len(graded), wanted=n, reward=trained.pop())
 
 
 def _find_shrunken(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> Iterable[GroupStats]:
@@ -277,6 +278,5 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
 
 
 def _count_warnings(members: Iterable[FinishedRollout]) -> list[tuple[str, int]]:
-    return Counter(warning[:_MAX_CHARS] for rollout in members for warning in rollout.warnings).most_common(
-        _MAX_WARNINGS
-    )
+    """Count the warnings whole: the fix comes last."""
+    return Counter(warning for rollout in members for warning in rollout.warnings).most_common(_MAX_WARNINGS)

@@ -16,6 +16,7 @@ from turngate.trace.roles import TurnRole
 from turngate.trace.sample import TrainingPolicy, find_exclusion, find_untrained
 from turngate.trace.tree import RefusedCalls, Sampled, Trace
 
+NO_TOKENS = "no tokens are trained"  # begins the warning about a rollout without trained tokens
 FEW = 0.5  # a smaller share of the main turns' sampled tokens is reported as few
 _BIASED = "biased sampling: "
 _FORCED = "constrained: "
@@ -44,8 +45,8 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def warning(self) -> str:
         """One line with the reason and the fix, or "". It has no numbers, so that the same warning of many rollouts can be counted."""
-        amount = "no" if self.amount == "none" else self.amount
-        return "" if self.amount == "most" else f"{amount} tokens are trained: {self.reason}; {self.fix}"
+        amount = NO_TOKENS if self.amount == "none" else f"{self.amount} tokens are trained"
+        return "" if self.amount == "most" else f"{amount}: {self.reason}; {self.fix}"
 
 
 def report_training(

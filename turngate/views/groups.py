@@ -29,7 +29,7 @@ class GroupRow(msgspec.Struct, kw_only=True):
     pass_at_1: float | None
     rewards: list[float | None]
     classes: dict[str, int]
-    signal: bool | None  # None if fewer than two rewards are known
+    signal: bool | None  # whether the rewards of trained rollouts differ; None if fewer than two are known
     opened: float
     latest: float
 
@@ -55,7 +55,7 @@ def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
         pass_at_1=passed / len(known) if known else None,
         rewards=rewards[:_MAX_REWARDS],
         classes=dict(classes),
-        signal=_rewards_differ(known),
+        signal=rewards_differ([row.trained_reward for row in rows]),
         opened=rows[0].opened,
         latest=latest,
     )
@@ -70,8 +70,9 @@ def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
     return [row for row in rows if not row.name or row.attempt == newest[row.name]]
 
 
-def _rewards_differ(known: Sequence[float]) -> bool | None:
-    usable = _usable_rewards(known)
+def rewards_differ(rewards: Sequence[float | None]) -> bool | None:
+    """Return whether the known rewards differ, or None if there are fewer than two."""
+    usable = _usable_rewards([reward for reward in rewards if reward is not None])
     return None if len(usable) < 2 else min(usable) != max(usable)
 
 

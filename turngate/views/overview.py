@@ -16,7 +16,7 @@ from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
 from turngate.views.failures import summarize_failures
 from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutQuery, group_matches, matches, sort_by
-from turngate.views.groups import last_attempts, standard_deviation, summarize_group
+from turngate.views.groups import last_attempts, rewards_differ, standard_deviation, summarize_group
 from turngate.views.rollout_entry import ACTIVE_STATUSES, STATUSES, RolloutRow
 from turngate.views.rollout_index import CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
@@ -206,7 +206,7 @@ def show_group(
         "passed": summed.passed,
         "pass_at": [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)],
         "classes": summed.classes,
-        "signal": summed.signal,
+        "signal": rewards_differ(counted),
         "deliveries": [
             {"feed": delivery.feed, "number": delivery.number, "at": delivery.at} for delivery in deliveries
         ],

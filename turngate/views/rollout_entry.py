@@ -8,6 +8,7 @@ import msgspec
 
 from turngate.store.outcomes import OutcomeClass
 from turngate.store.queries import RawEvent, RawSession
+from turngate.trace.training_report import NO_TOKENS
 from turngate.types import Json, Mode
 
 T = TypeVar("T")
@@ -58,6 +59,11 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     def counted_reward(self) -> float | None:
         """Its reward, if it counts in its group."""
         return None if self.excluded else self.reward
+
+    @property
+    def trained_reward(self) -> float | None:
+        """Its reward, if it counts in its group and its runner did not warn that nothing of it is trained."""
+        return None if self.warning.startswith(NO_TOKENS) else self.counted_reward
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):

@@ -23,10 +23,8 @@ def select_trainable(
             exclusions.add(f"a scripted model replayed it ({replayed})")
         elif not rollout.has_valid_outcome:
             exclusions.add(f"{rollout.kind}: not the agent's fault")
-        elif rollout.exclusion:
-            exclusions.add(rollout.exclusion)
-        elif not allow_untrained and not rollout.rows:
-            exclusions.add("it has nothing to train on")
+        elif rollout.is_excluded or (not allow_untrained and not rollout.rows):
+            exclusions.add(rollout.explain_untrained())
         elif uses_reward and rollout.reward is not None and is_too_large(rollout.reward):
             exclusions.add(TOO_LARGE)
         else:

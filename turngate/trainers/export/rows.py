@@ -66,7 +66,7 @@ class Rows:
         computed = compute_advantages(rewards, choices.advantage)
         for rollout, advantage in zip(group.selected, computed, strict=False):
             if not rollout.rows:
-                exclusions.add(rollout.exclusion or "it has nothing to train on")
+                exclusions.add(rollout.explain_untrained())
             elif rollout.reward is not None and is_too_large(rollout.reward):
                 exclusions.add(TOO_LARGE)
                 continue

@@ -81,7 +81,7 @@ def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions:
         else:
             exclusions.add(_MIXED_ROW)
     if not count:
-        exclusions.add("it has nothing to train on")
+        exclusions.add("it has nothing to train on: none of its turns to imitate is complete")
 
 
 def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]]]:

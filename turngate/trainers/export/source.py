@@ -21,8 +21,10 @@ from turngate.errors import ConfigError, StoreError
 from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
+from turngate.trace.roles import assign_roles
 from turngate.trace.sample import Sample, build_samples, find_exclusion
 from turngate.trace.session import Session
+from turngate.trace.training_report import report_training
 from turngate.trace.tree import Context, Node, Sampled
 
 _PAGE = 500
@@ -144,9 +146,15 @@ class RecordedRollout:
         return self._preambles.get(context.info.preamble, (b"[]", b""))[0]
 
     @property
-    def exclusion(self) -> str:
-        """Why the whole rollout is not trained, or an empty string."""
-        return find_exclusion(self.session.trace.refused, self.session.config.policy)
+    def is_excluded(self) -> bool:
+        """Whether a refused call excludes the whole rollout from training."""
+        return bool(find_exclusion(self.session.trace.refused, self.session.config.policy))
+
+    def explain_untrained(self) -> str:
+        """Return why nothing of the rollout is trained, and what to change."""
+        trace = self.session.trace
+        report = report_training(trace, assign_roles(trace), self.session.config.policy)
+        return f"it has nothing to train on: {report.reason}; {report.fix}"
 
     @property
     def has_valid_outcome(self) -> bool:

@@ -28,7 +28,7 @@ const COLUMNS = [
   {
     name: "signal",
     label: "Signal",
-    title: "Whether the rewards differ, so that a trainer can learn from the group",
+    title: "Whether the rewards of trained rollouts differ, so that a trainer can learn from the group",
     cell: (row) => signal(row),
   },
   { name: "count", label: "Rollouts", sort: "rollouts", cell: (row) => count(row.rollouts), num: true },
@@ -62,10 +62,10 @@ function rewards(row) {
 
 /** @param {Json} row */
 function signal(row) {
-  if (row.signal === null) return el("span.muted", { title: "fewer than two rewards", text: "–" });
+  if (row.signal === null) return el("span.muted", { title: "fewer than two rewards of trained rollouts", text: "–" });
   return row.signal
     ? el("span.good", { text: "✓ differ" })
-    : el("span.warn", { title: "all rewards are equal, so there is nothing to learn", text: "= all equal" });
+    : el("span.warn", { title: "all rewards of trained rollouts are equal, so there is nothing to learn", text: "= all equal" });
 }
 
 /**
