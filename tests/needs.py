@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tools import base_image, parts, swe_tasks
+from tools.agent_names import AGENTS, MORE_AGENTS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 running: pytest.Item | None = None  # the current test
@@ -53,9 +54,8 @@ def _missing_agent(name: str) -> str | None:
 
 
 # Each check returns why the part is missing and how to install it, or None. Tests of the first parts run first.
-AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
 MORE_PARTS = ("coder",)  # only in `make test-all`
-MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")  # only in `make test-all`
+LIGHT_AGENT = "mini-swe-agent"
 HEAVY: dict[str, Callable[[], str | None]] = {
     **{
         name: partial(parts.missing, name)
@@ -67,11 +67,11 @@ HEAVY: dict[str, Callable[[], str | None]] = {
     "docker": base_image.missing_docker,
     "chromium": base_image.missing_chromium,
     "swe-tasks": swe_tasks.missing,
-    **{f"agent:{name}": partial(_missing_agent, name) for name in (*AGENTS[:-1], *MORE_AGENTS)},
+    **{f"agent:{name}": partial(_missing_agent, name) for name in (*AGENTS, *MORE_AGENTS) if name != LIGHT_AGENT},
     "bubblewrap": base_image.missing_bubblewrap,
 }
 LIGHT: dict[str, Callable[[], str | None]] = {  # small enough for `make test`
-    "agent:mini-swe-agent": partial(_missing_agent, "mini-swe-agent"),
+    f"agent:{LIGHT_AGENT}": partial(_missing_agent, LIGHT_AGENT),
     "tokenizers": partial(parts.missing, "tokenizers"),
     "templates": partial(parts.missing, "templates"),
     "torch": partial(_missing_module, "torch", "make setup"),

@@ -39,6 +39,7 @@ import pytest
 
 from tests import needs
 from tests.speed import scaled
+from tools.agent_names import MORE_AGENTS
 
 REPORT = "TURNGATE_TIER_REPORT"  # environment variable: the results file that tools/tier.py reads
 PROCESS = "process"
@@ -241,7 +242,7 @@ def _check_complete(items: list[pytest.Item]) -> None:
     marks = [(item, {mark.name for mark in item.iter_markers()}) for item in items]
     tier = [item for item, names in marks if "real" in names or names & {"promise", "full"} == {"promise"}]
     absent = needs.HEAVY.keys() - {part for item in tier for part in needs.needs(item)}
-    absent -= {*needs.MORE_PARTS, *(f"agent:{name}" for name in needs.MORE_AGENTS)}
+    absent -= {*needs.MORE_PARTS, *(f"agent:{name}" for name in MORE_AGENTS)}
     absent |= PROMISES - {
         f"promise {number}" for item in tier for m in item.iter_markers("promise") for number in m.args
     }

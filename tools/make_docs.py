@@ -240,6 +240,7 @@ def main() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if left := re.findall(r"^[A-Z]+_[A-Z_]+$", readme, re.M):
         raise SystemExit(f"README.md: {left[0]} is a placeholder that was not filled in")
+    stale = set()
     for name, (page, make) in PARTS.items():
         path = ROOT / "docs" / page
         begin, end = f"<!-- {name}: made by tools/make_docs.py -->\n", f"<!-- end of {name} -->"
@@ -249,10 +250,11 @@ def main() -> None:
         head, _, rest = text.partition(begin)
         made = head + begin + "\n" + make() + "\n" + end + rest.partition(end)[2]
         if "--check" in sys.argv:
-            if made != text:
-                raise SystemExit(f"docs/{page} is not up to date; run: make format")
+            stale |= {f"docs/{page}"} if made != text else set()
         else:
             path.write_text(made, encoding="utf-8")
+    if stale:
+        raise SystemExit(f"not up to date: {', '.join(sorted(stale))}; run: make format")
 
 
 if __name__ == "__main__":

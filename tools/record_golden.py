@@ -43,6 +43,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.golden import recording
+from tools.agent_names import AGENTS, MORE_AGENTS
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.errors import TurngateError
@@ -94,10 +95,6 @@ VARIANTS: dict[str, tuple[str, Scenes]] = {
         ),
     ),
 }
-AGENTS = (
-    *("aider", "claude-code", "cline", "codex", "continue", "copilot-cli", "gemini-cli", "kimi-code"),
-    *("mini-swe-agent", "opencode", "openhands", "pi", "qwen-code"),
-)
 
 
 # ── what is heard ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -395,7 +392,7 @@ def _without_secrets(text: str, heard: list[Heard]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Record what agents send and accept, for tests/golden/.")
-    known = [*AGENTS, *VARIANTS]
+    known = [*sorted((*AGENTS, *MORE_AGENTS)), *VARIANTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)}, or an agent's file; none: all")
     parser.add_argument("--check", action="store_true", help="compare with what is recorded, and write nothing")
     parser.add_argument("--to", type=Path, default=recording.FOLDER, metavar="DIR", help="where recordings are written")
@@ -415,7 +412,7 @@ def _one(name: str, folder: Path, compare: bool) -> bool:
         print(f"{name}: not recorded: {error}", file=sys.stderr)
         return False
     file = folder / f"{name}.json"
-    told = f"{name} {spec.install.version}, {len(text) / 1000:.0f} kB, {time.monotonic() - began:.0f} s"
+    told = f"{f'{name} {spec.install.version}'.strip()}, {len(text) / 1000:.0f} kB, {time.monotonic() - began:.0f} s"
     if not compare:
         file.write_text(text, encoding="utf-8")
         print(f"{told}: written to {file}", flush=True)

@@ -33,11 +33,10 @@ sys.path.insert(0, str(ROOT))
 
 from tests import speed  # noqa: E402
 from tools import parts  # noqa: E402
+from tools.agent_names import AGENTS, MORE_AGENTS  # noqa: E402
 
 PYTHON = sys.executable
 TURNGATE = str(Path(sys.executable).with_name("turngate"))
-AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code")
-MORE_AGENTS = ("aider", "cline", "continue", "copilot-cli", "kimi-code", "openhands")
 # The `swe` extra, without the dependencies of SWE-bench's own harness (half a gigabyte).
 SWEBENCH = ("swebench==5.0.2", "unidiff==1.0.1")
 CYCLONEDX = "cyclonedx-python-lib[json-validation]==11.12.0"  # has the official schema of a bill of materials

@@ -17,11 +17,9 @@ title = "Mine"
 dialect = "chat"
 command = ["mine", "--model", "{model}"]
 """
-PRESETS = [
-    *("aider", "claude-code", "cline", "codex", "continue", "copilot-cli", "gemini-cli", "kimi-code"),
-    *("mini-swe-agent", "opencode", "openhands", "pi", "qwen-code", "shell"),
-]
+PRESETS = sorted(file.stem for file in spec.CATALOG.glob("*.toml"))
 NO_TRANSCRIPT = ("aider", "cline", "openhands", "shell")
+KEY_IN_OTHER_VARIABLE = ("shell", "qwen-code", "gemini-cli", "openhands")
 
 
 @pytest.fixture(autouse=True)
@@ -30,29 +28,30 @@ def no_user_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TURNGATE_AGENTS", raising=False)
 
 
-def test_catalog_has_every_preset() -> None:
+def test_presets_are_named_like_their_files() -> None:
+    assert len(PRESETS) >= 14
     assert list(spec.load_catalog()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_is_documented(name: str) -> None:
     agent = spec.find_agent(name).spec
-    assert agent.limits
-    assert (agent.transcript is None) == (name in NO_TRANSCRIPT)
+    assert agent.limits, "known limits, for docs/agents.md"
+    assert (agent.transcript is None) == (name in NO_TRANSCRIPT), "describe the transcript, or add it to NO_TRANSCRIPT"
     if name == "shell":
         return
-    assert agent.install.version
+    assert agent.install.version, "a package on npm or PyPI, at a fixed version"
     assert agent.off, "features that are switched off"
     assert agent.homepage.startswith("https://")
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli", "openhands")]
-)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in KEY_IN_OTHER_VARIABLE])
 def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
     agent = spec.find_agent(name).spec
     holders = [variable for variable, text in agent.env.items() if "{api_key}" in text]
-    assert not [variable for variable in holders if not variable.startswith("TURNGATE_")]
+    assert not [variable for variable in holders if not variable.startswith("TURNGATE_")], (
+        "programs that the agent starts could use the key; choose a variable that begins with TURNGATE_, or a file"
+    )
 
 
 @pytest.mark.parametrize(

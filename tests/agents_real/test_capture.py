@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.agents_real.kit import Check, findings
-from tests.needs import AGENTS, MORE_AGENTS
+from tools.agent_names import AGENTS, MORE_AGENTS
 from turngate.client.protocol import TraceContext
 from turngate.rollout.agent_check import CheckOptions
 

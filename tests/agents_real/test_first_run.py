@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.kit import run_cli, start_cli
-from tests.needs import AGENTS
+from tools.agent_names import AGENTS
 from turngate.agents.install import cache_folder
 from turngate.tasks import BUNDLED_TASK
 

@@ -29,7 +29,7 @@ RECORDED = Path(__file__).parent / "recorded-2026-11"
 ANSWERS: dict[str, Any] = json.loads((RECORDED / "answers.json").read_text())
 DELIVERIES = "/admin/feeds/train/deliveries"
 SESSIONS = ["chat", "responses", "messages", "gemini", "left-open", "no-reward"]
-EXPORTS = ["rows", "sft", "rejection", "verl", "slime", "atif"]
+EXPORTS = sorted(file.stem for file in (RECORDED / "exports").iterdir())  # the formats of that time
 
 
 def without_clocks(answer: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from tests.docs.engine import SOLUTION, SolvingEngine, StandInApi
 from tests.docs.pages import SETTINGS, UNRUN
 from tests.docs.script import PORTS, Script, Setting, write_command
 from tests.docs.workspace import environment, prepare
-from tests.needs import AGENTS, HEAVY
+from tests.needs import HEAVY
 from tests.ports import free_ports
 from tests.speed import scaled
+from tools.agent_names import AGENTS
 
 
 def read_script(page: str) -> Script:

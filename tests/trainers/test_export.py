@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import re
 import shutil
 import sqlite3
 import weakref
@@ -17,12 +19,13 @@ import numpy as np
 import pytest
 
 from tests.kit import OpenSession, Reply, Running, calls, gateway, result, say, tokenizer, tool, user
+from turngate.cli import options as cli_options
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
-from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
+from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, export
 from turngate.trainers.export.files import UnwritableRecord, encode_json
 from turngate.types import encode_array
 from turngate.views.verdict import open_row_source
@@ -231,7 +234,7 @@ async def test_biased_rollout_is_exported_only_with_imitate(recording: Recording
         session = await recording.rollout("biased", "Hello.", sampling={"top_p": 0.5})
         await recording.end(session, 1.0)
     only = {"sessions": (session.id,)}
-    for format in ("rows", "sft", "verl", "slime"):
+    for format in [name for name in FORMATS if name not in ("atif", "dpo")]:
         why = r"it has nothing to train on: all main turns were sampled with a bias \(top_p\); leave these sampling settings out"
         with pytest.raises(ConfigError, match=rf"1 rollout yielded no records, .*1 × {why}"):
             recording.export(format, **only)
@@ -509,10 +512,18 @@ def _nested(levels: int) -> Any:
     return value
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_format_is_documented(format: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert f"\n| `{format}" in (docs / "export.md").read_text(encoding="utf-8"), "add a row to docs/export.md"
+    [listed] = re.findall(r"Output format: (.*)\.", inspect.getsource(cli_options))
+    assert format in re.split(r", | or ", listed), "add it to the help of `format` in turngate/cli/options.py"
+
+
 @pytest.mark.parametrize(
     ("format", "suffix", "choices", "line"),
     [
-        ("tfrecord", ".jsonl", {}, "format must be one of rows, sft, .*, not 'tfrecord'"),
+        ("tfrecord", ".jsonl", {}, f"format must be one of {', '.join(FORMATS)}, not 'tfrecord'"),
         ("rows", ".csv", {}, "out must be a .jsonl or .parquet file, not .*csv"),
         ("sft", ".parquet", {}, "out: conversations cannot be written to a Parquet file"),
         (
@@ -613,7 +624,7 @@ def test_damaged_trace_is_left_out_and_reported(recording: Recording) -> None:
 @pytest.mark.parametrize("written", ["{", "{}", b"\xff", 5])
 def test_damaged_outcome_is_left_out_and_reported(recording: Recording, written: Any) -> None:
     recording.damage("outcomes", "outcome", "bad", written)
-    for format in ("rows", "sft", "verl", "slime", "atif", "rejection"):
+    for format in [name for name in FORMATS if name != "dpo"]:  # without it, no pair remains
         records, done = recording.export(format)
         assert records and recording.ids["bad"] not in json.dumps(records)
         assert done.left_out["its outcome is damaged on disk"] == 1

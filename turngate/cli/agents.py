@@ -141,8 +141,9 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
 
 def _print_report(report: CheckReport, console: Console) -> None:
     outcome = report.outcome
+    agent = f"{outcome.agent} {outcome.version}".strip()
     table = Table(
-        title=f"{outcome.agent} {outcome.version} in the {outcome.sandbox} sandbox: {outcome.turns} turns, "
+        title=f"{agent} in the {outcome.sandbox} sandbox: {outcome.turns} turns, "
         f"{outcome.sampled_tokens} sampled tokens",
         title_justify="left",
     )
