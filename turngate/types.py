@@ -243,7 +243,7 @@ class History(Protocol):
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
     def extend(self, items: Sequence[bytes]) -> History:
-        """Return the history of a longer list that starts with this history's items."""
+        """Return the history of `items`, which starts with this history's items."""
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

@@ -210,7 +210,7 @@ os.symlink("/etc/passwd", "link")
     async with run_service() as service:
         result = await service.rollouts.run(service.request(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
-        assert result.workdir_files == {} and "1 files left out because their names are not text" in "".join(
+        assert result.workdir_files == {} and "1 files left out because their names are not valid UTF-8" in "".join(
             result.clamped
         )
         assert (await service.rollouts.messages(result.rollout_id)).messages

@@ -194,7 +194,8 @@ def test_wrong_tokenizer_is_an_error(recorded: Recorded, tmp_path: Path, capsys:
     known["added_tokens"][-1]["content"] = "<|another|>"
     (other / "tokenizer.json").write_text(json.dumps(known))
     with pytest.raises(
-        ConfigError, match=r"^nothing was rendered: the tokenizer at .* is not the one it was recorded with"
+        ConfigError,
+        match=r"^nothing was rendered: the tokenizer at .* is not the one that the session was recorded with",
     ):
         run_verify(recorded[0], every=True, tokenizer=str(other))
     assert "✓ sound (render not checked)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`turngate mark-restored`: mark a store as restored from a backup, so that trainers must state their positions again."""
+"""`turngate mark-restored`: mark a store as restored from a backup, so that trainers must reopen feeds at their checkpoint's position."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from turngate.store.location import open_all_projects
 
 
 def mark_restored(data: str) -> None:
-    """Give a store, and the stores of its projects, a new history. A gateway on a folder must be stopped first."""
+    """Mark a store and the stores of its projects as restored. If the store is a folder, stop its gateway first."""
     refuse_password_flag(data)
     for project, store in open_all_projects(data):
         store.restores.note(store.restores.history())
         feeds = len(store.feeds.listing())
         say(
             console(),
-            f"project {project}: restore noted; feeds to open again with the number in the trainer's checkpoint: {feeds}",
+            f"project {project}: marked as restored; feeds that trainers must reopen with the number in their checkpoint: {feeds}",
         )

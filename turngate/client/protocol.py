@@ -359,7 +359,7 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The engines of a gateway. While they are saturated, runners start no further rollouts."""
 
     engines: list[EngineView]
-    waiting: int = 0  # calls that wait in the gateway for a busy engine
+    waiting: int = 0  # calls that are waiting in the gateway for a busy engine
     saturated: bool = False  # more calls would only wait longer
     scripted: bool = False  # replies are scripted, and not sampled from a model
 

@@ -104,7 +104,7 @@ def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> 
     text = read_custom_input(call.arguments)
     if text is not None:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
-    # The id shows that the input is the whole arguments when the agent sends the call back.
+    # When the agent sends the call back, this id shows that the input is the complete arguments.
     whole_id = _WHOLE_INPUT_ID + call.id.removeprefix(_CALL_ID)
     return {"id": whole_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
 
@@ -116,7 +116,7 @@ def custom_call_from_wire(call_id: str, name: str, text: str) -> ToolCall:
 
 
 def call_id_from_wire(call_id: str) -> str:
-    """Return the original id of a call."""
+    """Return the recorded id of a call, given the id that the agent sent back."""
     return _CALL_ID + call_id.removeprefix(_WHOLE_INPUT_ID) if call_id.startswith(_WHOLE_INPUT_ID) else call_id
 
 

@@ -29,7 +29,7 @@ def call_id_to_wire(call: str) -> str:
 
 
 def call_id_from_wire(wire: str) -> str:
-    """Return the original id of a call."""
+    """Return the recorded id of a call, given the id that the agent sent back."""
     ours = _OWN_CALL_ID.fullmatch(wire)
     return f"call_{ours[1]}" if ours else wire
 

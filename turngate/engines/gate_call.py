@@ -160,7 +160,7 @@ def to_arrays(
             param="ids",
         )
     if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < 2**31:
-        raise BadRequest("ids must be between 0 and the size of the vocabulary", param="ids")
+        raise BadRequest("ids must be between 0 and 2147483647, because token ids are 32-bit integers", param="ids")
     if scores is None:
         return id_array.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":

@@ -1,10 +1,10 @@
 """The rule that chooses an engine of the pool for a call, and when an engine counts as crowded.
 
 - A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
-- A lane is crowded if its KV cache is at least 90 % full and a call waits for it, or if its queue is long: at least 4 calls wait, and
-  at least one for every 4 that run.
+- A lane is crowded if its KV cache is at least 90 % full and a call is waiting for it, or if its queue is long: at least 4 calls
+  are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because it has to compute its
-  whole prefix again there. Between two reports, a gateway moves at most its own share of the calls that wait.
+  whole prefix again there. Between two reports, a gateway moves at most its own share of the waiting calls.
 - A new session goes to a lane that is not crowded and has the fewest calls, then the fewest of this gateway's sessions.
 
 Everything here is pure.

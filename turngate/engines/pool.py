@@ -57,7 +57,7 @@ class Pool:
         self._placed: OrderedDict[str, Lane] = OrderedDict()
         self._is_started = False
         self.wait_s = wait_s
-        self.waiting = 0  # calls that wait for a busy engine
+        self.waiting = 0  # calls that are waiting for a busy engine
 
     async def start(self) -> None:
         for replica in self._replicas:
@@ -258,7 +258,8 @@ class _Call:
     async def _first(self) -> Chunk:
         """Return the first chunk, from the first lane that produces one.
 
-        The error is raised where it is caught. In a variable it would form a cycle with its traceback, which keeps the request in memory.
+        Errors are raised again in the `except` block that caught them. Storing one in a variable would create a reference cycle with its
+        traceback and keep the request in memory.
         """
         tried: list[Lane] = []
         was_busy = False

@@ -2,7 +2,7 @@
 
 The next call comes from the project with the fewest running calls for its weight, and in this project from the group with the fewest
 running calls. Calls of one group keep their order. So each project with enough calls gets its share of the engines, however many calls of
-other projects wait. The share that a project does not use goes to the others.
+other projects are waiting. The share that a project does not use goes to the others.
 
 Nothing waits here unless all engines report a long queue. While calls wait, each call that ends lets one in, so the engines stay as full as
 they were. A gateway without other projects lets every call through.
@@ -46,7 +46,7 @@ class FairQueue(Generic[T]):
         return True
 
     def choose(self) -> T | None:
-        """Choose the next call, and count it as running. Return None if no call waits."""
+        """Choose the next call, and count it as running. Return None if no call is waiting."""
         if not self._waiting:
             return None
         project = min(self._waiting, key=lambda name: (self._projects[name] + 1) / self._weight(name))

@@ -47,7 +47,7 @@ class ProjectQuota:
         self.limits = Quotas()
         self.max_tokens = inf  # of `metrics.sampled_tokens`
         self.max_sessions = inf
-        self.need = threading.Event()  # set if a call waits for a part
+        self.need = threading.Event()  # set if a call is waiting for a part
         self._waiters: list[asyncio.Future[None]] = []
 
     @property

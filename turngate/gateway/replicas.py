@@ -74,7 +74,8 @@ class ReplicaSet:
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
         """Load the current weights into an engine that is about to join. Raise if it is not ready for calls.
 
-        If another program moves the weights, `claimed` must be the current version: only that program knows which weights the engine has.
+        `claimed` is the version that the engine already has, according to the caller. If another program loads the weights, the gateway
+        cannot, so `claimed` must be the current version.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:

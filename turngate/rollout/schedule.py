@@ -180,7 +180,7 @@ class Schedule:
         return True
 
     async def notify(self) -> None:
-        """Report the progress, and wake everything that waits for a change."""
+        """Report the progress, and wake everything that is waiting for a change."""
         self._progress.retrying = len(self._retries)
         self._report()
         async with self._changed:

@@ -44,7 +44,7 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
 
 
 def _private_root(root: Path | None) -> Path:
-    """Return the parent of all sandbox folders. It must be private, because other users could plant links in it."""
+    """Return the parent of all sandbox folders. It must be private. Otherwise, other users could plant links in it."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()

@@ -29,7 +29,7 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` states that the engine already has the weights of the current version. It is needed if another program moves the weights.
+    `version` states that the engine already has the weights of the current version. It is required if another program loads the weights.
     """
 
     version: Version | None = None

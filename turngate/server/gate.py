@@ -55,7 +55,7 @@ class GateRoutes:
         ]
 
     async def show(self, request: Request) -> JsonReply[QueueStatus]:
-        """Return how many calls wait at the gate."""
+        """Return how many calls are waiting at the gate."""
         return json_response(self._gate.queue_status())
 
     async def take(self, request: Request, body: TakeCalls) -> MsgpackReply[LeasedCalls]:

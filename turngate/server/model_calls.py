@@ -337,7 +337,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
 
 
 def request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
-    """Return the request id in the header that the provider's SDK expects, if any."""
+    """Return a new request id, in the header that the provider's SDK reads. Return no header if it reads none."""
     return (
         [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]
         if dialect.request_id_header

@@ -57,7 +57,7 @@ _UPGRADE_HEADERS = ("idempotency-key", "x-turngate-attempt", "x-stainless-retry-
 
 
 class TooManyLanes(BadRequest):
-    """A connection has too many lanes, or too many calls wait in one."""
+    """A connection has too many lanes, or too many calls are waiting in one of them."""
 
     kind = "websocket_stream_limit_reached"
 

@@ -94,7 +94,7 @@ class ActiveRollout:
         self.announced.set()
 
     def notify(self) -> None:
-        """Wake all tasks that wait for a change."""
+        """Wake all tasks that are waiting for a change."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 

@@ -77,7 +77,7 @@ class Agents:
             raise wrong(f"{param}: {error.message}", param=param) from None
 
     async def install(self, spec: AgentSpec) -> Installation:
-        """Install an agent once, even if several rollouts wait for it. Cancelling one of them does not stop the installation."""
+        """Install an agent once, even if several rollouts are waiting for it. Cancelling one of them does not stop the installation."""
         task = self._installing.get(spec.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._installing[spec.name] = asyncio.create_task(self._install(spec))
@@ -96,6 +96,6 @@ class Agents:
 
 
 def _ignore_error(task: asyncio.Task[Installation]) -> None:
-    """Mark an error as retrieved. `install` raises it in the rollouts that wait for it."""
+    """Mark an error as retrieved. `install` raises it in the rollouts that are waiting for it."""
     if not task.cancelled():
         task.exception()

@@ -62,7 +62,7 @@ def _is_unchanged(path: Path, before: Path) -> bool:
 def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
     """Find the regular files below a folder.
 
-    Return the files with their modification times, the names that are not text, and whether there are more than `_MAX_FILES` files.
+    Return the files with their modification times, the names that are not valid UTF-8, and whether there are more than `_MAX_FILES` files.
     """
     files: list[tuple[str, float]] = []
     unnamed: list[str] = []
@@ -85,7 +85,7 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
 def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> None:
     if names:
         truncator.notes.append(
-            f"{field}: {len(names):,} files left out because their names are not text: {_join_first(names)}"
+            f"{field}: {len(names):,} files left out because their names are not valid UTF-8: {_join_first(names)}"
         )
 
 

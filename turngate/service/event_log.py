@@ -22,7 +22,7 @@ _STORE_RETRY_S = 1.0
 
 
 class RolloutEventLog:
-    """Appends events to the storage, and wakes the callers that wait for them."""
+    """Appends events to the storage, and wakes the callers that are waiting for them."""
 
     def __init__(self, storage: ServiceStorage) -> None:
         self._storage = storage

@@ -55,7 +55,7 @@ class _RunningGateway:
         self.task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Forward a startup error to the rollouts that wait for the gateway."""
+        """Forward a startup error to the rollouts that are waiting for the gateway."""
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:

@@ -307,7 +307,7 @@ class FeedLog:
             return _find(db, name)
 
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
-        """Record that deliveries up to a number are handed to a reader. Return False if another reader has replaced it."""
+        """Record that deliveries up to `number` are being handed out to a reader. Return False if another reader has replaced it."""
         with self._writing() as db:
             query = "UPDATE feeds SET handed=CASE WHEN handed<? THEN ? ELSE handed END WHERE key=? AND reader=?"
             return db.execute(query, (number, number, feed, reader)).rowcount == 1

@@ -115,13 +115,13 @@ class Outboxes:
 
 
 class OutboxTable:
-    """The outbox table. Without `cell`, the gateway is not a cell and nothing is added."""
+    """The outbox table. If `cell` is empty, this gateway is not a cell, and no sessions are added."""
 
     def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
         self._reading = reading
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
-        self.cell = ""  # id of the cell that this gateway is
+        self.cell = ""  # id of this cell
 
     # ── in the transaction of the change ────────────────────────────────────────────────────────────────────────
 

@@ -46,8 +46,8 @@ class RestoreLog:
     def note(self, known: str) -> str:
         """Record that the store was restored, and return the new history.
 
-        If the store's history is not `known`, another process has already noted it, and nothing changes. Feeds lose their readers, and a
-        trainer must state the number in its checkpoint when it opens a feed again.
+        If the store's history is not `known`, another process has already recorded the restore, and nothing changes. Feeds lose their
+        readers, and a trainer must pass the number in its checkpoint when it reopens a feed.
         """
         new = secrets.token_hex(4)
         with self._writing() as db:

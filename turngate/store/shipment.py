@@ -1,7 +1,7 @@
 """One ended session as data, on its way from a cell's store to the shared store.
 
-Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read, and changed to those
-of the new key.
+Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read,
+and recomputed for the new key.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class RejectedShipment(StoreError):
 
 
 class EncodedTrace(msgspec.Struct):
-    """The nodes of a session as PostgreSQL's COPY takes them. The session's key and the checksums are replaced there."""
+    """The nodes of a session in PostgreSQL's COPY format. `rekey_traces` replaces the session's key and the checksums."""
 
     rows: bytearray = msgspec.field(default_factory=bytearray)
     ends: list[int] = []  # where each row ends
-    sizes: list[int] = []  # of what each checksum covers, after the session's key
+    sizes: list[int] = []  # number of bytes after the session's key that each checksum covers
     checksums: list[int] = []
 
 

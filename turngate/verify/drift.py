@@ -412,7 +412,7 @@ class _ForkDescriber:
         return found, token
 
     def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
-        """Return the cause and a detail. The cause is more precise than the recorded one if the messages reveal more."""
+        """Return the cause of a fork and a detail, such as the changed message. The messages may reveal more than the recorded cause."""
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
             return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why

@@ -50,9 +50,13 @@ class Renderers:
             return self._require_match(self._given, session)
         folder = self._tokenizer or Path(session.folder)
         if not session.folder and self._tokenizer is None:
-            raise ConfigError("the path of its tokenizer is not recorded; pass --tokenizer PATH", param="tokenizer")
+            raise ConfigError(
+                "the path of the session's tokenizer is not recorded; pass --tokenizer PATH", param="tokenizer"
+            )
         if not folder.is_dir():
-            raise ConfigError(f"its tokenizer is no longer at {folder}; pass --tokenizer PATH", param="tokenizer")
+            raise ConfigError(
+                f"the session's tokenizer is no longer at {folder}; pass --tokenizer PATH", param="tokenizer"
+            )
         family = self._family or session.renderer.removeprefix("family:") or _family_for_model(session.config.model)
         key = str(folder), family
         if key not in self._loaded:
@@ -62,7 +66,7 @@ class Renderers:
     def _require_match(self, renderer: Renderer, session: StoredSession) -> Renderer:
         if renderer.tokenizer.digest != session.vocabulary:
             raise ConfigError(
-                f"the tokenizer at {renderer.tokenizer.folder} is not the one it was recorded with; pass --tokenizer PATH",
+                f"the tokenizer at {renderer.tokenizer.folder} is not the one that the session was recorded with; pass --tokenizer PATH",
                 param="tokenizer",
             )
         return renderer

@@ -140,7 +140,7 @@ def decode_trace(encoded: bytes) -> DecodedTrace:
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
-    """Map the role of a turn to the three roles of compatible formats."""
+    """Map the role of a turn to one of the three roles in OpenEnv's format."""
     if role in OWN_ROLES:
         return "agent"
     return "auxiliary" if role in ("side", "summary") else "discarded"

@@ -157,7 +157,10 @@ async def test_patch_with_binary_hunks_and_crlf_without_git(isolated: GradingEnv
     ("fields", "why"),
     [
         ({"test_patch": kit.TEST_PATCH.replace("total([]) == 0", "nothing like it")}, "does not apply"),
-        ({"test_patch": kit.TEST_PATCH.replace("b/tests/test_more", "b/../out")}, "not a path in a repository"),
+        (
+            {"test_patch": kit.TEST_PATCH.replace("b/tests/test_more", "b/../out")},
+            "not a valid path inside the repository",
+        ),
         ({"test_cmd": "no-such-runner tests"}, "exit code 127"),
         ({"test_cmd": "kill -9 $PPID $$"}, "the test run was cut short"),
         ({"pass_to_pass": ("tests/test_prices.py::test_no_such",)}, "none of the PASS_TO_PASS tests passed"),

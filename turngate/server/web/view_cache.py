@@ -77,11 +77,11 @@ class ViewCache:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
                 tokenizer = load_decoder(Path(folder)) if folder else None
-                why = "" if tokenizer is not None else "the tokenizer it was recorded with is not available here"
+                why = "" if tokenizer is not None else "the session's tokenizer is not available here"
             except ConfigError as error:
-                tokenizer, why = None, f"the tokenizer it was recorded with cannot be read: {error.message}"
+                tokenizer, why = None, f"the session's tokenizer cannot be read: {error.message}"
             if tokenizer is not None and tokenizer.digest != vocabulary:
-                tokenizer, why = None, "the tokenizer it was recorded with has changed since then"
+                tokenizer, why = None, "the session's tokenizer has changed since the session was recorded"
             self._other = (vocabulary, tokenizer, why)
         return self._other[1], self._other[2]
 

@@ -148,7 +148,7 @@ class SharedDatabase:
             other.interrupt()
         self._closed = True
         for db in (self._writer, self._reader):
-            # Closing a connection would not wake the thread that waits for it.
+            # Closing a connection would not wake the thread that is waiting for it.
             with suppress(OSError, self._psycopg.Error):
                 if db is not None:
                     with socket.socket(fileno=os.dup(db.fileno())) as connection:

@@ -223,7 +223,7 @@ class ShipmentWriter:
             return {session for (session,) in db.execute(query, columns).fetchall()}
 
     def _choose_compression(self) -> str:
-        """Compress traces with lz4 if this PostgreSQL has it. Its default takes twice the CPU time for the same size."""
+        """Return SQL that compresses traces with lz4 if the server supports it. The default takes twice the CPU time for the same size."""
         query = "SELECT 1 FROM pg_settings WHERE name='default_toast_compression' AND 'lz4'=ANY(enumvals)"
         with self._store.database.reading() as db:
             is_known = db.execute(query).fetchone() is not None

@@ -157,7 +157,7 @@ def _find_patched_tests(task: Task, grader: Swe) -> tuple[str, ...]:
     for path in changed:
         if not path or path.startswith("/") or ".." in PurePosixPath(path).parts or "\n" in path:
             raise TaskError(
-                f"task: {task.id}: test_patch contains {path!r}, which is not a path in a repository",
+                f"task: {task.id}: test_patch contains {path!r}, which is not a valid path inside the repository",
                 param="test_patch",
             )
     return changed
