@@ -140,7 +140,7 @@ def test_resumed_run_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
 def test_folder_without_model_is_rejected(tmp_path: Path) -> None:
     arguments = ["train", "--tasks", TASKS, "--model-folder", str(tmp_path), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2 and "model_folder" in done.output and "config.json" in done.output
+    assert done.exit_code == 2 and "--model-folder" in done.output and "config.json" in done.output
     assert not (tmp_path / "out").exists()
 
 

@@ -292,6 +292,7 @@ UNRUN = [
     Unrun("docs/weights.md", "turngate engines remove", "needs a second engine", "tests/server/test_engines.py"),
     Unrun("docs/testing.md", "make ", "runs these tests"),
     Unrun("docs/reliability.md", "make chaos", TOO_LONG, "tests/chaos/test_faults.py"),
+    Unrun("docs/reliability.md", ".venv/bin/python bench/load.py", TOO_LONG),
     Unrun("docs/tasks.md", "turngate tasks make", "needs the package index", "tests/tasks/repairs/test_make.py"),
     Unrun(
         "docs/tasks.md", "turngate tasks check repairs", "needs the package index", "tests/tasks/repairs/test_make.py"

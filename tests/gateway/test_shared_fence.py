@@ -182,14 +182,20 @@ async def test_no_turn_is_sampled_under_old_version_after_update(postgres_url: s
             while not done.is_set():
                 with suppress(openai.APIError):  # aborted, if the machine is so slow that a cell stops
                     await one.ask()
+                    answers.append(one)
                 await asyncio.sleep(0.05)
 
+        async def wait_for_new_turn() -> None:
+            before = len(answers)
+            await until(lambda: len(answers) > before + len(cells))  # at least one of them begins now
+
+        answers: list[FollowingCell] = []
         workers = [asyncio.create_task(work(one)) for one in cells]
         returned = {}
         for version in (1, 2):
-            await asyncio.sleep(0.1)
+            await wait_for_new_turn()
             returned[version] = await update(updates, world, version)
-        await asyncio.sleep(0.1)
+        await wait_for_new_turn()
         done.set()
         await asyncio.gather(*workers)
         turns = [turn for one in cells for turn in await one.turns()]

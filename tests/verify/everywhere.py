@@ -4,7 +4,8 @@
 
 This verifies every tenth session. Without the option, it verifies all of them.
 
-Sessions that a test damaged on purpose are skipped: those whose trace or outcome cannot be read, and those with an outcome but no turns.
+Sessions that a test damaged on purpose are skipped: those whose id, trace or outcome cannot be read, and those with an outcome but without
+turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from turngate.errors import StoreError
+from turngate.errors import NotFound, StoreError
 from turngate.server.app import Gateway
 from turngate.store.outcomes import DamagedOutcome
 from turngate.store.sqlite import Store
@@ -39,7 +40,7 @@ def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> 
                 continue
             try:
                 rows(session, True)
-            except StoreError:
+            except (StoreError, NotFound):
                 continue
             means = VerifyOptions(rows=rows, renderers=Renderers(given=gateway.renderer), scorer=scorer, tolerance=0.0)
             verdict = verify(folder, session, means)

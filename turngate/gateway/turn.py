@@ -361,10 +361,12 @@ class TurnPipeline:
         versions = chunk.versions or (now, now)
         draft.add(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         draft.note_report(chunk.cached, chunk.version_runs)
-        if chunk.side:
-            draft.add_side(chunk.side)
         if not by_token:
             events = reader.feed(ids[:end])
+        if chunk.side:
+            draft.add_side(
+                chunk.side
+            )  # after the reader has the same ids as the draft: invalid side data ends the call
         if call.top_logprobs is not None and self._renderer is not None:
             scores = score_tokens(self._renderer.tokenizer, ids, logprobs, chunk.alternatives)[:end]
             draft.scores += scores
