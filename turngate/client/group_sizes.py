@@ -82,5 +82,5 @@ class GroupSizeWatch:
             more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
             state = f"group {first.group} has {first.rollouts} of {self._n} rollouts{more}"
         else:
-            state = "no rollout has ended since; if the batch has ended too, stop reading"
+            state = "no rollout is left to deliver; start a batch, or choose another feed name to read the groups again"
         log.warning("feed %s: waiting for groups, no delivery for %.0f s: %s", self._feed, waited_s, state)
