@@ -67,20 +67,24 @@ class GroupSizeWatch:
             return
         self._next_look_s = 2 * waited_s
         if groups and groups == self._last_seen:
-            more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
             log.warning(
-                "feed %s: no delivery for %.0f s: group %s has %d of %d rollouts%s; a group is delivered when it has %d, or when its "
-                "batch closes it; if the batch makes smaller groups, %s",
-                *(self._feed, waited_s, groups[0].group, groups[0].rollouts, self._n, more, self._n, _FIX),
+                "feed %s: no delivery for %.0f s: %s; a group is delivered when it has %d, or when its batch closes it; if the batch "
+                "makes smaller groups, %s",
+                *(self._feed, waited_s, self._describe(groups), self._n, _FIX),
             )
         self._last_seen = groups
 
     def _report_wait(self, groups: tuple[IncompleteGroup, ...], waited_s: float) -> None:
         self._is_wait_reported = True
-        if groups:
-            first = groups[0]
-            more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
-            state = f"group {first.group} has {first.rollouts} of {self._n} rollouts{more}"
-        else:
-            state = "no rollout is left to deliver; start a batch, or choose another feed name to read the groups again"
-        log.warning("feed %s: waiting for groups, no delivery for %.0f s: %s", self._feed, waited_s, state)
+        log.warning(
+            "feed %s: waiting for groups, no delivery for %.0f s: %s", self._feed, waited_s, self._describe(groups)
+        )
+
+    def _describe(self, groups: tuple[IncompleteGroup, ...]) -> str:
+        if not groups:
+            return (
+                "every rollout that has ended is delivered; if no batch is running, start one, or choose another feed name to read "
+                "the groups again"
+            )
+        more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
+        return f"group {groups[0].group} has {groups[0].rollouts} of {self._n} rollouts{more}"
