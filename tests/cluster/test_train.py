@@ -104,7 +104,7 @@ async def test_other_engines_of_the_store_are_refused(
         assert (await environment.gateway.resume(2)).version == 2
     add = "INSERT INTO engines VALUES ('http://127.0.0.1:9', 'active', '')"
     postgres_server.query(add, postgres_url.rpartition("/")[2])
-    with pytest.raises(ConfigError, match="which would sample with weights that are not trained"):
+    with pytest.raises(ConfigError, match="which would sample with weights that this run does not train"):
         async with open_cluster_environment(config, small_engine(), cluster):
             pass
 

@@ -1,1 +1,1 @@
-"""Integrations with trainers. Each one imports its trainer only inside its own module."""
+"""Integrations with trainers. Each trainer's library is imported only by its own integration."""

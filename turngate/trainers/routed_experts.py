@@ -1,7 +1,8 @@
 """Convert the routed experts of a row to the formats that trainers accept for router replay.
 
 The last token of a row was never an input of the engine. It has no experts and needs none, because nothing is predicted from it. If any
-other token has none, these functions raise `IncompleteExperts`; they never invent experts. Only NeMo-RL's format can mark them as missing.
+other token has none, these functions raise `IncompleteExperts`; they never invent experts. Only `to_nemo_rl` does not raise, because
+NeMo-RL's format can mark experts as missing.
 
     column = row.side["routed_experts"]                                        # from a feed with side=("routed_experts",)
     AgentLoopOutput(…, routed_experts=to_verl(column, len(row.ids)))
@@ -36,7 +37,7 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
     """Return `AgentLoopOutput.routed_experts`: one entry for each token of prompt and response except the last."""
     if not has_all_experts(column, tokens):
         raise IncompleteExperts(
-            f"only tokens {column.spans} of {tokens} have routed experts; a trainer needs tokens 0 to {tokens - 1}"
+            f"only the spans {column.spans} of {tokens} tokens have routed experts; a trainer needs those of all tokens but the last"
         )
     return column.cut(0, tokens - 1).values
 
@@ -47,14 +48,14 @@ def to_miles(column: SideColumn, tokens: int) -> np.ndarray:
 
 
 def to_prime_rl(column: SideColumn, tokens: int) -> PrimeRlExperts:
-    """Return `TrainingSample.routed_experts`. It also has an entry for the last token: zeros, as in prime-rl's own code."""
+    """Return `TrainingSample.routed_experts`. As in prime-rl's own code, the last token also has an entry, filled with zeros."""
     values = to_verl(column, tokens)
     whole = np.concatenate([values, np.zeros_like(values[:1])])
     return PrimeRlExperts(whole.tobytes(), list(whole.shape), whole.dtype.name)
 
 
 def to_nemo_rl(column: SideColumn, tokens: int) -> str:
-    """Return `routed_experts` of an output item: a string for NeMo-RL's `decode_routed_experts`, with -1 for missing experts."""
+    """Return the `routed_experts` of a NeMo-RL output item: a string for `decode_routed_experts`, with -1 for missing experts."""
     high = int(column.values.max(initial=0))
     dtype = "int8" if high < 2**7 else "int16" if high < 2**15 else "int32"
     whole = column.fill(tokens, _NEMO_RL_MISSING, dtype)

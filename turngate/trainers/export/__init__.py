@@ -3,8 +3,8 @@
     choices = ExportChoices(format="verl", wanted=RolloutFilter(groups=("run1.*",)))
     result = export(Path("turngate-data"), Path("rows.parquet"), choices)
 
-`source.py` reads rollouts group by group, a format converts each group to records, and `files.py` writes them. Only one group is in
-memory at a time. A gateway may be using the folder at the same time. To add a format, add one file, and one line here.
+`source.py` reads rollouts group by group, a format converts each group to records, and `files.py` writes the records. Only one group is in
+memory at a time. A running gateway may be using the data folder. To add a format, write a module for it and add it to `FORMATS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 
     out: Path
     replaced: bool  # a file with the same name existed
-    replaced_files: int  # more than one only if each record is a file
+    replaced_files: int  # at most one, unless each record is a file
     other_files: int  # existing files of other records, left unchanged
     records: int
     rollouts: int  # rollouts read
@@ -52,9 +52,10 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportResult:
-    """Export rollouts to a file, which is written completely or not at all.
+    """Export rollouts to the file `out`, which is written completely or not at all.
 
-    An `out` that ends in / is a folder. Raise `ConfigError` if there are no records to write.
+    If `out` ends in /, it is a folder: each record becomes a file in it, and files written before a failure are kept. Raise `ConfigError`
+    if there are no records to write.
     """
     format = FORMATS.get(choices.format)
     if format is None:

@@ -3,8 +3,9 @@
 Each rollout is one trajectory. The main branch is the trajectory itself; all others (sub-agents, side calls, history before a compaction,
 abandoned branches) are embedded in it. A step that an earlier branch already contains is marked as copied, so that it is not trained twice.
 
-The prompt of a step is the concatenation of `new_prompt_token_ids` and `completion_token_ids` of all earlier steps, and its own
-`new_prompt_token_ids`. `--prompt-ids` writes the full prompt of every step, so the file size grows with the square of the number of turns.
+The prompt of a step consists of the `new_prompt_token_ids` and `completion_token_ids` of all earlier steps, followed by its own
+`new_prompt_token_ids`. `--prompt-ids` also writes the full prompt of every step, which makes the file size grow with the square of the
+number of turns.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _build_record(rollout: RecordedRollout, choices: ExportChoices) -> Record:
 def _build_trajectory(
     rollout: RecordedRollout, row: Sample, written: set[int], choices: ExportChoices
 ) -> dict[str, Json]:
-    """Build the trajectory of a branch, and add its nodes to `written`, which contains the nodes of earlier branches."""
+    """Build the trajectory of a branch. `written` contains the ids of the nodes in earlier branches. Add those of this branch to it."""
     spans = {span.node: span for span in row.spans}
     nodes = {node.id: node for node in path_to(rollout.nodes[row.branch])}
     steps: list[dict[str, Json]] = []
@@ -102,14 +103,14 @@ def _build_trajectory(
 
 
 def _fork_cause(leaf: object) -> str | None:
-    """Return why the branch forked from another one, or None if it did not."""
+    """Return why the branch forked from another branch, or None if it did not fork."""
     assert isinstance(leaf, Sampled)
     causes = [node.info.cause for node in path_to(leaf) if node.info.cause is not None]
     return causes[-1] if causes else None
 
 
 def _context_step(message: Message) -> dict[str, Json]:
-    """Build the step for a message that the agent sent. Assistant messages among them were not sampled here."""
+    """Build the step for a message that the agent sent. An assistant message is marked as copied, because the gateway did not sample it."""
     if message.role == "assistant":
         return {"source": "agent", "is_copied_context": True, **_message_fields(message)}
     return {"source": "system" if message.role == "system" else "user", "message": message.content}
@@ -152,13 +153,13 @@ def _message_fields(message: Message) -> dict[str, Json]:
 
 
 def _arguments(written: str) -> dict[str, Json]:
-    """Return the arguments as an object, as ATIF requires. Other arguments are kept as text in `extra`."""
+    """Return the arguments of a tool call as an object, which ATIF requires. Keep arguments that are not an object as text in `extra`."""
     value = parse_arguments(written)
     return {"arguments": value} if isinstance(value, dict) else {"arguments": {}, "extra": {"written": written}}
 
 
 def _metrics(node: Sampled, span: RowSpan, choices: ExportChoices) -> dict[str, Json]:
-    """Return the metrics of a turn. They have no token counts if the endpoint returned no tokens."""
+    """Return the metrics of a turn. Token counts and ids are left out if the endpoint returned no token ids."""
     exact = node.info.capture == "tokens"
     logprobs = [math.nan] if node.logprobs is None else node.logprobs
     scored = exact and len(logprobs) == node.size and bool(np.isfinite(logprobs).all())

@@ -25,7 +25,7 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     form: Form = ""  # empty: the format's default
     advantage: Choice = "normalised"
     imitate: bool = False  # include turns that can only be imitated: without log-probabilities, or sampled with a bias
-    keep: Literal["all", "best"] = "all"  # rejection: which rollouts of each group
+    keep: Literal["all", "best"] = "all"  # rejection: which rollouts of each group to export
     margin: float = 0.0  # dpo: minimum difference between the rewards of a pair
     pairs: int = 4  # dpo: maximum number of pairs per group
     prompt_ids: bool = False  # atif: include the full prompt of every step
@@ -33,24 +33,24 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Format(Protocol):
-    """A file format. Implementations are stateless."""
+    """An export format, which converts groups of rollouts to records. Implementations are stateless."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the format needs all rollouts of a group, including those that are not selected."""
+        """Whether the format needs every rollout of a group, including those that the filter does not select."""
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        """Fill in defaults. Raise `ConfigError` with the name of the flag if an option does not apply."""
+        """Return the options with defaults filled in. Raise `ConfigError`, which names the flag, if an option does not apply."""
 
     def layout(self, choices: ExportChoices) -> RecordLayout: ...
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]: ...
 
     def find_scored_session(self, record: Record) -> str:
-        """Return the session whose log-probabilities are in a record, or an empty string if it has none."""
+        """Return the session whose log-probabilities a record contains, or an empty string if it contains none."""
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         """List the information that the format cannot represent."""
@@ -62,7 +62,10 @@ _FLAG_NAMES = {"form": "as"}
 
 
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
-    """Raise `ConfigError` for options that do not apply to a format. The first of `forms` is the default."""
+    """Return the options with the form filled in: by default, the first of `forms`.
+
+    Raise `ConfigError` if an option outside `known`, or a form outside `forms`, is set.
+    """
     for name in _FLAGS:
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):
             flag = _FLAG_NAMES.get(name, name)

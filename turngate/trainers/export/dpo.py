@@ -2,8 +2,8 @@
 
     messages  {"prompt": […], "chosen": [one turn], "rejected": [one turn], "tools"}: the first turn at which the two rollouts differ.
               Later turns answer different prompts, so they are left out
-    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: everything from that turn to the end, with a
-              mask of the trained tokens
+    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: both rollouts from that turn to their last
+              trained token, with a mask of the trained tokens
 
 Prompts are equal if their ids are equal. Rollouts whose prompts differ, for example in a date or a path, do not form a pair.
 """
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 
 class _Divergence(msgspec.Struct, frozen=True):
-    """The first turns at which two rollouts differ, and the number of tokens before them."""
+    """The turn of each rollout at which the two rollouts first differ, and the number of tokens before it."""
 
     better: Sampled
     worse: Sampled
@@ -107,7 +107,7 @@ def _margin(better: RecordedRollout, worse: RecordedRollout) -> float:
 
 
 def _by_margin(pair: tuple[RecordedRollout, RecordedRollout]) -> tuple[float, int, int]:
-    """Sort by margin, widest first, then by age, oldest first."""
+    """Return a sort key: widest margin first, then oldest rollouts first."""
     better, worse = pair
     return -_margin(better, worse), better.row.key, worse.row.key
 

@@ -24,7 +24,10 @@ _BATCH = 2_000_000  # tokens in a row group of a Parquet file
 
 
 class RecordLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout of a format's records. `columns` maps each column to its kind, and is empty if records have no fixed columns."""
+    """The layout of a format's records.
+
+    `columns` maps the name of each column to its kind, such as `text` or `id[]`. It is empty if the records have no fixed columns.
+    """
 
     what: str  # name of the records in error messages
     columns: Mapping[str, str] = {}
@@ -49,7 +52,10 @@ class OutputFile(ABC):
 
 @contextmanager
 def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Iterator[OutputFile]:
-    """Open an output file, which appears under its name only if the block succeeds. `folder` means that the caller requested a folder."""
+    """Open `out` for writing.
+
+    A file appears under its name only if the `with` block succeeds. `folder` means that the user asked for a folder.
+    """
     if folder and not layout.folder:
         raise ConfigError(
             f"out: {out}/ is a folder, but {layout.what} are written to a single file; remove the trailing /",
@@ -101,7 +107,7 @@ def _open_private(path: Path) -> Iterator[IO[bytes]]:
 
 
 def to_file_name(session: str) -> str:
-    """Return a unique file name for a session: its id, with `~` instead of colons, which some systems do not allow."""
+    """Return a unique file name for a session: its id, percent-encoded except for colons, which become `~`."""
     return quote(session, safe="").replace("~", "%7E").replace("%3A", "~")
 
 
@@ -143,7 +149,7 @@ class _JsonLinesFile(OutputFile):
 
 
 class _FolderOutput(OutputFile):
-    """One file per record, each written atomically. Files written before a failure are kept."""
+    """A folder with one file per record. Each file is written atomically, and files written before a failure are kept."""
 
     def __init__(self, folder: Path, named_after: str) -> None:
         if folder.exists() and not folder.is_dir():
@@ -222,7 +228,7 @@ class _ParquetFile(OutputFile):
         self._waiting, self._tokens = [], 0
 
     def _array(self, values: list[Json], kind: Any) -> Any:
-        if self._arrow.types.is_string(kind):  # other values are stored as JSON
+        if self._arrow.types.is_string(kind):  # values that are not text are stored as JSON
             values = [v if v is None or isinstance(v, str) else encode_json(v).decode() for v in values]
             values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
         elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):

@@ -14,9 +14,10 @@ TOO_LARGE = "its reward is too large to compute with"
 def select_trainable(
     group: RecordedGroup, exclusions: Exclusions, *, allow_untrained: bool = False, uses_reward: bool = True
 ) -> Iterator[RecordedRollout]:
-    """Yield the rollouts with a valid outcome and at least one trainable row.
+    """Yield the selected rollouts with a valid outcome and at least one trainable row. Count the other rollouts in `exclusions`.
 
-    With `allow_untrained`, include rollouts without trainable rows. With `uses_reward`, skip rollouts whose reward is too large.
+    With `allow_untrained`, also yield rollouts without trainable rows. With `uses_reward`, leave out rollouts whose reward is too large to
+    compute with.
     """
     for rollout in group.selected:
         if replayed := rollout.metadata(REPLAYED):

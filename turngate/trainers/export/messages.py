@@ -36,13 +36,16 @@ def read_conversation(rollout: RecordedRollout, row: Sample) -> list[BranchMessa
 
 
 def read_tools(rollout: RecordedRollout, row: Sample) -> list[Json]:
-    """Read the tools of the branch's last turn, in OpenAI's format."""
+    """Read the tools that were offered in the last turn of a row's branch, in OpenAI's format."""
     context = rollout.turn(row.branch).parent
     return [tool.wire for tool in decode_stored_tools(context.info.dialect, rollout.tools(context))]
 
 
 def to_template_message(message: Message) -> dict[str, Json]:
-    """Convert a message for chat templates: tool call arguments become objects. Arguments that are not a JSON object stay text."""
+    """Convert a message to the form that chat templates accept.
+
+    Tool call arguments become objects, or stay text if they are not a JSON object.
+    """
     wire = message_to_wire(message)
     for call in wire.get("tool_calls", ()):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
@@ -58,7 +61,7 @@ def parse_arguments(arguments: str) -> Json:
 
 
 def _is_shallow(value: Json) -> bool:
-    """Return whether the nesting is shallow enough for common JSON readers."""
+    """Return whether a value is nested shallowly enough for common JSON readers."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inside = [v for v in level if isinstance(v, dict | list)]

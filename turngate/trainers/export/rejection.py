@@ -1,4 +1,7 @@
-"""The `rejection` format: `sft` examples of rollouts with a high enough reward. `--keep best` keeps one per group."""
+"""The `rejection` format: `sft` examples from rollouts with a high enough reward.
+
+`--keep best` keeps only the best rollout of each group.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,6 @@ class Rejection:
 
 
 def _best(rollout: RecordedRollout) -> tuple[float, int, int]:
-    """Sort by highest reward, then by fewest sampled tokens, then by age, oldest first."""
+    """Return a sort key: highest reward first, then fewest sampled tokens, then oldest."""
     assert rollout.reward is not None, "the filter sets a minimum reward"
     return -rollout.reward, rollout.session.sampled_tokens, rollout.row.key

@@ -99,7 +99,7 @@ def _build_record(rollout: RecordedRollout, row: Sample, advantage: float | None
 
 
 def describe_rollout(rollout: RecordedRollout) -> dict[str, Json]:
-    """Return the fields that identify a rollout. An unknown reward is null."""
+    """Return the fields that identify a rollout and describe its outcome. An unknown reward is null."""
     return {
         "session": rollout.id,
         "group": rollout.group,

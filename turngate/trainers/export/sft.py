@@ -3,7 +3,7 @@
 messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Trainers learn every assistant
              message, so rows with an untrained assistant message are left out
 completions  {"prompt": […], "completion": [one turn], "tools": […]}: one example per trained turn; no trained turn is left out
-tokens       {"input_ids", "labels", "assistant_masks"}: the sampled ids themselves, which are not rendered again
+tokens       {"input_ids", "labels", "assistant_masks"}: the recorded ids, so that nothing is rendered again
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]
 
 
 def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
-    """Select the turns to imitate. They must be complete, but may lack log-probabilities or be sampled with a bias."""
+    """Yield each branch with the nodes of its turns to imitate, each turn only once.
+
+    Such a turn must be complete, but may lack log-probabilities or have been sampled with a bias.
+    """
     used: set[int] = set()
     for row in rollout.branches:
         found = {span.node for span in row.spans if span.node not in used and _is_complete(rollout, span, choices)}

@@ -1,4 +1,4 @@
-"""Side data in exported records: base64 with its type, shape and spans, since lists of numbers would be many times as large."""
+"""Side data in exported records. It is encoded as base64, because lists of numbers would be many times larger."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from turngate.types import Json
 
 
 class ExportedColumn(msgspec.Struct, frozen=True):
-    """Side data of a row: a value for each token inside a span; tokens outside have none."""
+    """Side data of one kind for a row. Each token inside a span has a value; other tokens have none."""
 
     dtype: str
-    shape: tuple[int, ...]  # of one value
+    shape: tuple[int, ...]  # of one token's value
     spans: tuple[tuple[int, int], ...]
     data: bytes  # base64 in JSON; little-endian
 
 
 def encode_columns(row: Sample, names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
-    """Encode the side data of a row, by name. Names that were not recorded for it are left out and counted."""
+    """Encode the side data `names` of a row. Side data that was not recorded for the row is left out and counted in `exclusions`."""
     for name in names:
         if name not in row.side:
             exclusions.add(f"the {name} of a row, which were not recorded")
@@ -48,7 +48,7 @@ def _encode_column(column: SideColumn) -> Json:
 
 
 def check_experts(choices: ExportChoices) -> ExportChoices:
-    """Raise `ConfigError` unless the side data to include is routed experts, the only kind that the format has a field for."""
+    """Raise `ConfigError` if side data other than routed experts is requested, because the format has no field for it."""
     if set(choices.side) - {ROUTED_EXPERTS}:
         raise ConfigError(
             f"side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
@@ -59,9 +59,9 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
 def encode_experts(
     row: Sample, tokens: int, names: Sequence[str], exclusions: Exclusions, field: str = ROUTED_EXPERTS
 ) -> dict[str, Json] | None:
-    """Encode the routed experts of the first `tokens` tokens of a row, except the last, which trainers do not need.
+    """Encode the routed experts of the first `tokens` tokens of a row, except those of the last token, which trainers do not need.
 
-    Return an empty dictionary if they are not requested, and None if the row must be left out because some are missing.
+    Return an empty dictionary if `names` is empty. Return None if experts are missing, because the row must then be left out.
     """
     if not names:
         return {}
@@ -73,13 +73,13 @@ def encode_experts(
 
 
 def decode_experts(value: Json) -> np.ndarray:
-    """Decode the routed experts of an exported record: tokens × layers × experts per token, as verl and miles expect them."""
+    """Decode the routed experts of an exported record to an array of tokens × layers × experts per token, as verl and miles expect."""
     column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
     return decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
 
 
 def decode_columns(side: Json) -> Mapping[str, SideColumn]:
-    """Decode the field `side` of an exported row: its value in a JSON Lines file, or its text in a Parquet file."""
+    """Decode the field `side` of an exported row, which is an object in a JSON Lines file and text in a Parquet file."""
     try:
         raw = side.encode() if isinstance(side, str) else msgspec.json.encode(side)
         columns = msgspec.json.decode(raw, type=dict[str, ExportedColumn])
@@ -95,6 +95,7 @@ def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
     dtype = np.dtype(column.dtype).newbyteorder("<")
     if len(column.data) != count * dtype.itemsize * math.prod(column.shape):
         raise ConfigError(
-            f"side.{name}.data has {len(column.data)} bytes, which does not match its spans", param="side"
+            f"side.{name}.data has {len(column.data)} bytes, which does not match its dtype, shape and spans",
+            param="side",
         )
     return SideColumn(column.spans, np.frombuffer(column.data, dtype).reshape(count, *column.shape))

@@ -69,7 +69,8 @@ class Slime:
                     continue
                 yield {
                     **experts,
-                    # Derived from session keys: stable across exports, the first equal within a group, the second unique per row.
+                    # Both numbers derive from session keys, so they are stable across exports. `group_index` is the same for all rows
+                    # of a group, and `index` is unique per row.
                     "group_index": group.selected[0].row.key,
                     "index": rollout.row.key * _NODES + row.branch,
                     "prompt": "",

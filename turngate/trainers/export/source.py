@@ -1,7 +1,7 @@
 """Read the rollouts in a data folder group by group, oldest group first.
 
-A gateway may be using the folder at the same time. Traces are read one group at a time. For all sessions, only the key, the group and
-whether it matches the filter are kept in memory.
+A gateway may be using the folder at the same time. Traces are read one group at a time. For every session, the key, the group, and whether
+the session matches the filter stay in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Exclusions:
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects rollouts. Names may contain * and ?. A rollout matches a tuple if it matches any name in it, or if the tuple is empty."""
+    """Selects rollouts. Names may contain the wildcards * and ?.
+
+    A tuple of names matches a rollout if any of the names does. An empty tuple matches every rollout.
+    """
 
     groups: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -109,11 +112,11 @@ class RecordedRollout:
 
     @cached_property
     def rows(self) -> list[Sample]:
-        """Rows with at least one trained token."""
+        """The rows with at least one trained token."""
         return build_samples(self.session.trace, self.session.config.policy)
 
     def rows_with(self, side: Collection[str]) -> list[Sample]:
-        """The same rows with side data, by name. They are not kept in memory, because side data may be large."""
+        """Return `rows` with the side data named in `side`. The result is not cached, because side data may be large."""
         if not side:
             return self.rows
         arrays = self._store.side_data.load(self.session, side)
@@ -121,7 +124,7 @@ class RecordedRollout:
 
     @cached_property
     def branches(self) -> list[Sample]:
-        """All branches, including those with nothing to train on."""
+        """The rows of all branches, including branches with nothing to train on."""
         return build_samples(self.session.trace, self.session.config.policy, keep_empty=True)
 
     @cached_property
@@ -151,7 +154,7 @@ class RecordedRollout:
         return bool(find_exclusion(self.session.trace.refused, self.session.config.policy))
 
     def explain_untrained(self) -> str:
-        """Return why nothing of the rollout is trained, and what to change."""
+        """Explain why no token of the rollout is trained, and what to change."""
         trace = self.session.trace
         report = report_training(trace, assign_roles(trace), self.session.config.policy)
         return f"it has nothing to train on: {report.reason}; {report.fix}"
@@ -172,7 +175,7 @@ class RecordedRollout:
 
 
 class RecordedGroup:
-    """The rollouts of a group. `selected` rollouts are exported. `others` are loaded only for formats that need whole groups."""
+    """The rollouts of a group. Those in `selected` are exported. Those in `others` are loaded only for formats that need whole groups."""
 
     def __init__(self, name: str, selected: list[RecordedRollout], others: list[RecordedRollout]) -> None:
         self.name = name  # empty for a rollout without a group
@@ -211,7 +214,10 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
             yield RecordedGroup(name, selected, others)
 
     def _index(self) -> dict[tuple[str, int], list[tuple[int, bool]]]:
-        """Map each group to its session keys and whether each session matches. A session without a group forms its own group."""
+        """Map each group to the keys of its sessions and whether each session matches the filter.
+
+        A session without a group forms its own group.
+        """
         found: dict[tuple[str, int], list[tuple[int, bool]]] = {}
         before: int | None = None
         newest_first = []

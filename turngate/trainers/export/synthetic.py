@@ -1,4 +1,7 @@
-"""Detect synthetic log-probabilities. The store does not record the engine, but the scripted engine derives its values from the ids."""
+"""Detect the synthetic log-probabilities of the scripted engine.
+
+The store does not record which engine was used, but the scripted engine derives its log-probabilities from the ids.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy as np
 from turngate.engines.scripted import derive_logprobs
 from turngate.trainers.export.source import RecordedRollout
 
-_ENOUGH = 16  # tokens to compare; so many do not match by chance
+_ENOUGH = 16  # tokens to compare; this many do not match by chance
 
 
 def is_synthetic(rollout: RecordedRollout) -> bool:

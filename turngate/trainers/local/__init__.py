@@ -1,4 +1,4 @@
-"""The reference trainer (extra `local`): GRPO over a feed, training the model that the in-process engine samples from.
+"""The reference trainer (extra `local`), which trains the in-process engine's model with GRPO on the groups of a feed.
 
     loss        importance ratios, clipping, weights
     grpo        one update: check the recorded log-probabilities, compute gradients, update the weights behind the fence
@@ -8,7 +8,7 @@
     report      the reward curve, as an image and for a terminal
     display     progress and result on a terminal
 
-Imports torch.
+Importing this package imports torch.
 """
 
 import turngate.engines.local  # noqa: F401  # before torch: it configures how torch's threads wait

@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimizer state, and the position in the feed.
 
 A checkpoint is a folder such as `step-00012`: a Hugging Face model folder with two extra files. It is written under a temporary name,
-synced and renamed, so it is either complete or absent. Older checkpoints are then removed. A checkpoint contains the number of the last
-delivery, so a trainer that resumes from its weights continues exactly after the deliveries they were trained on.
+synced and renamed, so it is either complete or absent. Older checkpoints are then removed. A checkpoint also contains the number of the
+last delivery that its weights were trained on, so a resumed trainer continues with the next delivery.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAKING = ".making-"
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a trainer."""
+    """The progress of a trainer, as stored in a checkpoint."""
 
     step: int = 0  # updates made to the weights
     number: int = 0  # of the last delivery that the weights were trained on
@@ -40,9 +40,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     state: TrainerState
 
     def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> float:
-        """Load weights and optimizer state in place. Return the learning rate of the checkpoint.
+        """Load the weights into `model` and the optimizer state into `optimizer`. Return the learning rate of the checkpoint.
 
-        The optimizer keeps its current settings, which may differ from those in the checkpoint.
+        The optimizer keeps its own settings, such as its learning rate, even if the checkpoint contains different ones.
         """
         try:
             weights = load_file(self.folder / "model.safetensors")
@@ -72,7 +72,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def find_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint, or None if there is none."""
+    """Return the newest checkpoint in a folder, or None if there is none."""
     checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not checkpoints:
         return None
@@ -86,7 +86,10 @@ def find_newest(folder: Path) -> Checkpoint | None:
 def write_checkpoint(
     folder: Path, state: TrainerState, model: Model, optimizer: torch.optim.Optimizer, source: str | Path | None
 ) -> Checkpoint:
-    """Write a checkpoint. `source` is the model folder that training started from, with the tokenizer and settings to copy."""
+    """Write a checkpoint, and remove older ones.
+
+    `source` is the model folder that training started from. Its tokenizer and settings are copied.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{_MAKING}*"):
         shutil.rmtree(stale)

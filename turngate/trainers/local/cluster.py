@@ -1,10 +1,10 @@
-"""Training on a Ray cluster: agents run in the cells of its nodes, the engine and the trainer in this process.
+"""Training on a Ray cluster: agents run in cells on its nodes, while the engine and the trainer run in this process.
 
     cells (agents → gateway) ──HTTP──► engine server ─► engine ◄─ trainer
        └────────► shared store ─► gateway of this process ─► feed ──┘
 
 A weight update closes the fence of the shared store in mode `drain`: it waits until the calls in flight have ended in every cell that may
-still serve. So each call is sampled with the weights of one version, whichever machine it comes from.
+still be serving. Each call is therefore sampled with the weights of a single version, whichever machine it comes from.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SILENCE_S = 3600.0  # a call may wait long for a free slot of a small engine
 
 
 class TrainingCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster that the agents of a training run use."""
+    """The Ray cluster on which the agents of a training run are started."""
 
-    address: str = "auto"  # of Ray
-    labels: Mapping[str, str] = {}  # that nodes must have
+    address: str = "auto"  # address of the Ray cluster
+    labels: Mapping[str, str] = {}  # labels that a node must have to run agents
     engine_host: str = ""  # address at which nodes reach this machine; empty for its address on the default route
     note: Callable[[str], None] = lambda text: None
 
@@ -80,17 +80,17 @@ async def open_cluster_environment(
 
 
 async def _refuse_other_engines(gateway: GatewayClient) -> None:
-    """Raise `ConfigError` if the shared store lists engines: cells would use them, but the trainer does not change their weights."""
+    """Raise `ConfigError` if the shared store lists engines. Cells would use them, but the trainer does not update their weights."""
     if others := [engine.url for engine in (await gateway.engines()).engines]:
         raise ConfigError(
-            f"data: the list of engines of this database contains {others[0]}, which would sample with weights that are not trained; "
+            f"data: this database lists engine {others[0]}, which would sample with weights that this run does not train; "
             "remove it with `turngate engines remove`, or use a separate database for this run",
             param="data",
         )
 
 
 def find_own_address() -> str:
-    """Return this machine's address on its default route, or 127.0.0.1 if it has none."""
+    """Return the address that this machine uses on its default route, or 127.0.0.1 if it has no default route."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
@@ -100,7 +100,10 @@ def find_own_address() -> str:
 
 
 def name_run(folder: Path) -> str:
-    """Return the name of a run's groups and feed in the shared store, which other runs may use too. It is kept in the run's folder."""
+    """Return the name that a run uses for its groups and its feed in the shared store.
+
+    The name contains a random part, because other runs may use the same store. It is kept in the run's folder.
+    """
     file = folder / NAME_FILE
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,13 +22,13 @@ from turngate.types import Json
 from turngate.views.trace import TraceView
 
 _LINE_EVERY_S = 10.0  # interval between plain progress lines
-_ESTIMATE_AFTER = 4  # finished rollouts
+_ESTIMATE_AFTER = 4  # number of finished rollouts
 
 
 class TrainingDisplay(LiveDisplay):
-    """Progress of a training run: a live display on a terminal, and one line per step everywhere.
+    """Shows the progress of a training run: one line per step and, on a terminal, a live display.
 
-    If `rollouts`, the number of rollouts in all phases, is passed, the display estimates the remaining time.
+    `rollouts` is the number of rollouts in all phases. If it is given, the display estimates the remaining time.
     """
 
     def __init__(self, console: Console, steps: int, rollouts: int = 0) -> None:
@@ -89,20 +89,23 @@ class TrainingDisplay(LiveDisplay):
 
 
 class _RemainingTime:
-    """Estimates the remaining time of a run from the rollouts that finished since it was started or resumed."""
+    """Estimates the remaining time of a run from the rollouts that this process has finished."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._began = time.monotonic()
-        self._done = 0  # in all phases
-        self._new = 0  # finished by this process
+        self._done = 0  # rollouts finished in all phases
+        self._new = 0  # of these, rollouts finished by this process
         self._phase_done: int | None = None
 
     def start_phase(self) -> None:
         self._phase_done = None
 
     def update(self, done: int) -> None:
-        """Update the number of rollouts finished in this phase. The first update may include those of an earlier process."""
+        """Set the number of rollouts that have finished in this phase.
+
+        The first number of a phase may include rollouts of an earlier process.
+        """
         if self._phase_done is None:
             self._done += done
         else:
@@ -111,7 +114,7 @@ class _RemainingTime:
         self._phase_done = done
 
     def describe(self) -> str:
-        """Return "about 5 min left", or an empty string before enough rollouts have finished."""
+        """Return text such as "about 5 min left", or an empty string until enough rollouts have finished."""
         if not self._total or self._new < _ESTIMATE_AFTER:
             return ""
         seconds = (time.monotonic() - self._began) / self._new * max(0, self._total - self._done)
@@ -201,7 +204,7 @@ async def print_improvements(
 
 
 async def _load_transcript(environment: TrainingEnvironment, rollout: FinishedRollout) -> str:
-    """Load the instruction, the model's answers and the reward as text."""
+    """Return a rollout's messages, except system messages, and its reward as text."""
     view = TraceView(await environment.gateway.trace(rollout.session))
     lines = []
     for turn in view.turns:
@@ -212,7 +215,7 @@ async def _load_transcript(environment: TrainingEnvironment, rollout: FinishedRo
 
 
 def _text(message: Json) -> str:
-    """Return the text of a message in the OpenAI format, whose content may also be a list or missing."""
+    """Return the text of a message in OpenAI's format. Its content may be text, a list of parts, or missing."""
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     return sanitize_line(" ".join(str(part.get("text", "")) for part in parts if isinstance(part, dict)).strip())

@@ -1,10 +1,10 @@
-"""Serve the in-process engine to the cells of a cluster, over HTTP, with the messages of SGLang's API.
+"""Serve the in-process engine to the cells of a cluster over HTTP, in the format of SGLang's API.
 
     async with EngineServer(engine, key, host="10.0.0.5") as server:
         ServeConfig(engine="sglang", engine_url=[server.url], …)      # the settings of a cell
 
-Cells use their SGLang client (`engines/sglang.py`). Only the calls that it makes to sample are served: the trainer changes the weights
-itself, under the fence of the shared store.
+Cells use their SGLang client (`engines/sglang.py`). Only the requests that this client needs for sampling are served. The trainer updates
+the weights itself, inside the fence of the shared store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from turngate.errors import ConfigError, ContextOverflow, EngineRejected, Turnga
 from turngate.types import ID_DTYPE, Constraint, Sampling
 
 _MAX_BODY = 64_000_000  # bytes
-_STOP_S = 1.0  # for calls in flight when the server stops
+_STOP_S = 1.0  # how long calls in flight may continue when the server stops
 _NO_TOP_K = -1
 
 
@@ -62,10 +62,10 @@ class _AbortBody(msgspec.Struct):
 
 
 class EngineServer(AbstractAsyncContextManager["EngineServer"]):
-    """An HTTP server for one engine. Every request needs the key."""
+    """An HTTP server for one engine. Every request must present the key."""
 
     def __init__(self, engine: LocalEngine, key: str, *, host: str, port: int = 0) -> None:
-        """`host` is the address of this machine at which the cells reach it."""
+        """Create a server. `host` is the address at which the cells can reach this machine."""
         self._engine = engine
         self._authorization = f"Bearer {key}".encode()
         self._host, self._port = host, port
@@ -98,7 +98,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"engine_host {self._host} is not an address of this machine ({error.strerror}); pass the address at which the nodes "
+                f"engine_host {self._host} is not an address of this machine ({error.strerror}); pass an address at which the nodes can "
                 "reach this machine",
                 param="engine_host",
             ) from None
@@ -164,7 +164,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
 
 
 def build_request(body: _GenerateBody) -> Generate:
-    """Convert a request. Raise `EngineRejected` if it asks for an adapter."""
+    """Convert a request body in SGLang's format. Raise `EngineRejected` if it asks for an adapter."""
     params = body.sampling_params
     if body.lora_path:
         raise EngineRejected(
@@ -199,7 +199,10 @@ def build_request(body: _GenerateBody) -> Generate:
 
 
 class _Reply:
-    """The messages of one reply. Each has the tokens since the previous one; a reply that is not streamed is one message."""
+    """One reply, which is sent as one or more messages. Each message contains the tokens since the previous one.
+
+    A reply that is not streamed is a single message.
+    """
 
     def __init__(self) -> None:
         self._total = 0
@@ -210,7 +213,7 @@ class _Reply:
         self._total += len(chunk.ids)
 
     def encode(self) -> bytes:
-        """Encode the tokens since the last call as a message."""
+        """Encode the tokens since the previous message as a new message."""
         chunks, self._chunks = self._chunks, []
         ids = [token for chunk in chunks for token in chunk.ids]
         logprobs = [value for chunk in chunks for value in chunk.logprobs or [None] * len(chunk.ids)]
@@ -229,7 +232,7 @@ async def _send_stream(request: web.Request, chunks: AsyncIterator[Chunk]) -> we
     reply = _Reply()
     try:
         async for chunk in chunks:
-            if not response.prepared:  # an error before the first token has its own status
+            if not response.prepared:  # not earlier, so that an error before the first token can set the HTTP status
                 await response.prepare(request)
             reply.add(chunk)
             await response.write(b"data: " + reply.encode() + b"\n\n")
@@ -244,7 +247,7 @@ async def _send_stream(request: web.Request, chunks: AsyncIterator[Chunk]) -> we
 
 
 def _describe(error: TurngateError) -> str:
-    """Return the message of an error. For an overflow, it is worded as SGLang's clients expect."""
+    """Return the message of an error. A context overflow is described in the words that SGLang's clients expect."""
     if isinstance(error, ContextOverflow):
         return f"The input ({error.size} tokens) is longer than the model's context length ({error.limit} tokens)."
     return error.message

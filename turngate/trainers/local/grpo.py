@@ -1,4 +1,4 @@
-"""GRPO over a feed, training the model that the in-process engine samples from. A small reference for trainer authors.
+"""Train the in-process engine's model with GRPO on the groups of a feed. A small reference for trainer authors.
 
     deliveries of the feed → rows → recompute log-probabilities and compare them with the recorded ones → loss (`loss.py`) → gradients
     → pause at the fence → one optimizer step → resume at version n + 1 → checkpoint → commit
@@ -104,15 +104,15 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One update. Without a signal, the weights do not change."""
+    """One training step. If no row had a training signal, the weights did not change."""
 
     step: int
     version: int  # policy version after the update
     first: int  # number of the first delivery
-    last: int  # number of the last one
+    last: int  # number of the last delivery
     reward: float | None  # mean over the graded rollouts
     rewards: tuple[float, ...]
-    passed: float | None  # share of graded rollouts that resolved their task
+    passed: float | None  # share of the graded rollouts that resolved their task
     excluded: int
     why: tuple[str, ...] = ()  # distinct reasons for exclusion
     stale: int  # policy versions between the oldest row and the weights
@@ -123,7 +123,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner:
-    """A model and its optimizer. Its methods block."""
+    """A model and its optimizer, independent of any gateway. The methods block."""
 
     def __init__(self, model: Model, settings: GrpoSettings) -> None:
         self.model = model
@@ -137,7 +137,7 @@ class Learner:
         )
 
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
-        """Compute the gradients of the loss over these rows. `version` is the version of the current weights.
+        """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
 
         If the gradients are not finite, clear them and raise `NonFiniteGradient`.
         """
@@ -168,7 +168,7 @@ class Learner:
         return float(norm)
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies of the trained tokens of all rows under the current weights."""
+        """Compute the log-probabilities and entropies of the trained tokens of all rows under the current weights."""
         device, pack = self.model.device, pack_rows(rows)
         ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
         hidden = self.model.run(ids[None], positions, _mask_attention(torch.from_numpy(pack.sees).to(device)))
@@ -264,12 +264,15 @@ class _UpdateTotals:
 
 
 def is_of_version(row: Row, version: int) -> bool:
-    """Return whether all trained tokens of a row were sampled at this version."""
+    """Return whether all trained tokens of a row were sampled at policy version `version`."""
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
 
 
 class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence: the shared prefix once, then the rest of each row. Rollouts of the same task share a prefix."""
+    """Rows packed into one sequence: first the prefix that all rows share, then the remaining tokens of each row.
+
+    Rollouts of the same task share a prefix.
+    """
 
     ids: np.ndarray
     positions: np.ndarray
@@ -295,7 +298,10 @@ def pack_rows(rows: Sequence[Row]) -> PackedRows:
 
 
 def count_shared_prefix(rows: Sequence[Row]) -> int:
-    """Return the length of the prefix that all rows share. It ends before the token that precedes the first trained one."""
+    """Return the length of the prefix that all rows share.
+
+    It ends before the position that predicts the first trained token, so that each row has its own copy of that position.
+    """
     most = min(int(row.mask.argmax()) for row in rows) - 1
     differs = np.zeros(max(0, most), np.bool_)
     for row in rows[1:]:
@@ -304,7 +310,7 @@ def count_shared_prefix(rows: Sequence[Row]) -> int:
 
 
 def split_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Split rows into batches of at most `tokens` packed tokens. A longer row gets its own batch."""
+    """Split rows into batches of at most `tokens` packed tokens. A row that is longer than that gets its own batch."""
     batch: list[Row] = []
     for row in rows:
         more = [*batch, row]
@@ -342,8 +348,8 @@ class Trainer:
             await trainer.run(feed, steps=20)
 
     `folder` contains the checkpoints. Training resumes with the weights of the newest one, but with the given `settings`. If `folder` is
-    None, no checkpoints are written, and every step is committed. `every` is the number of steps between checkpoints. The last step always
-    writes one.
+    None, no checkpoints are written, and every step is committed. `every` is the number of steps between checkpoints. A checkpoint is
+    always written after the last step.
     """
 
     def __init__(
@@ -358,8 +364,11 @@ class Trainer:
         watch: Callable[[Step], None] = lambda step: None,
         pause_mode: PauseMode = "hold",
     ) -> None:
-        """Prepare training. With the mode `drain`, an update waits until the calls in flight have ended: needed if the gateways do not
-        learn from the engine which weights sampled a token."""
+        """Prepare training. `source` is the model folder that training started from. `watch` is called after each step.
+
+        With `pause_mode="drain"`, an update waits until the calls in flight have ended. This is required if the gateways cannot learn from
+        the engine which weights sampled each token.
+        """
         self.engine = engine
         self.learner = Learner(engine.model, settings)
         self.state = TrainerState()
@@ -458,7 +467,7 @@ class Trainer:
             await self.save(feed)
 
     async def save(self, feed: Feed) -> None:
-        """Write a checkpoint of the current step, unless it exists. Must not run during a step."""
+        """Write a checkpoint of the current step, unless it already exists, and commit its deliveries. Do not call this during a step."""
         if self._folder is None or self.state.step == self._saved:
             return
         await asyncio.to_thread(

@@ -37,7 +37,7 @@ class LossTerms(msgspec.Struct, frozen=True):
 
 
 def compute_divisor(weights: list[float], tokens: list[int], normalise: Normalise) -> float:
-    """Compute the divisor of the loss over all rows of an update, so that the rows can be processed in batches."""
+    """Compute the divisor of the loss from all rows of an update. The rows can then be processed in batches."""
     counts = tokens if normalise == "token" else [1] * len(tokens)
     return sum(weight * count for weight, count in zip(weights, counts, strict=True))
 
@@ -45,7 +45,10 @@ def compute_divisor(weights: list[float], tokens: list[int], normalise: Normalis
 def compute_loss(
     terms: LossTerms, tokens: Tensor, *, by: float, low: float, high: float, normalise: Normalise
 ) -> Tensor:
-    """Compute the loss. `tokens` contains the number of trained tokens per row, and `by` is the divisor of the whole update."""
+    """Compute the loss of a batch.
+
+    `tokens` contains the number of trained tokens of each row, and `by` is the divisor of the whole update.
+    """
     ratio = torch.exp(_log_ratio(terms.now, terms.then))
     clipped = ratio.clamp(1 - low, 1 + high)
     gain = torch.minimum(ratio * terms.advantage, clipped * terms.advantage) * terms.weight
@@ -62,11 +65,14 @@ def compute_clipped_share(terms: LossTerms, *, low: float, high: float) -> Tenso
 
 
 def compute_divergence(now: Tensor, then: Tensor) -> Tensor:
-    """Compute the divergence from the sampling policy per token: r − 1 − log r, whose mean is 0 only for equal policies."""
+    """Compute r − 1 − log r for each token.
+
+    The mean estimates the divergence from the sampling policy, and is 0 only if the policies are equal.
+    """
     log_ratio = _log_ratio(now.detach(), then)
     return torch.exp(log_ratio) - 1 - log_ratio
 
 
 def _log_ratio(now: Tensor, then: Tensor) -> Tensor:
-    """Compute the log ratio, clamped to a bound beyond which it has no gradient."""
+    """Compute the log ratio, clamped to ±`_MAX_LOG_RATIO`. Beyond this bound, it has no gradient."""
     return (now - then).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare_ends(rewards: Sequence[float | None]) -> Comparison | None:
-    """Compare the mean rewards of the first and last steps. Return None if there are fewer than two known rewards."""
+    """Compare the mean reward of the first few steps with that of the last few. Return None if fewer than two rewards are known."""
     known = [reward for reward in rewards if reward is not None]
     ends = min(_ENDS, len(known) // 2)
     if not ends:
@@ -37,7 +37,7 @@ def compare_ends(rewards: Sequence[float | None]) -> Comparison | None:
 
 
 def draw_curve(rewards: Sequence[float | None]) -> list[str]:
-    """Draw one bar per step. An unknown reward has no bar."""
+    """Draw the reward curve as lines of text, one bar per step. A step with an unknown reward has no bar."""
     bars = tuple(
         Bar(f"step {n}", reward or 0.0, "unknown" if reward is None else f"{reward:.2f}")
         for n, reward in enumerate(rewards, 1)
@@ -46,7 +46,7 @@ def draw_curve(rewards: Sequence[float | None]) -> list[str]:
 
 
 def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Comparison], note: str = "") -> str:
-    """Draw the curve, with the comparisons next to it. Rewards are between 0 and 1. Unknown rewards are skipped."""
+    """Draw the reward curve as SVG, with the comparisons next to it. Rewards must be between 0 and 1. Unknown rewards are skipped."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="system-ui, sans-serif">',

@@ -37,7 +37,7 @@ from turngate.trainers.local.training import (
 
 
 class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run, with evaluations before and after it if it has held-out tasks."""
+    """The settings of a training run. Tasks in `held_out` are evaluated before and after training."""
 
     goal: TrainingGoal
     folder: Path
@@ -52,7 +52,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"held_out_n must be at least 1, not {self.held_out_n}", param="held_out_n")
 
     def evaluation_plan(self) -> BatchPlan | None:
-        """Plan the rollouts of the held-out tasks, or return None if there are none. The caller sets the folder."""
+        """Return the plan of an evaluation, or None if there are no held-out tasks. The caller sets the plan's folder."""
         if not self.held_out:
             return None
         return msgspec.structs.replace(self.goal.batch, tasks=self.held_out, n=self.held_out_n, name="held-out")
@@ -80,7 +80,7 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a training run."""
 
     steps: tuple[Step, ...]
-    shares: tuple[StepTime, ...]  # only for steps made by this process
+    shares: tuple[StepTime, ...]  # only of steps taken by this process
     before: BatchResult | None
     after: BatchResult | None
     seconds: float
@@ -108,7 +108,7 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Functions called as a run proceeds: when a phase starts, while it runs, and when an evaluation ends."""
+    """Functions that are called when a phase of a run starts, while it proceeds, and when an evaluation ends."""
 
     phase: Callable[[str, int], None] = lambda name, rollouts: None
     evaluation: Callable[[str, BatchResult], None] = lambda name, result: None
@@ -120,7 +120,7 @@ def open_run(
 ) -> AbstractAsyncContextManager[TrainingEnvironment]:
     """Start the gateway and the engine of a run in this process. The traces are stored in `data`, by default in the run's folder.
 
-    With `cluster`, the agents run there, and `data` is the URL of a shared store.
+    With `cluster`, the agents run on that cluster, and `data` is the URL of a shared store.
     """
     config = ServeConfig(
         host="127.0.0.1",
@@ -139,7 +139,7 @@ def open_run(
 async def train_and_evaluate(
     run: TrainingRun, environment: TrainingEnvironment, callbacks: RunCallbacks = RunCallbacks()
 ) -> TrainingResult:
-    """Train, and evaluate the held-out tasks, if any, before and after."""
+    """Train, and evaluate the held-out tasks, if any, before and after training."""
     began = time.monotonic()
     shares: list[StepTime] = []
 
@@ -170,7 +170,7 @@ async def _evaluate(
 
 
 def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
-    """Write the reward curve and the steps, and return the path of the curve."""
+    """Write the reward curve to `reward.svg` and the steps to `steps.json` in `folder`. Return the path of the curve."""
     note = f"{len(result.steps)} steps, {sum(len(step.rewards) for step in result.steps)} rollouts"
     if result.new_steps:
         since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"

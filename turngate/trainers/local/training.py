@@ -1,4 +1,4 @@
-"""Run gateway, in-process engine, agents and trainer in one process.
+"""Run the gateway, the in-process engine, the agents and the trainer in one process.
 
     runner (a batch that repeats its tasks) → agents → gateway → engine
           ▲ throttle                              └→ feed → trainer → new weights for the engine
@@ -47,7 +47,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchPlan  # tasks, agent, n; `rounds` is computed from the steps
     steps: int
     settings: GrpoSettings = GrpoSettings()
-    # None: groups of the batch's n, with normalized advantages. If `groups` is empty, the feed accepts the groups of the batch.
+    # None: groups of `batch.n` rollouts, with normalized advantages. If `feed.groups` is empty, the feed accepts the groups of the batch.
     feed: FeedConfig | None = None
     feed_name: str = FEED
     ahead: int | None = None  # groups that agents may be ahead of the trainer; None: as many as in an update
@@ -67,7 +67,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def plan(self) -> BatchPlan:
-        """Return the batch with enough rounds for all steps."""
+        """Return the batch plan with enough rounds for all steps."""
         groups = self.steps * self.settings.groups
         return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)), name=self._name)
 
@@ -89,7 +89,10 @@ class TrainingCallbacks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The duration of a step in seconds, by activity. `agents` is the remainder: processes, sandboxes, graders, and waiting for a core."""
+    """The duration of a step in seconds, by activity.
+
+    `agents` is the remaining time: agent processes, sandboxes, graders, and waiting for a CPU core.
+    """
 
     whole: float
     training: float
@@ -102,7 +105,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedEngine(LocalEngine):
-    """The in-process engine, which measures how long it had calls to answer."""
+    """An in-process engine that measures how long it is busy answering calls."""
 
     busy_s = 0.0
     _calls = 0
@@ -127,7 +130,7 @@ class TimedEngine(LocalEngine):
 
 @asynccontextmanager
 async def run_here(plan: BatchPlan) -> AsyncIterator[None]:
-    """Run the rollouts of a plan in this process."""
+    """Yield None instead of an executor, so that the rollouts of a plan run in this process."""
     yield None
 
 
@@ -149,7 +152,7 @@ class TrainingEnvironment(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIterator[TrainingEnvironment]:
-    """Start a gateway with this engine, and connect to it."""
+    """Start a gateway with `engine`, and connect to it."""
     async with (
         run_embedded(config, engine=engine) as address,
         GatewayClient(address.url, address.admin_key) as gateway,
@@ -161,7 +164,10 @@ async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIte
 async def evaluate(
     environment: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
-    """Run rollouts that are not trained on. Their plan must not have the name of the training plan, so that the feed ignores them."""
+    """Run the rollouts of a plan without training on them.
+
+    The plan must not have the name of the training plan, so that the feed ignores its groups.
+    """
     result = await environment.run_batch(plan, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
@@ -175,7 +181,7 @@ async def train(
     source: str | Path,
     callbacks: TrainingCallbacks = TrainingCallbacks(),
 ) -> list[Step]:
-    """Train up to the last step and return all steps. The feed is kept, so a later call can add steps."""
+    """Train until `goal.steps` steps are done, and return all steps. The feed is kept, so that a later call can add steps."""
     clock = _StepClock(environment.engine)
     throttle: TrainerThrottle | None = None
 
@@ -257,7 +263,10 @@ async def _finish(
 async def _wait_for_groups(
     gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: TrainingGoal
 ) -> None:
-    """Wait for training after all agents have ended. Raise an error if too few groups are left for the remaining steps."""
+    """After all agents have ended, check that the feed has enough groups for the remaining steps.
+
+    If it does not, wait until the trainer has used the groups that exist, and raise an error.
+    """
     newest = (await gateway.show_feed(goal.feed_name)).newest
     per_step = goal.settings.groups
     missing = (goal.steps - trainer.state.step) * per_step - (newest - trainer.state.number)

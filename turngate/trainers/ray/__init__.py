@@ -1,1 +1,1 @@
-"""For trainers on Ray: complete groups as an async iterator that any task or actor of the cluster can use."""
+"""Integration with trainers on Ray: complete groups as an async iterator that any task or actor of the cluster can use."""

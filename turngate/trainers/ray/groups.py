@@ -1,13 +1,13 @@
-"""Complete groups for trainers on Ray: one actor reads a feed, and any task or actor of the cluster iterates over it.
+"""Complete groups for trainers on Ray: one actor reads a feed, and any task or actor of the cluster can iterate over its groups.
 
     groups = open_groups("http://gateway:8700", "math", FeedConfig(n=8))     # on the driver, after ray.init()
 
     async for delivery in groups:                                            # in any actor that has `groups`
         train(delivery.rows())
-        await groups.commit(delivery.number)                                 # after the checkpoint has it
+        await groups.commit(delivery.number)                                 # after saving a checkpoint
 
-Several actors that iterate at the same time get different groups. After a crash of the trainer, or of the actor that reads, the next one
-starts after the last committed number, or after the position in your own checkpoint (`after=`, `mark=`).
+Actors that iterate at the same time get different groups. After a crash of the trainer or of the reading actor, the next reader starts
+after the last committed delivery, or after the position in your own checkpoint (`after=`, `mark=`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.errors import ConfigError
 
-_WAIT_S = 30.0  # per call of the actor
-_MAX_CALLS = 10_000  # without it, an async actor accepts only 1,000 at the same time
+_WAIT_S = 30.0  # how long one call of the actor waits for a group
+_MAX_CALLS = 10_000  # concurrent calls of the actor; Ray's default is 1,000
 
 
 class FeedActor:
@@ -37,7 +37,7 @@ class FeedActor:
         self._lock = asyncio.Lock()  # a feed is read by one task at a time
 
     async def open(self) -> str:
-        """Open the feed and become its reader. Return its mark, for checkpoints."""
+        """Open the feed and become its reader. Return the feed's mark, which identifies it in checkpoints."""
         async with self._lock:
             if self._feed is None:
                 gateway = await GatewayClient(self._url, self._key).__aenter__()
@@ -67,7 +67,7 @@ class GroupIterator:
         self._actor = actor
 
     async def mark(self) -> str:
-        """Return what identifies the feed in checkpoints."""
+        """Return the feed's mark, which identifies the feed in checkpoints."""
         return str(await self._actor.open.remote())
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -84,7 +84,7 @@ class GroupIterator:
         return delivery
 
     async def commit(self, number: int) -> None:
-        """Commit all groups up to `number`. Save a checkpoint first."""
+        """Commit all deliveries up to `number`. Before calling this, save a checkpoint that covers them."""
         await self._actor.commit.remote(number)
 
 
@@ -100,7 +100,8 @@ def open_groups(
 ) -> GroupIterator:
     """Start the actor that reads a feed of the gateway at `url`, and return an iterator over its groups.
 
-    By default, the gateway's key is read from TURNGATE_ADMIN_KEY. `options` are passed to the Ray actor, such as `name` or `num_cpus`.
+    If `admin_key` is empty, the gateway's admin key is read from TURNGATE_ADMIN_KEY. `options`, such as `name` or `num_cpus`, are passed to
+    the Ray actor.
     """
     try:
         import ray

@@ -1,7 +1,7 @@
 """Convert a feed's deliveries to TRL's rows, and queue them for TRL's trainer.
 
-TRL's loss is a mean over all trained tokens of a batch, so the weight of a rollout does not depend on its number of rows. All rows of a
-rollout have its advantage, and the feed's `weight` of 1/K is not used.
+TRL's loss is a mean over all trained tokens of a batch, so the weight of a rollout does not depend on its number of rows. Every row
+therefore has the advantage of its rollout, and the feed's `weight` (1/K for each of K rows) is not used.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RowName = tuple[str, int]  # session and branch, which are stable across restart
 
 
 class QueuedRow(msgspec.Struct, frozen=True):
-    """A row in the queue."""
+    """A row that is queued for TRL's trainer."""
 
-    number: int  # of the delivery
+    number: int  # number of the row's delivery
     name: RowName
     sample: RolloutSample
 
 
 class DeliveryRows(msgspec.Struct, frozen=True):
-    """The rows of a delivery."""
+    """The rows that are built from one delivery."""
 
     items: tuple[QueuedRow, ...]
     too_long: int  # rows left out because of their length
@@ -50,7 +50,8 @@ def build_items(
 ) -> DeliveryRows:
     """Build the rows of a delivery, leaving out rows with more than `longest` tokens.
 
-    `base` is the gateway's version that corresponds to TRL's version 0.
+    `base` is the gateway's policy version that corresponds to TRL's version 0. `weigh` determines whether all trained tokens or all
+    rollouts have the same weight.
     """
     kept = [
         (rolled, [row for row in rolled.rows if longest is None or len(row.ids) <= longest])
@@ -70,7 +71,7 @@ def build_items(
 
 
 def _advantage_factors(tokens: list[int], weigh: Weighting) -> list[float]:
-    """Compute factors for the advantages, so that a mean over tokens gives every token or every rollout the same weight."""
+    """Compute a factor for the advantage of each rollout, so that a mean over tokens gives every token or every rollout the same weight."""
     if weigh == "tokens" or not tokens:
         return [1.0] * len(tokens)
     mean = sum(tokens) / len(tokens)
@@ -88,7 +89,7 @@ def _reward_deviation(delivery: Delivery) -> float:
 def _build_sample(
     delivery: Delivery, rolled: DeliveredRollout, row: Row, share: float, spread: float, base: int
 ) -> RolloutSample:
-    """Build a TRL sample. The text is omitted: TRL only prints it, and the trace contains it."""
+    """Build a TRL sample. Its text is left out, because TRL only prints it and the trace already contains it."""
     assert rolled.reward is not None, "a rollout without a reward has no rows"
     oldest = min(span.version_start for span in row.spans if span.trained)
     return RolloutSample(
@@ -107,9 +108,10 @@ def _build_sample(
 
 
 class RowBuffer(queue.Queue[QueuedRow]):
-    """The queue that TRL's trainer reads. It tracks the rows that it handed out, so that a checkpoint can list the trained ones.
+    """The queue that TRL's trainer reads. It remembers which rows the trainer has taken, so that a checkpoint can list the trained ones.
 
-    It drops rows that became stale in the queue or are too long for a batch. TRL would drop them too, but does not report which.
+    It drops rows that have become stale in the queue or are too long for a batch. TRL would drop them too, but without reporting which
+    ones.
     """
 
     def __init__(self, on_taken: Callable[[], None], on_dropped: Callable[[DropReason], None]) -> None:
@@ -119,18 +121,18 @@ class RowBuffer(queue.Queue[QueuedRow]):
         self.longest: int | None = None  # maximum tokens of a row
         self._on_taken, self._on_dropped = on_taken, on_dropped
         self._lock = threading.Lock()
-        self._given: deque[QueuedRow] = deque()  # handed to the trainer, not yet trained
-        self._open: dict[int, int] = {}  # rows per delivery that are neither trained nor dropped
+        self._given: deque[QueuedRow] = deque()  # rows taken by the trainer, but not yet trained
+        self._open: dict[int, int] = {}  # number of rows per delivery that are neither trained nor dropped
         self._done = 0  # all deliveries up to this one are trained or dropped
         self._newest = 0
         self._trained: dict[int, list[RowName]] = {}
 
     def begin(self, done: int) -> None:
-        """Start after delivery `done`. The trainer's checkpoint covers all deliveries up to it."""
+        """Start after delivery `done`. This and all earlier deliveries are committed or covered by the trainer's checkpoint."""
         self._done = self._newest = done
 
     def add(self, number: int, rows: tuple[QueuedRow, ...], trained: list[RowName]) -> None:
-        """Add the rows of a delivery that are not trained yet. `trained` lists the others."""
+        """Add the rows of a delivery that are not trained yet. `trained` names the rows of the delivery that are already trained."""
         with self._lock:
             self._open[number] = len(rows)
             self._newest = number
@@ -162,7 +164,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
             self.queue.clear()
 
     def mark_trained(self, rows: int) -> None:
-        """Record that the trainer has trained the next `rows` rows, oldest first."""
+        """Record that the trainer has trained the next `rows` of the rows that it has taken, oldest first."""
         with self._lock:
             for _ in range(rows):
                 item = self._given.popleft()
@@ -170,13 +172,13 @@ class RowBuffer(queue.Queue[QueuedRow]):
                 self._finish(item)
 
     def state(self) -> tuple[int, dict[int, list[RowName]]]:
-        """Return the last delivery up to which all rows are done, and the trained rows of later deliveries."""
+        """Return the number of the last delivery up to which all rows are trained or dropped, and the trained rows of later deliveries."""
         with self._lock:
             return self._done, {number: list(names) for number, names in self._trained.items() if number > self._done}
 
     @property
     def consumed(self) -> int:
-        """Number of the last delivery up to which no rows are waiting."""
+        """The number of the last delivery up to which no rows are waiting in the queue."""
         with self._lock, self.mutex:
             return self.queue[0].number - 1 if self.queue else self._newest
 

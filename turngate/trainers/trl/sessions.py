@@ -42,7 +42,7 @@ from turngate.views.training_trace import training_trace
 
 log = logging.getLogger("turngate")
 _KNOWN = tuple(field.name for field in msgspec.structs.fields(Sampling))
-_OFF = {"top_k": -1}  # values that turn a setting off in TRL
+_OFF = {"top_k": -1}  # values with which TRL turns a setting off
 
 
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +52,13 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     tasks: str  # a folder or a file of rows, as for `turngate batch`
     model: str
-    folder: str  # for the agents' files
+    folder: str  # folder for the agents' files
     sandbox: str = "bubblewrap"
     image: str = ""
     network: Network = "none"
     timeout_s: float | None = None  # None: the task's time limit
     session: Mapping[str, Json] = {}  # settings of each session, such as limits and policy
-    options: Mapping[str, str] = {}  # of the agent
+    options: Mapping[str, str] = {}  # options of the agent
     policy: EndPolicy = EndPolicy()
     group: str = "trl"  # prefix of group names
     public_url: str = ""
@@ -66,7 +66,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: SessionsConfig) -> list[dict[str, Json]]:
-    """Return the rows of a dataset for TRL. A session finds its task by its instruction."""
+    """Return the rows of a dataset for TRL, one per task. `create` finds the task of a row by its instruction."""
     tasks_by_text = _read_by_instruction(config)
     return [{"prompt": [{"role": "user", "content": text}], "task": task.id} for text, task in tasks_by_text.items()]
 
@@ -84,7 +84,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome so far."""
+        """The outcome of the rollout so far."""
         return self._rollout.outcome
 
     def initial_messages(self) -> list[dict[str, str]]:
@@ -98,10 +98,10 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return ToolResult(error=f"{name}: the agent runs its own tools, in its sandbox")
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
-        """Wait for the agent and its grade. Return the agent's exit code, or -1 if it was stopped.
+        """Wait until the agent has ended and its work is graded. Return the agent's exit code, or -1 if it was stopped.
 
-        Raise `TimeoutError` if the agent or this call (`timeout_s`) times out. The trace can still be fetched. Any other exception means
-        that the failure was not the agent's fault, and TRL leaves the rollout out of its group.
+        Raise `TimeoutError` if the agent exceeds its time limit or this call takes longer than `timeout_s`. The trace can still be fetched.
+        Any other exception means that the rollout cannot be trained on, and TRL leaves it out of its group.
         """
         outcome = self._owner.wait_for(self._running, timeout_s)
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
@@ -116,7 +116,10 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return -1 if outcome.exit_code is None else outcome.exit_code
 
     def fetch_training_trace(self) -> TrainingTrace:
-        """Return every model call once, with its mask. A rollout without model calls has no turns to train on."""
+        """Return a trace with every model call once, and a mask of its trained tokens.
+
+        A rollout without model calls has a trace without turns.
+        """
         if not self.outcome.session:
             return TrainingTrace(turns=[])
         return TrainingTrace.model_validate(training_trace(self._owner.trace(self.outcome.session)))
@@ -138,7 +141,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
 
 
 class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
-    """Creates sessions. The event loop and the connection stay open while any session is open."""
+    """Creates sessions. Its event loop and its connection to the gateway stay open while any session is open."""
 
     def __init__(self, config: SessionsConfig, *, sampling: Mapping[str, float] | None = None) -> None:
         """Create a factory. `sampling` contains the trainer's sampling settings, which apply to every session."""
@@ -277,5 +280,5 @@ def _read_by_instruction(config: SessionsConfig) -> dict[str, Task]:
 
 
 def _translate_sampling(sampling: Mapping[str, float]) -> dict[str, Json]:
-    """Translate the trainer's sampling settings. Settings that are off or unknown are left out."""
+    """Translate TRL's sampling settings to those of a session. Leave out settings that are turned off or unknown to the gateway."""
     return {name: value for name, value in sampling.items() if name in _KNOWN and value != _OFF.get(name)}

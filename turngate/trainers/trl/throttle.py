@@ -16,18 +16,18 @@ from turngate.rollout.ledger import FinishedRollout
 
 
 class RowConsumer(Protocol):
-    """The trainer, as the throttle sees it."""
+    """The part of the trainer's state that the throttle needs."""
 
     @property
     def consumed(self) -> int:
-        """Number of the last delivery up to which the trainer has taken every row."""
+        """The number of the last delivery up to which the trainer has taken every row."""
 
     def row_taken(self) -> Awaitable[None]:
         """Wait until `consumed` may have changed."""
 
 
 class DeliveryThrottle:
-    """Allows at most `ahead` started groups with rows that the trainer has not taken yet. Use it for one run of a plan."""
+    """Allows a plan at most `ahead` started groups whose rows the trainer has not taken yet. Create one throttle for each run of a plan."""
 
     def __init__(self, consumer: RowConsumer, *, n: int, ahead: int, newest: int) -> None:
         """Create a throttle. `newest` is the number of the feed's last delivery before the plan runs."""

@@ -4,7 +4,7 @@
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=last)
 
-TRL's trainer prefetches rows, so this class counts the rows of each step.
+TRL's trainer prefetches rows, so a row that it has taken may not be trained yet. This class therefore counts the rows of each step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         loader = super().get_train_dataloader()
         worker = self.rollout_worker
         if isinstance(worker, TurngateWorker):
-            # The buffer uses TRL's limits, so that TRL never drops a row that is counted as handed out.
             if self.args.temperature != worker.config.temperature:
                 raise ConfigError(
                     f"temperature is {self.args.temperature:g} in the trainer, but {worker.config.temperature:g} in its worker; "
                     "make them equal",
                     param="temperature",
                 )
+            # The buffer applies TRL's limits, so that TRL never drops a row after taking it.
             own, buffer = worker.config.choices.max_staleness, worker.rollout_buffer
             buffer.bound = self.args.max_staleness if own is None else min(own, self.args.max_staleness)
             buffer.longest = self.args.token_budget if self.args.token_budget > 0 else None
@@ -61,7 +61,7 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             return
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         state = worker.state()
-        # If the run is killed here, the checkpoint either contains the state or is recognisably incomplete. The state must be written
+        # If the run is killed here, the checkpoint either contains the state or can be recognized as incomplete. The state must be written
         # first, because TRL deletes older checkpoints as soon as it has written this one.
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LAST).unlink(missing_ok=True)  # left by a run that was resumed before this step

@@ -3,12 +3,12 @@
     trainer = AsyncGRPOTrainer(…, rollout_worker=worker)
     fence_weight_sync(trainer, "http://127.0.0.1:8080")
 
-TRL sends the weights (with NCCL to vLLM), or the trainer's own `weight_transfer` does.
+The weights are sent by TRL (over NCCL to vLLM) or by the trainer's own `weight_transfer`.
 
 A trainer may die during the transfer. Until the first weight is sent, the engine has the old weights. The pause therefore has a time limit,
-after which calls continue at the old version. Once sending has started, there is no limit: the engine has a mix of two versions, whose
-samples could not be told apart from good rows. Calls then wait, even after the gateway restarts, until a trainer has sent all weights (TRL
-does so when it starts), or until an operator restarts the engine and resumes the fence.
+after which calls continue at the old version. Once sending has started, there is no limit, because the engine then has a mix of two
+versions, and rows sampled with it could not be told apart from good ones. Calls wait, even after the gateway restarts, until a trainer has
+sent all weights (TRL does so when it starts), or until an operator restarts the engine and resumes the fence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FenceReopened(TurngateError):
 def fence_weight_sync(
     trainer: Any, gateway: str, *, admin_key: str = "", pause: PauseMode = "hold", limit_s: float = LIMIT_S
 ) -> None:
-    """Run a trainer's weight sync inside the fence.
+    """Wrap a trainer's weight transfer, so that it runs inside the gateway's fence.
 
     This has no effect on ranks that send no weights. It also has no effect if TRL publishes adapters under new names, because calls in
     flight keep their adapter.
@@ -65,10 +65,11 @@ def fence_weight_sync(
 
 
 class FencedTransfer:
-    """A weight transfer inside the fence.
+    """A weight transfer that runs inside the gateway's fence.
 
-    With `pause="hold"`, calls in flight continue with the new weights, and their turns record both versions. `"drain"` waits for them to
-    end. `limit_s` limits the time from the pause to the first weight. For a drain, it must exceed the duration of the longest call.
+    With `pause="hold"`, calls in flight continue with the new weights, and their turns record both versions. With `"drain"`, the pause
+    waits until they have ended. `limit_s` limits the time from the pause to the first weight. For a drain, it must exceed the duration of
+    the longest call.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class FencedTransfer:
                     self._thread.stop()
 
     def _release_fence(self) -> None:
-        """Open the fence if TRL did not, unless only some of the weights were sent."""
+        """Open the fence if it is still closed, unless only some of the weights were sent."""
         if self._version is None:
             return
         if self._sending:

@@ -47,7 +47,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The source of the rows, and limits on how far they run ahead of the trainer."""
+    """The settings of a worker: the source of its rows, and limits on how far they run ahead of the trainer."""
 
     gateway: str  # URL
     feed: str
@@ -56,9 +56,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ahead: Positive = 2  # maximum number of started groups with rows that the trainer has not taken
     rows_ahead: Positive = 256  # the next delivery is requested only while fewer rows are waiting
     longest_row: Positive | None = None  # in tokens; longer rows are left out and counted in a metric
-    # Of the trainer and of every session of the plan, so that log-probabilities are comparable.
+    # The trainer and every session of the plan must use the same temperature, so that log-probabilities are comparable.
     temperature: float = 1.0
-    weigh: Weighting = "tokens"  # whether trained tokens, or rollouts of a group, all have the same weight
+    weigh: Weighting = "tokens"  # whether all trained tokens or all rollouts of a group have the same weight
     adapter: str = ""  # if TRL publishes LoRA adapters (such as "trl-policy-v7"): the name before "-v"
     public_url: str = ""  # URL at which remote sandboxes can reach the gateway
     tunnel: str = ""
@@ -88,7 +88,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
 
     def with_defaults(self) -> WorkerConfig:
-        """Restrict the feed to the plan's groups, unless `groups` is set. A plan without a name is named after the feed."""
+        """Return the settings with the feed restricted to the plan's groups, unless `choices.groups` is set.
+
+        A plan without a name is named after the feed.
+        """
         if self.plan is None or self.choices.groups:
             return self
         plan = self.plan
@@ -123,7 +126,7 @@ class TurngateWorker:
         self._gateway: GatewayClient | None = None
         self._feed: Feed | None = None
         self._work: concurrent.futures.Future[None] | None = None
-        self._mark = "" if self._from is None else self._from.mark  # of the feed
+        self._mark = "" if self._from is None else self._from.mark  # identifies the feed
         self._stopped = False  # True once the worker was started and stopped
         self._throttle: DeliveryThrottle | None = None
         self._base: int | None = None  # the gateway's version that corresponds to TRL's version 0
@@ -139,7 +142,7 @@ class TurngateWorker:
     # ── called by TRL ───────────────────────────────────────────────────────────────────────────────────────────
 
     def update_model_version(self, model_version: int) -> None:
-        """Set the policy version of the gateway's next turns. TRL calls it once before `start`."""
+        """Set the policy version of the gateway's next turns. TRL also calls this before `start`."""
         self._check_not_over()
         self._thread.start()
         self._thread.run(self._raise_version(model_version))
@@ -184,7 +187,10 @@ class TurngateWorker:
             raise RuntimeError(f"the rollout worker has no more rows: {self._ran_out}")
 
     def _check_not_over(self) -> None:
-        """Raise `ConfigError` on a second run, because the next trainer's weights may or may not include the rows of the first."""
+        """Raise `ConfigError` if the worker has already run.
+
+        The weights of a second trainer may or may not include the rows of the first run.
+        """
         if self._stopped:
             raise ConfigError(f"rollout_worker: {_ONE_RUN}", param="rollout_worker")
 
@@ -209,11 +215,13 @@ class TurngateWorker:
         return self._gateway
 
     async def _raise_version(self, model_version: int) -> None:
-        """Raise the gateway's version if it is behind. It may be ahead of TRL's version, which restarts at 0."""
+        """Raise the gateway's policy version if it is behind TRL's. It may be ahead, because TRL's version restarts at 0."""
         gateway = await self._client()
         now = (await retry_while_unreachable(gateway.fence)).version
         adapter = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None
-        if self._base is None:  # the fence has already counted full weights, but not an adapter
+        if (
+            self._base is None
+        ):  # the gateway's version already includes full weights that TRL has sent, but not an adapter
             self._base = max(0, now - model_version + (adapter is not None))
         target = self._base + model_version
         if now < target:
@@ -299,7 +307,7 @@ class TurngateWorker:
         return self.rollout_buffer.consumed
 
     async def row_taken(self) -> None:
-        """Wait until the trainer has taken a row, but at most a second."""
+        """Wait until the trainer takes a row, for at most one second."""
         self._room.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
@@ -321,7 +329,7 @@ class TurngateWorker:
 
 
 class NoRewards(TurngateError):
-    """Many consecutive rollouts had no reward, so the plan would run without training anything."""
+    """Many consecutive rollouts had no reward or no trained tokens, so the plan would run without training anything."""
 
     kind = "fruitless"
 
@@ -345,7 +353,7 @@ class _RewardWatch:
 
 
 def _metrics(delivery: Delivery, too_long: int) -> dict[str, Metric]:
-    """Compute the metrics of a delivery, with TRL's names where they exist. A rate is a sum and a count."""
+    """Compute the metrics of a delivery, under TRL's names where TRL has them. A rate is a tuple of a sum and a count."""
     rollouts = delivery.rollouts
     known = [rolled.reward for rolled in rollouts if rolled.reward is not None]
     trained = [rolled for rolled in rollouts if rolled.advantage is not None]
@@ -371,7 +379,7 @@ def _describe_error(error: BaseException | None) -> str:
 
 
 def _load_state(checkpoint: Path, feed: str) -> FeedState:
-    """Load the position from a checkpoint. Raise `ConfigError` if it is incomplete or belongs to a different feed."""
+    """Load the feed position from a checkpoint. Raise `ConfigError` if the checkpoint is incomplete or belongs to a different feed."""
     file = checkpoint / STATE
     if not file.is_file():
         raise ConfigError(

@@ -2,9 +2,9 @@
 
     taskset   tasks in any format that `turngate batch` reads: Harbor folders, SWE rows, JSONL, a function …
     harness   one Turngate rollout through a running gateway; its turns become the trace's message graph
-    env       both, with one connection to the gateway for all rollouts
+    env       the taskset and the harness, with one connection to the gateway for all rollouts
 
-verifiers' own runtime is just an empty folder: the agent runs in Turngate's sandbox, and its model calls go to the gateway instead of
+verifiers' own runtime is just an empty folder. The agent runs in Turngate's sandbox, and its model calls go to the gateway instead of
 verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an error that
 names the boundary, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
 """
@@ -60,7 +60,7 @@ _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context
 
 
 class TurngateData(vf.TaskData):
-    """Identifies a task on any machine that runs its rollout."""
+    """The location and id of a task, from which any machine can load the task."""
 
     tasks: str
     task: str
@@ -98,7 +98,10 @@ class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
 
 
 def _absolute(where: str) -> str:
-    """Make a path absolute, for workers with a different working directory."""
+    """Return the absolute form of an existing path, because workers may have a different working directory.
+
+    Return any other location unchanged.
+    """
     return str(Path(where).absolute()) if Path(where).exists() else where
 
 
@@ -131,14 +134,14 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_refused: Literal["exclude", "train"] = "exclude"
     """What to do with a rollout in which a model call of the agent was refused."""
     sampling: Literal["neutral", "agent"] = "neutral"
-    """Whether to sample at temperature 1 unless the run sets a temperature, or as the agent asks, for evaluations."""
+    """`neutral`: temperature 1, unless the run sets one. `agent`: the sampling settings that the agent asks for, for evaluations."""
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False
     public_url: str = ""
     """URL at which remote sandboxes can reach the gateway."""
     tunnel: str = ""
-    """Alternatively, a command that opens a tunnel and prints its URL. It runs once for all rollouts of the environment."""
+    """Instead of `public_url`, a command that opens a tunnel to the gateway and prints its URL. It runs once for all rollouts."""
 
 
 class SharedConnections(msgspec.Struct, frozen=True):
@@ -165,7 +168,7 @@ async def _connect(config: TurngateHarnessConfig) -> AsyncIterator[SharedConnect
 
 
 class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
-    """One Turngate rollout, from sandbox to grade."""
+    """A harness that runs one Turngate rollout, from sandbox to grade."""
 
     EXECUTES_CODE: ClassVar[bool] = False  # the agent does not run in verifiers' runtime
     NEEDS_CONTAINER: ClassVar[bool] = False
@@ -256,7 +259,7 @@ def _build_session(ctx: vf.ModelContext, trace: vf.Trace, config: TurngateHarnes
 
 
 async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) -> None:
-    """Add the recorded turns and a summary of the rollout to the trace."""
+    """Add the recorded turns and a summary of the rollout to the verifiers trace."""
     trace.info["turngate"] = {
         "session": outcome.session,
         "gateway": gateway.url,
@@ -285,7 +288,10 @@ async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcom
 
 
 def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
-    """Record how the rollout ended, in verifiers' terms. Raise an error if it has no reward, which must never count as 0."""
+    """Record in the trace how the rollout ended, in verifiers' terms. Raise an error if the rollout must not be trained on.
+
+    A missing reward must never count as 0.
+    """
     if outcome.fault is not None:
         raise _fault(outcome.fault.boundary, f"{outcome.fault.stage}: {outcome.fault.message}")
     if outcome.kind in ("invalid task", "infrastructure fault"):
@@ -321,7 +327,7 @@ class TurngateEnvConfig(vf.EnvConfig):
     @model_validator(mode="before")
     @classmethod
     def _own_harness(cls, data: Any) -> Any:
-        """Default to the harness of the taskset, so that its settings can be passed without its id."""
+        """Make the taskset's id the default id of the harness, so that the harness's settings can be passed without an id."""
         if not isinstance(data, dict) or not isinstance(data.get("taskset"), dict) or not data["taskset"].get("id"):
             return data
         agent = data.get("agent") or {}

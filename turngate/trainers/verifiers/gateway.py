@@ -1,6 +1,6 @@
 """A mixin that sends the model calls of a verifiers harness to the gateway, through prime-rl's rollout API.
 
-The program itself runs in verifiers' runtime.
+The harness's program still runs in verifiers' runtime.
 
     class GatewayBashConfig(GatewayConfig, BashHarnessConfig): ...
     class GatewayBash(RolloutGatewayMixin[GatewayBashConfig], BashHarness): ...
@@ -8,7 +8,7 @@ The program itself runs in verifiers' runtime.
     register → run the program with the rollout's own URL and key → (cancel) → program ends → unregister → trajectory → graft → hook
 
 - The trajectory is fetched after the last turn, even if the program failed. If the reply is incomplete, the trace is unchanged.
-- The hook always runs.
+- The hook, `after_rollout`, always runs.
 - A cancelled rollout is first cancelled at the gateway, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
 - `gateway_enabled = false` leaves the harness unchanged, for evaluation with a different endpoint.
@@ -88,7 +88,7 @@ class TrajectoryStep(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """The required fields of the reply."""
+    """A rollout's trajectory, as returned by the gateway. Other fields of the reply are ignored."""
 
     rollout_id: str
     status: str
@@ -96,11 +96,13 @@ class Trajectory(msgspec.Struct, frozen=True):
     model: str
     is_truncated: bool
     trajectory: list[TrajectoryStep]
-    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
+    refused: RefusedCalls | None = (
+        None  # model calls that the gateway refused and the agent did not repeat successfully
+    )
 
 
 class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
-    """A client for `/v1/rollouts/{id}/…` of a gateway. Failures raise `InterceptionError`, as they are not the agent's fault."""
+    """Client for a gateway's `/v1/rollouts/{id}/…`. A failed request raises `InterceptionError`, because it is not the agent's fault."""
 
     def __init__(self, url: str, admin_key: str) -> None:
         self.url = url.rstrip("/")
@@ -127,13 +129,13 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
         await self._request("POST", rollout, "cancel", gone=True)
 
     async def unregister(self, rollout: str) -> None:
-        """Stop accepting turns. Safe to repeat, and the rollout may no longer exist."""
+        """Make the gateway stop accepting turns of a rollout. Safe to repeat, even if the rollout no longer exists."""
         await self._request("POST", rollout, "unregister", gone=True)
 
     async def _request(
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
-        """Send a request, and retry while the gateway restarts."""
+        """Send a request, and retry while the gateway is restarting. `gone` allows the reply that the rollout does not exist."""
         url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
         unreachable = (aiohttp.ClientError, TimeoutError, OSError)
         try:
@@ -165,7 +167,10 @@ def _decode(answer: bytes, kind: type[T]) -> T:
 
 
 def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
-    """Convert a trajectory to turns. The parent of a turn is the step whose prompt and answer its prompt starts with."""
+    """Convert a trajectory to turns.
+
+    The parent of a turn is the earlier step whose prompt and answer together are the longest prefix of the turn's prompt.
+    """
     turns: list[GraftTurn] = []
     sequences: list[list[int]] = []  # prompt and answer of each step
     for index, step in enumerate(reply.trajectory):
@@ -203,7 +208,7 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
 
 
 def _find_parent(prompt: list[int], sequences: list[list[int]]) -> int | None:
-    """Return the index of the longest sequence that is a prefix of a prompt, or None."""
+    """Return the index of the longest sequence that is a prefix of `prompt`, or None if no sequence is."""
     longest_first = sorted(range(len(sequences)), key=lambda j: len(sequences[j]), reverse=True)
     return next((j for j in longest_first if prompt[: len(sequences[j])] == sequences[j]), None)
 
@@ -212,12 +217,18 @@ def _find_parent(prompt: list[int], sequences: list[list[int]]) -> int | None:
 
 
 class RolloutGatewayMixin(Generic[ConfigT]):
-    """A mixin for a `Harness`. List it as the first base class. Subclasses may override `after_rollout`."""
+    """A mixin for a verifiers `Harness` that sends its model calls to the gateway.
+
+    List it as the first base class. Subclasses may override `after_rollout`.
+    """
 
     config: Any  # both a GatewayConfig and the harness's own config
 
     async def after_rollout(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        """Run after each rollout, once its turns are in the trace, even if the program failed. Does nothing by default."""
+        """Run after each rollout, once its turns are in the trace, even if the program failed.
+
+        Override this hook; it does nothing by default.
+        """
 
     async def launch(
         self,
@@ -250,7 +261,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     async def _watch(
         self, running: Coroutine[Any, Any, vf.ProgramResult], base: str, rollouts: RolloutApi, rollout: str
     ) -> vf.ProgramResult:
-        """Run the program until it ends or can no longer reach the gateway. It is always stopped before this returns."""
+        """Run the program until it ends or can no longer reach the gateway. The program has always ended when this returns or raises."""
         program = asyncio.ensure_future(running)
         watching = asyncio.ensure_future(self._wait_until_lost(base))
         try:
@@ -268,7 +279,10 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             await run_to_completion(_wait_all(program, watching))
 
     async def _wait_until_lost(self, base: str) -> str:
-        """Return an error message once the gateway has not answered at this URL for too long. A running program cannot switch URLs."""
+        """Wait until the gateway at `base` has not answered for `silence_s`, and return an error message.
+
+        The rollout then cannot continue, because a running program cannot switch to another URL.
+        """
         answered = time.monotonic()
         fresh = aiohttp.TCPConnector(force_close=True)  # an open connection does not prove that new ones work
         timeout = aiohttp.ClientTimeout(total=self.config.poll_interval + 5)
@@ -288,7 +302,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     ) -> None:
         """Stop recording, add the turns to the trace, and call the hook. An earlier `failure` takes precedence.
 
-        Raise if the agent was refused a model call, because such a rollout must not count with a reward.
+        Raise `HarnessError` if the gateway refused a model call of the agent, because such a rollout must not be rewarded.
         """
         error = failure
         try:
@@ -332,7 +346,7 @@ def _admin_key() -> str:
 
 
 def _registration(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
-    """Build the registration from the run's sampling settings and limits."""
+    """Build the body of a registration request from the run's sampling settings and limits."""
     agent = trace.agent.config
     known = {field.name for field in msgspec.structs.fields(Sampling)} | {"max_tokens"}
     sampling = {k: v for k, v in ctx.sampling.model_dump(exclude_none=True).items() if k in known}

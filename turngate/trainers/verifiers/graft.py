@@ -85,7 +85,7 @@ def graft(trace: vf.Trace, turns: Sequence[GraftTurn]) -> None:
 
 
 def _chains(turns: Sequence[GraftTurn], by_id: Mapping[int, GraftTurn]) -> list[list[GraftTurn]]:
-    """Return the branches with something to train on, or all branches if there are none, so that the trace is not empty."""
+    """Return the branches that add at least one trained turn. If there are none, return all branches, so that the trace is not empty."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn.id not in parents]
     chains = [_path(leaf, by_id) for leaf in leaves]
@@ -157,7 +157,7 @@ def _build_call(turn: GraftTurn, node: int | None, prompt: int) -> vf.ModelCall:
 
 
 def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
-    """Convert a message from OpenAI's format."""
+    """Convert a message from OpenAI's format to a verifiers message."""
     content = wire.get("content")
     match wire["role"]:
         case "assistant":
@@ -181,14 +181,14 @@ def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
 
 
 def _text(content: Json) -> str:
-    """Return content as text. Parts that are not text are dropped, because training uses the token ids."""
+    """Return the content of a message as text. Parts that are not text are dropped, because training uses the token ids."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
     return content or ""
 
 
 def _tools(wire: Sequence[Json]) -> list[vf.Tool]:
-    """Convert tools from any dialect."""
+    """Convert tools in the format of any dialect to verifiers tools."""
     declared = [one for tool in wire for one in tool.get("functionDeclarations") or [tool]]
     functions = [tool.get("function") or tool for tool in declared]
     return [
