@@ -1,1 +1,1 @@
-"""Engines, which sample tokens: `base` defines the interface, other modules implement it, and `pool` spreads sessions over several."""
+"""Engines sample tokens. `base` defines the interface, the other modules implement it, and `pool` spreads sessions over several engines."""

@@ -42,19 +42,19 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
-    reasoning: ReasoningTokens | None = None  # set if the constraint applies after the reasoning
-    top_logprobs: int = 0  # most likely tokens to report at each position
+    reasoning: ReasoningTokens | None = None  # set if the constraint applies only after the reasoning
+    top_logprobs: int = 0  # number of most likely tokens to report at each position
     stream: bool = True  # False if a single chunk is enough
-    session: str = ""  # for affinity; never a secret
+    session: str = ""  # keeps a session on one replica; never a secret
     request_id: str = ""
     cache_salt: str = ""
     version: int = 0  # policy version when the call was made
-    model: str = ""  # the engine's name for that version; empty for its default
+    model: str = ""  # the engine's model name for that version; empty for its default model
     echo_prompt: bool = False  # ask the engine to return the prompt ids it received, as a check
-    routed_experts: int | None = None  # the first token whose routed experts are needed; None: they are not
+    routed_experts: int | None = None  # index of the first token whose routed experts are needed, or None
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode a JSON object with the prompt as its first field. The ids are copied once and never become Python integers."""
+        """Encode the prompt as the JSON field `field`, followed by `others`. The prompt ids never become Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
@@ -65,8 +65,8 @@ class Chunk(msgspec.Struct, frozen=True):
     `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
     `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
     of these tokens, if the engine reports them. `alternatives` contains the most likely ids at each position with their
-    log-probabilities, if requested. `cached` is the number of prompt tokens that the engine had in its cache, if it reports it.
-    `version_runs` lists the policy versions of all tokens of the reply so far as (version, tokens), if the engine reports them.
+    log-probabilities, if requested. `cached` is the number of prompt tokens that were in the engine's cache, if the engine reports it.
+    `version_runs` lists the policy versions of all tokens of the reply so far as (version, number of tokens), if the engine reports them.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
     `side` contains side data for tokens of the prompt and of the reply so far.
     """
@@ -84,7 +84,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 def refuse_top_logprobs(name: str, request: Generate) -> None:
-    """Reject a request for alternatives, for an engine that returns only the sampled token's log-probability."""
+    """Reject `top_logprobs` for an engine that returns only the log-probability of the sampled token."""
     if request.top_logprobs:
         raise EngineRejected(
             f"{name} returns only the log-probability of the sampled token; set top_logprobs to 0", param="top_logprobs"
@@ -106,15 +106,15 @@ class Health(msgspec.Struct, frozen=True):
     model: str = ""
     max_context: int | None = None
     in_flight: int = 0
-    wrong: bool = False  # responds, but must not be used
+    wrong: bool = False  # the replica responds, but must not be used
 
 
 class Engine(Protocol):
-    """An engine. Implementations raise only `EngineError`s and `ContextOverflow`.
+    """The interface of an engine. Implementations raise only `EngineError`s and `ContextOverflow`.
 
-    `generate` returns a context manager around a stream of chunks. Leaving it early for any reason aborts the generation.
-    Entering it does no work; all work and waiting happen while the stream is read.
-    The last chunk has `finish` set. If the stream ends before that, the implementation raises `EngineUnavailable`.
+    `generate` returns a context manager around a stream of chunks. Leaving the context early, for any reason, aborts the generation.
+    Entering it does no work: all work and waiting happen while the stream is read. The last chunk has `finish` set. If the stream ends
+    without such a chunk, the implementation raises `EngineUnavailable`.
     """
 
     name: str
@@ -128,13 +128,13 @@ class Engine(Protocol):
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
     def release(self, session: str) -> None:
-        """Forget the placement of a session that has ended."""
+        """Forget which replica served a session, once the session has ended."""
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A call to relay (observe mode), with the gateway's model and sampling.
+    """A call to relay to an endpoint (observe mode), with the model and sampling that the gateway sets.
 
-    An endpoint of the call's own dialect receives the original body (`call.body`). Any other endpoint receives a translation.
+    An endpoint that speaks the call's dialect receives the original body (`call.body`). Any other endpoint receives a translation.
     """
 
     call: Call
@@ -164,7 +164,7 @@ class RelayChunk(msgspec.Struct, frozen=True):
 
 
 class Relay(Protocol):
-    """The interface of observe mode: an endpoint that does its own rendering and parsing."""
+    """The interface of an endpoint in observe mode, which renders prompts and parses replies itself."""
 
     name: str
 
@@ -177,4 +177,4 @@ class Relay(Protocol):
     def relay(self, request: RelayRequest) -> AbstractAsyncContextManager[AsyncIterator[RelayChunk]]: ...
 
     async def count(self, request: RelayRequest) -> int:
-        """Count the tokens of the prompt. Raise `NotFound` if the endpoint does not support it."""
+        """Count the tokens of the prompt. Raise `NotFound` if the endpoint cannot count tokens."""

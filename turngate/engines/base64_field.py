@@ -1,7 +1,8 @@
 """Extract one long base64 string from a JSON reply as it arrives.
 
-The string may be a hundred megabytes long. Parsing it with the rest of its event would block the event loop for a second. A thread would
-not help, because JSON and base64 decoders hold the interpreter lock. Decoded read by read, each step takes about a millisecond.
+The string may be a hundred megabytes long. Parsing it together with the rest of its event would block the event loop for a second. A thread
+would not help, because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives takes about a millisecond at a
+time.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ _STEP_BYTES = 2**18
 
 
 class Base64Field:
-    """The field `name` of a JSON reply. `feed` removes its content from the reply, and `data` is that content, decoded."""
+    """A long base64 field of a JSON reply. `feed` removes the field's content from the reply and adds it, decoded, to `data`."""
 
     def __init__(self, name: str, engine: str, max_bytes: int) -> None:
         self.data = bytearray()
         self._name, self._engine, self._max_bytes = name, engine, max_bytes
-        # These bytes cannot occur inside a JSON string, where a quotation mark follows a backslash.
+        # These bytes cannot occur inside a JSON string, because quotation marks are escaped there.
         self._mark = f'"{name}":'.encode()
         self._held = b""  # the end of the last read, if it may be the beginning of the mark
         self._is_inside = False
         self._rest = b""  # characters of an incomplete group of four
 
     async def feed_slowly(self, read: bytes) -> bytes:
-        """Like `feed`, but let other tasks run between steps: megabytes may have arrived since the last read."""
+        """Like `feed`, but let other tasks run between steps, because one read may contain megabytes."""
         parts = [self.feed(read[:_STEP_BYTES])]
         for start in range(_STEP_BYTES, len(read), _STEP_BYTES):
             await asyncio.sleep(0)
@@ -35,7 +36,7 @@ class Base64Field:
         return b"".join(parts)
 
     def feed(self, read: bytes) -> bytes:
-        """Return a read of the reply with an empty string as the field's content."""
+        """Return `read`, part of the reply, with the field's content removed. A complete field becomes an empty string."""
         data = self._held + read if self._held else read
         self._held = b""
         kept, at = [], 0
@@ -56,7 +57,7 @@ class Base64Field:
         return b"".join(kept)
 
     def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
-        """Return the end of what to keep, and where the field's content begins. None: not in this read."""
+        """Return the end of the data to keep and the start of the field's content, or None if the content does not start in this read."""
         found = data.find(self._mark, at)
         if found < 0:
             sizes = range(min(len(self._mark) - 1, len(data) - at), 0, -1)

@@ -5,9 +5,9 @@
         ids, logprobs = sample(call.prompt, call.max_tokens, call.sampling)
         await call.answer(ids, logprobs)
 
-The pipeline uses it like any other engine; `server/gate.py` serves trainers in other processes. A call is *waiting*, then
-*taken*, then *ended*. Every change happens under one lock, so an answer and the agent's disconnect cannot both succeed. Ended calls
-are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
+The pipeline uses the gate like any other engine, and `server/gate.py` serves trainers in other processes. A call is *waiting*, then
+*taken*, then *ended*. Every change of state happens under one lock, so an answer and the agent's disconnect cannot both succeed. Ended
+calls are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 __all__ = ["Gate", "GateCall", "QueueStatus"]
 
-_REMEMBERED = 10_000  # maximum number of ended calls
+_REMEMBERED = 10_000  # how many ended calls are remembered
 _FAULTS: dict[GateFault, type[TurngateError]] = {
     "unavailable": EngineUnavailable,
     "error": EngineError,
@@ -49,7 +49,7 @@ _FAULTS: dict[GateFault, type[TurngateError]] = {
 
 
 class QueueStatus(msgspec.Struct, frozen=True):
-    """The state of the queue."""
+    """The state of the gate's queue."""
 
     waiting: int
     taken: int
@@ -86,7 +86,7 @@ class Gate:
         self._closed = False
 
     def attach(self, *, vocabulary: int, version: Callable[[], int]) -> None:
-        """Set the vocabulary size and the source of the policy version. Called by the gateway."""
+        """Set the vocabulary size, and the function that returns the current policy version. Called by the gateway."""
         self._vocabulary, self._version = vocabulary, version
 
     # ── the gateway's side ──────────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ class Gate:
             self._closed = False
 
     async def close(self) -> None:
-        """Fail the remaining calls, and end all iterations."""
+        """Fail all unfinished calls, and end every iteration over the gate."""
         with self._lock:
             self._closed = True
             for ticket in list(self._live.values()):
@@ -115,7 +115,7 @@ class Gate:
         return [Health(self.name, True, detail, self.model, self._max_context, total)]
 
     def release(self, session: str) -> None:
-        """Do nothing: a session's calls end before it does."""
+        """Do nothing: all calls of a session have ended when it is released."""
 
     def generate(self, request: Generate) -> _Generation:
         return _Generation(self, request)
@@ -137,7 +137,7 @@ class Gate:
         return ticket
 
     def next_event(self, ticket: Ticket) -> Chunk | TurngateError | float | None:
-        """Return the next event of a call, or the deadline for waiting for one. `None` means no deadline."""
+        """Return the next event of a call, or, if there is none yet, the deadline for waiting for it (None for no deadline)."""
         with self._lock:
             if ticket.events:
                 return ticket.events.popleft()
@@ -146,7 +146,11 @@ class Gate:
             return min((moment for moment in (timeout, ticket.until) if moment is not None), default=None)
 
     def check_deadlines(self, ticket: Ticket) -> None:
-        """Requeue a call whose lease has expired, and fail one without progress for `silence_s`."""
+        """Requeue or fail a call whose deadline has passed.
+
+        A call whose lease has expired returns to the queue, or fails if part of its answer was sent. A call without progress for
+        `silence_s` seconds fails.
+        """
         now = time.monotonic()
         with self._lock:
             if ticket.id not in self._live:
@@ -183,10 +187,10 @@ class Gate:
     async def take(
         self, limit: int = 1, *, wait_s: float | None = None, lease_s: float | None = None
     ) -> list[GateCall]:
-        """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s`, or if the gateway stops.
+        """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s` seconds, or if the gateway stops.
 
-        A call that makes no progress for `lease_s` returns to the queue. With `None`, for a trainer in the gateway's process, it never
-        does.
+        A taken call without progress for `lease_s` seconds returns to the queue. With None, meant for a trainer in the gateway's process,
+        it never does.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s
@@ -216,7 +220,7 @@ class Gate:
         finish: GateFinish | None,
         version: int | None = None,
     ) -> None:
-        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Repeating a part has no effect."""
+        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Sending the last part again has no effect."""
         check_piece(ids, logprobs)
         digest = digest_piece(lease, at, ids, logprobs, finish)
         with self._lock:
@@ -272,7 +276,7 @@ class Gate:
         """Wake all takers. Waking only one is unsafe: it might be about to time out, or its loop might have stopped."""
         takers, self._takers = self._takers, {}
         for woken, loop in takers.items():
-            with contextlib.suppress(RuntimeError):  # its loop is closed
+            with contextlib.suppress(RuntimeError):  # the taker's loop is closed
                 loop.call_soon_threadsafe(woken.set)
 
     def _hand_out(self, lease_s: float | None) -> GateCall:
@@ -299,7 +303,7 @@ class Gate:
         ticket.notify()  # wake the waiter: the new deadline may be earlier
 
     def _requeue(self, ticket: Ticket) -> None:
-        """Put a call at the head of the queue, because it has waited longest."""
+        """Return a call to the head of the queue, because it has waited longest."""
         ticket.lease, ticket.until, ticket.lease_s = "", None, None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)
@@ -327,7 +331,7 @@ class Gate:
 
 
 class _Generation:
-    """A call as the pipeline sees it. The call joins the queue when its first chunk is requested, and leaves it on exit."""
+    """A call as the pipeline sees it. The call joins the queue when its first chunk is requested, and ends when the context exits."""
 
     def __init__(self, gate: Gate, request: Generate) -> None:
         self._gate, self._request = gate, request
@@ -356,7 +360,7 @@ class _Generation:
                 try:
                     raise event
                 finally:
-                    del event  # its traceback refers to this frame; a cycle would keep the request in memory
+                    del event  # the error's traceback refers to this frame; a cycle would keep the request in memory
             if isinstance(event, Chunk):
                 self._over = event.finish is not None
                 return event
@@ -369,7 +373,7 @@ class _Generation:
 
 
 def _explain_exit(kind: type[BaseException] | None) -> str:
-    """Explain why a turn ended before its answer."""
+    """Explain why a turn ended before its answer was complete. `kind` is the type of the exception that ended it, if any."""
     if kind is None:
         return "the turn ended before the whole answer arrived (because of a stop string or a session limit)"
     if issubclass(kind, TimeoutError):

@@ -21,7 +21,7 @@ GateFault = Literal["unavailable", "error", "overflow"]
 
 
 class GateBackend(Protocol):
-    """A receiver of answers: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest` or `NotFound`."""
+    """The receiver of a trainer's answers: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest` or `NotFound`."""
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
@@ -35,7 +35,7 @@ class GateBackend(Protocol):
 class GateCall:
     """A call that the trainer has taken. Answer it once, whole or in parts, from one task at a time.
 
-    As a context manager, it ends an unanswered call on exit: it gives the call back, or fails it if part of the answer was sent.
+    When it is used as a context manager, a call that is not finished on exit is given back, or failed if part of its answer was sent.
     """
 
     def __init__(self, backend: GateBackend, call_id: str, lease: str, request: GateRequest) -> None:
@@ -49,9 +49,9 @@ class GateCall:
         self.stop = request.stop  # strings that end the answer; the gateway checks them too
         self.stop_ids = request.stop_ids
         self.constraint = request.constraint
-        self.stream = request.stream  # whether the agent reads a stream
+        self.stream = request.stream  # whether the agent receives a streamed reply
         self.version = request.version  # the gateway's policy version when the call was taken
-        self.sent = 0  # number of tokens
+        self.sent = 0  # number of tokens sent so far
         self.over = False
         self.gone = ""  # why the call no longer needs an answer; empty while it does
 
@@ -85,13 +85,13 @@ class GateCall:
         await self._send_piece((), None, finish, None)
 
     async def fail(self, message: str, fault: GateFault = "unavailable") -> None:
-        """Fail the call. The agent gets a retryable error, a permanent one (`error`), or a context overflow (`overflow`)."""
+        """Fail the call. The agent gets a retryable error (`unavailable`), a permanent one (`error`) or a context overflow (`overflow`)."""
         self._require_open()
         await self._backend.fail(self, message, fault)
         self.over = True
 
     async def give_back(self) -> None:
-        """Return the call to the queue. This is not possible once part of the answer was sent."""
+        """Return the call to the queue. This is not possible once part of the answer has been sent."""
         self._require_open()
         await self._backend.give_back(self)
         self.over = True
@@ -146,11 +146,11 @@ class GateRequest(msgspec.Struct, frozen=True, kw_only=True):
 def to_arrays(
     ids: Sequence[int] | np.ndarray | Any, logprobs: Sequence[float | None] | np.ndarray | None
 ) -> tuple[Ids, Logprobs | None]:
-    """Convert and check a trainer's answer. A log-probability of None becomes NaN."""
+    """Convert a trainer's answer to arrays, and check it. A log-probability of None becomes NaN."""
     try:
         id_array = np.asarray(ids)
         scores = None if logprobs is None else np.asarray(logprobs)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor with gradients, or on a device
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor that requires gradients or is on a GPU
         raise BadRequest(
             f"ids and logprobs cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
         ) from None

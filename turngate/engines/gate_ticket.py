@@ -19,7 +19,7 @@ from turngate.types import Ids, Logprobs
 
 
 class Ticket:
-    """One call, from its arrival until it ends. Its fields change under the gate's lock."""
+    """One call at the gate, from its arrival until it ends. Its fields are changed only under the gate's lock."""
 
     def __init__(self, request: Generate, loop: asyncio.AbstractEventLoop) -> None:
         self.id = request.request_id or os.urandom(16).hex()
@@ -28,7 +28,7 @@ class Ticket:
         self.notified = asyncio.Event()
         self.events: deque[Chunk | TurngateError] = deque()
         self.arrived_at = self.last_event_at = time.monotonic()
-        self.lease = ""  # the taker's token; empty while the call waits
+        self.lease = ""  # identifies the trainer that took the call; empty while the call is waiting
         self.until: float | None = None  # when the lease expires
         self.lease_s: float | None = None
         self.version = 0  # policy version when the call was taken
@@ -46,7 +46,7 @@ class Ticket:
             self.loop.call_soon_threadsafe(self.notified.set)
 
     def check_fits(self, ids: Ids, finish: GateFinish | None, vocabulary: int | None) -> None:
-        """Check that a part fits the answer so far: its length, ids and stop tokens."""
+        """Check the length, ids and stop tokens of the next part of the answer."""
         request = self.request
         total = self.sent + len(ids)
         if total > request.max_tokens:
@@ -98,7 +98,7 @@ class EndedCall(msgspec.Struct, frozen=True):
 
 
 def digest_piece(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None) -> bytes:
-    """Compute a digest of part of an answer, to recognize one that is sent twice."""
+    """Compute a digest of part of an answer, to recognize a part that is sent twice."""
     digest = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
     digest.update(ids.tobytes())
     digest.update(b"" if logprobs is None else logprobs.tobytes())

@@ -2,7 +2,7 @@
 
 This module does not interpret an engine's JSON. Two rules hold throughout:
 
-- Leaving `EngineClient.post` before the generation is finished closes the connection, which tells the engine to abort.
+- Leaving the `EngineClient.post` block before the generation has finished closes the connection, which tells the engine to abort.
 - Errors are `TurngateError`s whose message is safe to show to an agent: it contains no URL, key or request headers.
 """
 
@@ -38,7 +38,7 @@ EVENT_BYTES = 64 * 2**20  # maximum size of an event
 DRAIN_S = 0.25  # timeout for reading the end of a finished reply
 PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
 # uvicorn, which both vLLM and SGLang use, closes idle connections after 5 s. A POST on a connection that is being closed
-# fails as if the engine were down, so the client closes idle connections first.
+# fails as if the engine were down, so the client closes idle connections earlier.
 KEEPALIVE_S = 2.0
 # vLLM sends this if the log-probability of the sampled token is missing or NaN.
 NO_LOGPROB = -9999.0
@@ -72,7 +72,7 @@ _LIMITS = re.compile(
 )
 # Gemini reports an invalid key with status 400.
 _NO_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
-# Statuses for the error types in a stream, whose own status was already 200.
+# HTTP statuses for the types of errors inside a stream, which itself has status 200.
 _STATUS_OF = {
     "invalid_request_error": 400,
     "invalid_prompt": 400,
@@ -96,13 +96,13 @@ _DYING = re.compile(r"EngineCore encountered an issue")
 
 
 def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
-    """Map an upstream HTTP status to an error. `message` is the readable part of the body, and `evidence` is the raw body."""
+    """Map an engine's HTTP status to an error. `message` is the readable part of the body, and `evidence` is the raw body."""
     text = f"{engine}: {message}" if message else f"{engine} returned status {status}"
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
-        # The gateway's own key is wrong. Providers quote parts of it here, so their message is not forwarded.
+        # The gateway's own key is wrong. Providers quote parts of the key in their message, so the message is not forwarded.
         return EngineError(f"{engine} rejected the gateway's API key; check the key in the gateway's configuration")
-    if status in (402, 403):  # a problem of the gateway's account, not of the agent's request
+    if status in (402, 403):  # a problem with the gateway's account, not with the agent's request
         return EngineError(text)
     if status in (429, 529):  # Anthropic sends 529 when it is overloaded
         return EngineBusy(text)
@@ -116,7 +116,7 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
 
 
 def parse_overflow(text: str, words: str) -> ContextOverflow:
-    """Build a `ContextOverflow` with the sizes in the engine's message."""
+    """Build a `ContextOverflow` with the message `text`, and with the request size and the limit that `words` mention."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
     limits = _LIMITS.search(words)
@@ -132,9 +132,10 @@ def make_abort_error(engine: str) -> EngineBusy:
 
 
 class map_errors:  # lower case, because it is used like a function
-    """Map other libraries' exceptions to `TurngateError`s. Never use it around a `yield`: it would catch the caller's exceptions.
+    """Map other libraries' exceptions to `TurngateError`s.
 
-    This is a class because it is entered several times per turn, and `@contextmanager` is ten times slower.
+    Never use it around a `yield`, because it would also map the exceptions of the code that reads the generator. It is a class because it
+    is entered several times per turn, and `@contextmanager` is ten times slower.
     """
 
     __slots__ = ("_engine",)
@@ -152,7 +153,7 @@ class map_errors:  # lower case, because it is used like a function
         try:
             raise mapped from error
         finally:
-            # Its traceback refers to this frame. A cycle would keep the request and the prompt until a garbage collection.
+            # The error's traceback refers to this frame. A cycle would keep the request and its prompt until a garbage collection.
             del mapped
 
 
@@ -217,12 +218,12 @@ def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | N
 
 
 def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
-    """Replace the engine's marker for a missing log-probability with None."""
+    """Replace each marker for a missing log-probability (`NO_LOGPROB`) with None."""
     return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
 
 
 class EventParser:
-    """An incremental parser of server-sent events. A read may end anywhere. Comments are dropped."""
+    """An incremental parser of server-sent events. An event may be split across reads. Comments are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -258,10 +259,10 @@ class EventParser:
 
 
 class Reply:
-    """A POST request and its reply. It is sent by the first read, and closed when the `EngineClient.post` block exits.
+    """A POST request and its reply. The first read sends the request. The reply is closed when the `EngineClient.post` block exits.
 
-    `sent` is set once the engine may be working on the request. The engine's implementation sets `finished` when the generation has
-    ended; the rest of the reply is then only drained. `done` is set if the engine ended the stream properly.
+    `sent` is set once the engine may be working on the request. The engine class sets `finished` when the generation has ended; the
+    remaining bytes are then read and discarded. `done` is set when the stream has ended with `[DONE]`.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Reply:
         await self.leave()
 
     async def whole(self) -> AsyncIterator[list[bytes]]:
-        """Yield the whole body as a stream of one batch with one event."""
+        """Yield the whole body as one batch with one event."""
         yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
@@ -311,7 +312,7 @@ class Reply:
             return b"".join(parts)
 
     async def batch(self) -> list[bytes] | None:
-        """Return the events of the next read that completes any, or None at the end."""
+        """Read until at least one event is complete, and return the complete events. Return None at the end of the stream."""
         response = await self.open()
         while not self.done:
             with map_errors(self._client.engine):
@@ -334,7 +335,7 @@ class Reply:
         if self._response is None:
             return
         if isinstance(self._response, Response) and self._response.over:
-            return  # its connection is already free
+            return  # the connection is already free
         try:
             if self.finished:
                 async with asyncio.timeout(DRAIN_S):
@@ -346,7 +347,7 @@ class Reply:
             self._response.close()
 
     async def open(self) -> aiohttp.ClientResponse | Response:
-        """Send the request unless it was already sent. After a rejection, it may be called again with a different `body`."""
+        """Send the request if it has not been sent yet. After a rejection, `body` may be changed and `open` called again."""
         if self._response is not None:
             return self._response
         self.finished = False
@@ -450,11 +451,11 @@ class EngineClient:
             await session.close()
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str], large_field: Base64Field | None = None) -> Reply:
-        """Return a streamed call as a context manager. The first read sends it. `large_field` is taken out of the reply."""
+        """Return a POST request and its reply as a context manager. The first read sends it. `large_field` is extracted from the reply."""
         return Reply(self, path, body, headers, large_field)
 
     async def get(self, path: str, shape: type[T]) -> T:
-        """Fetch a small JSON document, with a short timeout."""
+        """Fetch a small JSON document with a short timeout, and decode it as `shape`."""
         body = await self._probe("GET", path, b"")
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
@@ -471,7 +472,7 @@ class EngineClient:
         await self._probe("POST", path, body)
 
     async def command(self, path: str, body: Json, within_s: float) -> bytes:
-        """Send a command that may take a long time, and return the body of the reply."""
+        """Send a command that may take up to `within_s` seconds, and return the body of the reply."""
         return await self._probe("POST", path, msgspec.json.encode(body), within_s)
 
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
@@ -483,13 +484,13 @@ class EngineClient:
             return list(map(decoder, batch))
 
     def failure(self, status: int, body: bytes) -> TurngateError:
-        """Map an HTTP error. The engine's message is shortened, and the key is removed from it."""
+        """Map an HTTP error to an exception. The engine's message is shortened, and the API key is removed from it."""
         return error_from_status(
             self.engine, status, self.redact(extract_message(body)), body[:4096].decode("utf-8", "replace")
         )
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
-        """Map an error event in a stream, whose own status was 200."""
+        """Map an error event in a stream to an exception. `default_status` applies if the event contains no status."""
         value = msgspec.json.decode(error)
         codes = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
         statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in codes]
@@ -538,5 +539,5 @@ async def _readany(response: aiohttp.ClientResponse | Response) -> bytes:
 
 
 def is_present(error: msgspec.Raw) -> bool:
-    """Return whether a field that was decoded as raw JSON has a value."""
+    """Return whether a raw JSON field is present and not null."""
     return bytes(error) not in (b"", b"null")

@@ -32,7 +32,7 @@ class MalformedReply(Exception):
 
 
 class ConnectionPool:
-    """Keep-alive connections to one origin. The most recently used one is reused first, so surplus ones expire."""
+    """Keep-alive connections to one origin. The most recently used connection is reused first, so that surplus ones expire."""
 
     def __init__(
         self, url: str, *, connect_s: float, silence_s: float | None, keep_s: float, headers: Mapping[str, str]
@@ -92,7 +92,7 @@ class ConnectionPool:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
-            connection.abort()  # it may have been established at the last moment
+            connection.abort()  # the connection may have been established at the last moment
             raise ConnectFailed("the connection attempt timed out") from None
         except ssl.SSLCertVerificationError as error:
             raise ConnectFailed("its TLS certificate could not be verified") from error
@@ -164,10 +164,10 @@ class Response:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Close the connection unless the reply is complete. This tells the engine to abort."""
+        """Close the connection unless the reply is complete. Closing it tells the engine to abort."""
         self._unwatch()
         if self._error is not None:
-            # Its traceback refers to this response. Another reader must still fail.
+            # The old error's traceback refers to this response. A new error lets any other reader fail too.
             self._error = ConnectionCut("the response was closed")
         if self._connection.response is self:
             self._connection.abort()
@@ -187,7 +187,7 @@ class Response:
         self.status = status
 
     def on_read(self, size: int) -> None:
-        """Handle the end of a read; its data is in `parts`."""
+        """Handle `size` bytes that the connection has received. The parser has already added their content to `parts`."""
         self._size += size
         if self._size > _PAUSE_AT and self.parts and not self._ended:
             self._connection.pause()
@@ -229,17 +229,17 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection. `response` is the reply being awaited or received, or None while the connection is idle."""
+    """One connection to the engine. `response` is the reply being awaited or received, or None while the connection is idle."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
         self.response: Response | None = None
         self.open = False
-        self.paused = False  # until our own reader catches up
+        self.paused = False  # whether reading is paused until our own reader catches up
         self._parser = httptools.HttpResponseParser(self)
         self._read = 0
-        self._until_end = False  # the body ends when the connection closes
+        self._until_end = False  # whether the body ends when the connection closes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # always a Transport
         self._transport = transport
@@ -296,7 +296,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
         self._pool.remove(self)
-        del self._parser  # it refers to this connection
+        del self._parser  # the parser refers to this connection
         response, self.response = self.response, None
         if response is None:
             return
@@ -331,7 +331,7 @@ class _Connection(asyncio.Protocol):
             return
         self.response = None
         response.end()
-        # If data is left to send, the engine replied before reading the whole request.
+        # If part of the request is still unsent, the engine replied before reading all of it.
         all_sent = self._transport.get_write_buffer_size() == 0
         if self._parser.should_keep_alive() and self.open and all_sent and not self.paused:
             self._pool.release(self)

@@ -1,7 +1,7 @@
-"""Generate a constrained reply whose constraint begins after the model's reasoning, with an engine that would apply it to the first token.
+"""Apply a constraint only after the model's reasoning, with an engine that would apply it from the first token.
 
 The reasoning is sampled first, without the constraint. The rest of the reply is a second generation that continues from there. A reply
-without reasoning starts over with the constraint, since its first token was sampled without it.
+without reasoning starts over with the constraint, because its first token was sampled without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Generation = AbstractAsyncContextManager[AsyncIterator[Chunk]]
 async def generate_after_reasoning(
     generate: Callable[[Generate], Generation], request: Generate, tokens: ReasoningTokens
 ) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """Return both generations as one. `generate` is the engine's own method, which constrains the reply from its first token."""
+    """Join both generations into one stream. `generate` is the engine's own method, which constrains a reply from its first token."""
     async with aclosing(_generate(generate, request, tokens)) as chunks:
         yield chunks
 
@@ -38,7 +38,7 @@ async def _generate(
         request_id=f"{request.request_id}-reasoning",
     )
     sampled: list[int] = []
-    runs: VersionRuns | None = None  # of the reasoning
+    runs: VersionRuns | None = None  # policy versions of the reasoning tokens
     async with generate(reasoning) as chunks:
         async for chunk in chunks:
             if not sampled and not tokens.is_open and list(chunk.ids[:1]) != [tokens.opening]:
@@ -52,13 +52,13 @@ async def _generate(
                 break
             yield chunk
             if chunk.finish is not None:
-                return  # cut short, or the model ended its turn in the middle of its reasoning
+                return  # the reply was cut off, or the model ended its turn in the middle of its reasoning
     left = request.max_tokens - len(sampled)
     if left < 1:
         yield Chunk([], [], "length")
         return
     first_missing = request.routed_experts
-    if sampled and first_missing is not None:  # the last token of the reasoning, which was not an input yet
+    if sampled and first_missing is not None:  # start at the last reasoning token, which was not an input yet
         first_missing = len(request.prompt) + len(sampled) - 1
     rest = msgspec.structs.replace(
         request, prompt=_extend(request.prompt, sampled), max_tokens=left, routed_experts=first_missing

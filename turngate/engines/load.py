@@ -1,6 +1,6 @@
-"""The load of an engine as it reports it: calls that run, calls that wait, and the use of its KV cache.
+"""The load that an engine reports: running calls, waiting calls, and the use of its KV cache.
 
-Every gateway that uses an engine reads the same report, so that all of them share one view of its load.
+All gateways that use an engine read the same report, so they share one view of its load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReportsLoad(Protocol):
     """An engine that reports its load."""
 
     async def load_report(self) -> list[EngineLoad]:
-        """Return the load of each data-parallel rank, or an empty list if this server reports none."""
+        """Return the load of each data-parallel rank, or an empty list if the engine reports no load."""
 
 
 # The names of vLLM's gauges, in 0.32 and in older versions. Each data-parallel rank has its own `engine` label.
@@ -62,7 +62,7 @@ def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
 
 
 class _SGLangRank(msgspec.Struct):
-    """One data-parallel rank in SGLang's `/v1/loads`, or in the older `/get_load`, which counts only all requests."""
+    """One data-parallel rank in SGLang's `/v1/loads`, or in the older `/get_load`, which reports only the total of all requests."""
 
     dp_rank: int = 0
     num_running_reqs: int | None = None

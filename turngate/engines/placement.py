@@ -1,13 +1,14 @@
-"""The rule that chooses an engine of the pool for a call, and when an engine counts as crowded.
+"""The rule that chooses a lane for a session's call, and decides when a lane is crowded.
 
 - A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
 - A lane is crowded if its KV cache is at least 90 % full and a call is waiting for it, or if its queue is long: at least 4 calls
   are waiting, and at least one for every 4 that are running.
-- A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because it has to compute its
-  whole prefix again there. Between two reports, a gateway moves at most its own share of the waiting calls.
-- A new session goes to a lane that is not crowded and has the fewest calls, then the fewest of this gateway's sessions.
+- A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
+  the whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
+- A new session goes to a lane that is not crowded. Among these, it goes to the one with the fewest calls, then with the fewest sessions of
+  this gateway.
 
-Everything here is pure.
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ RUNNING_PER_WAITING = 4
 
 
 class LaneLoad(msgspec.Struct):
-    """The load of one lane: this gateway's own calls and sessions, and the engine's last report, which includes all gateways' calls."""
+    """The load of one lane.
+
+    `in_flight` and `sessions` count only this gateway's. `report` is the engine's last report, which includes the calls of all gateways.
+    """
 
     in_flight: int = 0
     sessions: int = 0
     report: EngineLoad | None = None
-    in_flight_then: int = 0  # when the report was made
+    in_flight_then: int = 0  # the value of `in_flight` when the report was made
     moves_left: int = 0  # sessions that may still leave the lane before the next report
     is_crowded: bool = False
 
@@ -48,7 +52,7 @@ class LaneLoad(msgspec.Struct):
         return max(self.in_flight, self.report.calls + self.in_flight - self.in_flight_then)
 
     def order(self) -> tuple[bool, int, int]:
-        """Return the sort key of the lanes for a new session, best first."""
+        """Return a sort key that puts the best lane for a new session first."""
         return self.is_crowded, self.calls, self.sessions
 
 
@@ -59,17 +63,20 @@ def is_crowded(load: EngineLoad) -> bool:
 
 
 def count_moves(load: EngineLoad, own_calls: int) -> int:
-    """Return how many sessions a gateway with `own_calls` calls in a lane may move away: its share of the calls that wait, rounded up."""
+    """Return how many sessions a gateway may move out of a lane before the next report.
+
+    This is the gateway's share of the waiting calls, rounded up. `own_calls` is the number of its calls in the lane.
+    """
     if not load.calls or not own_calls:
         return 0
     return -(-load.waiting * min(own_calls, load.calls) // load.calls)
 
 
 def should_move(home: LaneLoad, best: LaneLoad) -> bool:
-    """Return whether a session leaves its lane for the least loaded other one."""
+    """Return whether a session should move from its lane `home` to `best`, the least loaded of the other lanes."""
     return home.is_crowded and home.moves_left > 0 and not best.is_crowded and 2 * best.calls <= home.calls
 
 
 def is_saturated(lanes: Sequence[LaneLoad]) -> bool:
-    """Return whether every lane is crowded, so that more calls would only wait longer. Without lanes, there is nothing to wait for."""
+    """Return whether every lane is crowded, so that more calls would only wait longer. This is also true if there are no lanes."""
     return all(lane.is_crowded for lane in lanes)

@@ -2,10 +2,10 @@
 
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
-- A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` has the rule.
+- A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when it moves.
 - An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
-- A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and its session moves
-  there. This is safe because the caller has not seen any output. If a replica is busy, the call is retried elsewhere once.
+- A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
+  there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
 - If all replicas are busy or draining, a call waits up to `wait_s` for one of them. The agent sees a slow call, not a failed one.
 - All other errors, and every error after the first chunk, are raised.
 - Replicas are added, drained and removed while the pool serves calls.
@@ -24,7 +24,7 @@ from turngate.engines.placement import is_saturated, should_move
 from turngate.engines.replica import Lane, PoolTiming, Replica
 from turngate.errors import ConfigError, EngineBusy, EngineUnavailable
 
-_WAIT_S = 0.25  # the first pause of a call that waits for a busy engine; it doubles up to `_WAIT_MAX_S`
+_WAIT_S = 0.25  # the first pause of a call that is waiting for a busy engine; pauses double up to `_WAIT_MAX_S`
 _WAIT_MAX_S = 4.0
 
 
@@ -32,7 +32,7 @@ class Pool:
     """An engine that spreads sessions over several engines.
 
     A call is tried on at most `attempts` lanes, and waits up to `wait_s` seconds for a busy one. At most `max_sessions` placements are
-    remembered; the least recently used is forgotten first. A pool that `may_be_empty` gets its engines later.
+    remembered; the least recently used is forgotten first. With `may_be_empty`, a pool may start without engines and get them later.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Pool:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether more calls would only wait longer."""
+        """Whether all engines are so loaded that more calls would only wait longer."""
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
 
     @property
     def is_crowded(self) -> bool:
-        """Whether some engines accept calls, and all of these are crowded."""
+        """Whether at least one engine accepts calls, and more calls would only wait longer."""
         return any(lane.accepts_calls for lane in self._lanes) and self.is_saturated
 
     # ── replicas that come and go ───────────────────────────────────────────────────────────────────────────────
@@ -161,7 +161,11 @@ class Pool:
         return self._settle(session, best)
 
     def _guess(self, home: Lane | None) -> Lane:
-        """Choose a lane although all seem down: one may be up again, and a failure costs nothing. Wrong weights would cost data."""
+        """Choose a lane when all replicas seem to be down.
+
+        One of them may be up again, and a failed call costs nothing. A replica with the wrong weights is never chosen, because that would
+        cost data.
+        """
         lanes = [lane for lane in self._lanes if not lane.replica.is_draining]
         usable = [lane for lane in lanes if not lane.replica.is_wrong]
         if usable:
@@ -198,12 +202,12 @@ class Pool:
 
 
 class _Call:
-    """The chunks of one call, from the lane that answers it. The call starts when the first chunk is requested."""
+    """One call, as a stream of chunks from the lane that answers it. The call starts when the first chunk is requested."""
 
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
         self._request = request
-        self._lane: Lane | None = None  # the lane whose in_flight counts this call
+        self._lane: Lane | None = None  # the lane that counts this call as in flight
         self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # entered on that lane
         self._chunks: AsyncIterator[Chunk] | None = None
 
@@ -237,7 +241,7 @@ class _Call:
                 lane.replica.end_call(lane)
 
     async def _wait(self, reason: str) -> Chunk:
-        """Try again until an engine accepts the call, with pauses that grow."""
+        """Try again, with growing pauses, until an engine accepts the call. Raise `EngineBusy` after `wait_s` seconds."""
         await self.leave()
         end = time.monotonic() + self._pool.wait_s
         pause = _WAIT_S
@@ -258,7 +262,7 @@ class _Call:
     async def _first(self) -> Chunk:
         """Return the first chunk, from the first lane that produces one.
 
-        Errors are raised again in the `except` block that caught them. Storing one in a variable would create a reference cycle with its
+        An error is raised again in the `except` block that caught it. Storing it in a variable would create a reference cycle with its
         traceback and keep the request in memory.
         """
         tried: list[Lane] = []
@@ -288,6 +292,6 @@ class _Call:
         chunks = await generation.__aenter__()
         self._generation = generation
         chunk = await anext(chunks)
-        self._chunks = chunks  # from here on the lane is fixed
+        self._chunks = chunks  # from here on, the call stays on this lane
         lane.replica.mark_up()
         return chunk

@@ -1,4 +1,4 @@
-"""A project's view of an engine: projects never share a session name or a cached prefix."""
+"""A project's view of a shared engine, which keeps its sessions and cached prefixes apart from those of other projects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turngate.engines.base import Chunk, Engine, Generate, Health
 
 
 class ProjectEngine:
-    """An engine that several projects share. Its owner starts and closes it."""
+    """One project's view of an engine that several projects share. The engine's owner starts and closes it."""
 
     def __init__(self, engine: Engine, project: str) -> None:
         self.name = engine.name
@@ -26,7 +26,7 @@ class ProjectEngine:
         return await self._engine.health()
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
-        # With its own salt, a project cannot find out from response times which prompts another project has cached.
+        # Each project has its own salt, so response times do not reveal which prompts another project has cached.
         salt = f"{self._project}:{request.cache_salt}"
         own = msgspec.structs.replace(request, session=self._name(request.session), cache_salt=salt)
         return self._engine.generate(own)

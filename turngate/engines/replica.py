@@ -1,4 +1,4 @@
-"""One engine of a pool: whether it is up, its lanes, and its load."""
+"""One engine of a pool: its health, its lanes, and its load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from turngate.engines.placement import LaneLoad
 from turngate.errors import EngineError, TurngateError
 
 log = logging.getLogger(__name__)
-_POLL_SHARE = 50  # a load report is requested at most this share (1/50) of the time
+_POLL_SHARE = 50  # requesting load reports takes at most 1/50 of the time
 
 
 @runtime_checkable
 class HasLanes(Protocol):
-    """An engine with several data-parallel ranks. Its lanes share its connections, and only the engine itself is started and closed."""
+    """An engine with several data-parallel ranks. Its lanes share its connections, so only the engine itself is started and closed."""
 
     def lanes(self) -> Sequence[Engine]: ...
 
@@ -35,9 +35,10 @@ class HasAddress(Protocol):
 class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
     """How often a pool checks its replicas and reads their load, in seconds.
 
-    A replica that is up is checked every `check_s`. One that is down is checked after `backoff_s`, with exponential backoff up to
-    `backoff_max_s`. It is marked down after `misses` consecutive failed checks: under load, a single failure means little, and moving
-    sessions loses their caches. The load is read every `load_s`, less often if the engine answers slowly, and never if it is 0.
+    A replica that is up is checked every `check_s`. It is marked down after `misses` consecutive failed checks, because a single failure
+    under load means little, and moving sessions loses their caches. A replica that is down is checked after `backoff_s`, with exponential
+    backoff up to `backoff_max_s`. The load is read every `load_s`, but less often if the engine answers slowly. With `load_s` 0, it is
+    never read.
     """
 
     check_s: float = 10.0
@@ -48,7 +49,7 @@ class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane:
-    """A destination for calls: a replica, or one data-parallel rank of it."""
+    """A destination for calls: a replica, or one of its data-parallel ranks."""
 
     def __init__(self, replica: Replica, engine: Engine) -> None:
         self.replica = replica
@@ -61,18 +62,18 @@ class Lane:
 
 
 class Replica:
-    """One engine, its lanes, and whether it is up."""
+    """One engine of a pool, with its lanes and its health."""
 
     def __init__(self, engine: Engine, timing: PoolTiming) -> None:
         self.engine = engine
         self.lanes = [Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
-        self.is_draining = False  # gets no new calls
-        self.is_wrong = False  # responds, but must not be used
-        self.idle = asyncio.Event()  # set while it has no calls in flight
+        self.is_draining = False  # receives no new calls
+        self.is_wrong = False  # the engine responds, but must not be used
+        self.idle = asyncio.Event()  # set while no calls are in flight
         self.idle.set()
         self._timing = timing
-        self._was_up = False  # whether it has ever been up
+        self._was_up = False  # whether the replica has ever been up
         self._misses = 0
         self._lost = asyncio.Event()
         self._last_health: list[Health] = []
@@ -102,7 +103,7 @@ class Replica:
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def watch(self) -> None:
-        """Start to check the replica and to read its load, until `close`."""
+        """Start checking the replica and reading its load. This continues until `close`."""
         self._tasks.append(asyncio.create_task(self._keep_checking()))
         if self._timing.load_s > 0 and isinstance(self.engine, ReportsLoad):
             self._tasks.append(asyncio.create_task(self._keep_reading_load(self.engine)))
@@ -117,7 +118,7 @@ class Replica:
     # ── health ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self) -> list[Health]:
-        """Return its health as of the last check."""
+        """Return the replica's health as of the last check."""
         return [
             msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=self.in_flight)
             for health in self._last_health
@@ -174,10 +175,10 @@ class Replica:
     # ── load ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def read_load(self, engine: ReportsLoad) -> None:
-        """Ask the engine for its load. Without an answer, only this gateway's own calls count."""
+        """Read the engine's load. Without a report, a lane's load consists only of this gateway's own calls."""
         try:
             reports = await engine.load_report() if self.up else []
-        except TurngateError:  # the health check decides whether it is down
+        except TurngateError:  # the health check decides whether the replica is down
             reports = []
         self._update_loads(reports)
 
@@ -186,7 +187,7 @@ class Replica:
             for lane, report in zip(self.lanes, reports, strict=True):
                 lane.load.update(report)
             return
-        # One lane for all ranks, or a server that reports only some of them. Ranks fill evenly; the fullest one is the limit.
+        # One lane serves all ranks, or the server reports only some of its ranks. In the first case, the loads are merged.
         merged = merge_loads(reports) if len(self.lanes) == 1 else None
         for lane in self.lanes:
             lane.load.update(merged)
@@ -200,7 +201,7 @@ class Replica:
 
 
 def merge_loads(loads: Sequence[EngineLoad]) -> EngineLoad | None:
-    """Combine the loads of an engine's ranks: the sum of their calls, and the highest KV use."""
+    """Combine the loads of an engine's ranks: the sum of their calls, and the highest KV use, because the fullest rank is the limit."""
     if not loads:
         return None
     known = [load.kv_use for load in loads if load.kv_use is not None]

@@ -1,11 +1,10 @@
 """Routed experts: which experts a mixture-of-experts model chose for each token, in each layer, as vLLM and SGLang report them.
 
-Both cover the prompt, from a requested token on, and the reply except its last token, which was sampled but never an input.
+Both engines report them for the prompt, from a requested token on, and for the reply except its last token, which was sampled but never an
+input. Both report zeros for layers without experts. Their formats differ:
 
 - vLLM 0.32 (`--enable-return-routed-experts`): base64 of a `.npy` file, tokens × layers × experts per token, `uint8` or `uint16`.
 - SGLang 0.5 (`--enable-return-routed-experts`): base64 of `int32` numbers, without a shape.
-
-Both report zeros for layers without experts.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from turngate.types import SideArray
 
 ROUTED_EXPERTS = "routed_experts"  # the name of the side data
 _FLAG = "--enable-return-routed-experts"
-_MAX_BYTES = 2**30  # of one reply
+_MAX_BYTES = 2**30  # maximum size of the routed experts in one reply
 _INLINE_BYTES = 2**18  # larger replies are checked and converted in a thread
-_MAX_HEADER = 4096  # of a .npy file, in bytes
+_MAX_HEADER = 4096  # maximum size of a .npy file's header, in bytes
 
 ExpertShape = tuple[int, int]  # layers, experts per token
 
@@ -37,7 +36,10 @@ class RoutedExpertsReply:
         self._engine, self._shape = engine, shape
 
     async def read(self, request: Generate, sampled: int) -> tuple[SideArray, ...]:
-        """Return the routed experts once the reply is complete. Raise `EngineError` if they are missing or do not match its tokens."""
+        """Return the routed experts of a complete reply with `sampled` tokens.
+
+        Raise `EngineError` if they are missing or do not match the reply's tokens.
+        """
         if not self.field.data:
             raise EngineError(f"{self._engine} returned no routed experts; start it with {_FLAG}")
         if len(self.field.data) > _INLINE_BYTES:
@@ -76,7 +78,7 @@ class RoutedExpertsReply:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None
 
     def _read_numbers(self, data: bytearray) -> np.ndarray:
-        """Read numbers that come without a shape."""
+        """Read numbers without a shape of their own, and give them the configured shape."""
         if self._shape is None:
             raise EngineError(
                 f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8"
@@ -90,7 +92,7 @@ class RoutedExpertsReply:
         return np.frombuffer(data, "<i4").reshape(-1, *self._shape)
 
     def _narrow(self, values: np.ndarray) -> np.ndarray:
-        """Convert to the smallest type that holds all experts."""
+        """Convert to the smallest integer type that can represent all expert numbers."""
         if values.dtype in (np.uint8, np.uint16):
             return values
         low, high = int(values.min()), int(values.max())

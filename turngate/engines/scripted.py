@@ -1,7 +1,7 @@
 """The scripted engine: replays token ids deterministically, with faults on request. It runs in process, without HTTP.
 
-Used by tests and by `turngate serve --engine scripted`. Log-probabilities are derived from the prompt and the ids
-(`derive_logprobs`), so a recorded turn proves which prompt it was conditioned on.
+It is used by tests and by `turngate serve --engine scripted`. Log-probabilities are derived from the prompt and the ids
+(`derive_logprobs`), so they prove which prompt a recorded turn was conditioned on.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from turngate.types import Ids, PromptIds
 SYNTHETIC_NOTE = (
     "the scripted engine generated these turns: nothing was sampled, and the log-probabilities are synthetic"
 )
-DEFAULT_CONTEXT = 131_072  # tokens, for a gateway whose settings name no context length
+DEFAULT_CONTEXT = 131_072  # tokens, if the gateway's settings contain no context length
 _STEPS = 2**18  # multiples of 2^-18 are exact in float32, so stored values equal those sent
-_REMEMBERED = 10_000  # maximum number of sessions or prompts to count
+_REMEMBERED = 10_000  # maximum number of sessions or prompts with a counter
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
-    """One scripted generation: the ids, their pace, and faults."""
+    """One scripted generation: its ids, timing and faults."""
 
     ids: Sequence[int] = ()
-    logprobs: Sequence[float | None] | None = None  # None: derived from prompt and ids
+    logprobs: Sequence[float | None] | None = None  # None to derive them from the prompt and the ids
     finish: Literal["stop", "length", "abort"] = "stop"
     chunk: int = 1  # tokens per chunk; 0 for a single chunk
-    delay_s: float = 0.0  # before the first chunk
-    pace_s: float = 0.0  # before each later chunk
+    delay_s: float = 0.0  # pause before the first chunk
+    pace_s: float = 0.0  # pause before each later chunk
 
     fail_before: bool = False  # the engine is unavailable
     busy: bool = False  # the engine rejects the request as busy
     overflow: bool = False  # the prompt does not fit
     cut_after: int | None = None  # the stream ends early, after this many tokens
     silent_for: float = 0.0  # seconds without data after the first chunk
-    null_logprobs: bool = False  # None for every token
-    short_logprobs: bool = False  # one entry too few
+    null_logprobs: bool = False  # every log-probability is None
+    short_logprobs: bool = False  # one log-probability is missing at the end
     hang: bool = False  # no token is ever sampled
 
 
@@ -54,7 +54,7 @@ Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
-    """Compute a log-probability in (-5, 0) for each id, from the prompt and all ids up to it. Values are exact in float32."""
+    """Compute a log-probability in (-5, 0) for each id, from the prompt and all ids up to this one. The values are exact in float32."""
     state = _hash(prompt)
     values = []
     for token in ids:
@@ -70,9 +70,9 @@ def _hash(prompt: Ids | PromptIds) -> int:
 class Scripted:
     """An engine that follows a script.
 
-    `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so
-    sessions are independent. `received` contains the last `keep` requests, newest last. As with the HTTP engines, a call fails after
-    `silence_s` without data.
+    `script` is a list of turns, or a function that returns a turn for a request and its index. The index counts the calls of one session,
+    so sessions are independent of each other. `received` contains the last `keep` requests, newest last. As with the HTTP engines, a call
+    fails after `silence_s` seconds without data.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Scripted:
     ) -> Scripted:
         """Create an engine that returns random ids and then a stop id.
 
-        The ids depend on the seed, the prompt, and how often that prompt was sent.
+        The ids depend on both seeds (the argument and the request's), on the prompt, and on how often that prompt was sent.
         """
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
@@ -150,7 +150,7 @@ class Scripted:
         return self._script(request, self._calls.next(request.session))
 
     def _room(self, request: Generate) -> int:
-        """Return the number of tokens that may be sampled. It is below 1 if the prompt does not fit."""
+        """Return the maximum number of tokens to sample. It is below 1 if the prompt does not fit in the context."""
         if self._max_context is None:
             return request.max_tokens
         return min(request.max_tokens, self._max_context - len(request.prompt))
@@ -228,7 +228,7 @@ class _Call:
 
 
 class _Counter:
-    """A counter for a bounded number of keys."""
+    """A counter per key. The least recently used keys are forgotten."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()

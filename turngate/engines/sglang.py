@@ -1,13 +1,13 @@
 """The SGLang engine: sends token ids to the native `/generate` API, and receives sampled ids and log-probabilities.
 
-Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and
-tested against a fake server with the same messages. It has NOT been run against a live SGLang server.
+Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and tested against a
+fake server that sends the same messages. It has NOT been run against a live SGLang server.
 
-Peculiarities of its wire format:
+Peculiarities of SGLang's wire format:
 
 - Every event of a stream repeats all tokens so far, unless the server uses incremental streaming. Versions differ in whether
-  this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, which
-  distinguishes the two cases for each list.
+  this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, so it shows for each
+  list which case applies.
 - An adapter is selected with `lora_path`, by the name it was loaded under.
 - `/abort_request` stops every request whose id *starts* with the given one. Our ids end in random digits of a fixed length, so
   that each one matches only itself.
@@ -40,7 +40,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 
 
 class _Position(msgspec.Struct, array_like=True):
-    """One sampled token: `[logprob, token_id, text]`. The text is not decoded."""
+    """One sampled token: `[logprob, token_id, text]`. The text is left undecoded."""
 
     logprob: float | None
     token_id: TokenId
@@ -58,11 +58,11 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[_Position] | None = None
     output_top_logprobs: list[list[_Position] | None] | None = None  # only if requested
     cached_tokens: int | None = None
-    weight_versions: list[VersionSpan] | None = None  # of all tokens so far; missing in old versions
+    weight_versions: list[VersionSpan] | None = None  # of all tokens so far; missing in old SGLang versions
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event."""
+    """A whole response, or one event of a stream."""
 
     meta_info: _Meta | None = None
     output_ids: list[TokenId] | None = None
@@ -75,15 +75,15 @@ class _EchoEvent(_Event):
 
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
-    weight_version: str | None = None  # missing in old versions
+    weight_version: str | None = None  # missing in old SGLang versions
 
 
 class _ServerInfo(msgspec.Struct):
-    context_length: int | None = None  # null unless the server was started with one
+    context_length: int | None = None  # null unless the server was started with a context length
 
 
 class _Done(msgspec.Struct):
-    """The reply to a weight update. A rejection may have HTTP status 200."""
+    """The reply to a command, such as a weight update. A rejection may have HTTP status 200."""
 
     success: bool = True
     message: str | None = None
@@ -105,8 +105,8 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 class SGLang:
     """One SGLang server, or an SGLang router in front of several.
 
-    `rank` and `ranks` refer to this server's data-parallel ranks, as in `VLLM`. `silence_s` limits the time between two bytes, so a
-    call that is not streamed must finish within it.
+    `rank` pins every call to one data-parallel rank of the server. `ranks` is the number of ranks; it matters only in a `Pool`, which keeps
+    each session on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within it.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class SGLang:
     ) -> None:
         self.name = name
         self.model = model
-        self._expert_shape = expert_shape  # of routed experts, which SGLang does not report
+        self._expert_shape = expert_shape  # the shape of routed experts, which SGLang does not report
         self._rank = rank
         self._ranks = ranks
-        self._initial_path = ""  # the initial model's folder, once a different one is loaded
+        self._initial_path = ""  # the initial model's folder, once a different model has been loaded
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
         self._expected = ExpectedWeights()
-        self.reports_weights = False  # only new versions do, and only for whole models
+        self.reports_weights = False  # only new SGLang versions do, and only for whole models
         self._has_loads = True  # whether the server has the route /v1/loads
 
     def __repr__(self) -> str:
@@ -146,10 +146,10 @@ class SGLang:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Do nothing: SGLang evicts its own cache."""
+        """Do nothing: SGLang manages its own cache."""
 
     def lanes(self) -> Sequence[SGLang]:
-        """Return one engine per data-parallel rank. All share this engine's connections."""
+        """Return one engine per data-parallel rank. All of them share this engine's connections."""
         if self._ranks == 1:
             return [self]
         return [self._for_rank(rank) for rank in range(self._ranks)]
@@ -158,7 +158,7 @@ class SGLang:
         seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
         try:
             await self._client.ping("/health")
-            if self._description is None:  # constant, and expensive: it queries every rank
+            if self._description is None:  # asked only once: it never changes, and the server queries every rank for it
                 self._description = await self._describe()
             wrong = await self._wrong_weights()
         except TurngateError as error:
@@ -173,7 +173,7 @@ class SGLang:
             try:
                 return (await self._client.get("/v1/loads?include=core", SGLangLoads)).to_loads()
             except EngineRejected:
-                self._has_loads = False  # an older version
+                self._has_loads = False  # an older SGLang version
         return SGLangLoads(await self._client.get("/get_load", OldSGLangLoads)).to_loads()
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
@@ -271,7 +271,10 @@ class SGLang:
         return model.model_path, models.data[0].max_model_len if models.data else None
 
     def _abort(self, rid: str) -> None:
-        """Abort a request. Closing the connection also aborts it, but only after several seconds, and not behind every router."""
+        """Abort a request.
+
+        Closing the connection also aborts it, but only after several seconds, and not behind every router.
+        """
         task = asyncio.create_task(self._send_abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -289,13 +292,13 @@ class SGLang:
             "rid": rid,
             "sampling_params": _sampling(request),
             "return_logprob": True,
-            "logprob_start_len": -1,  # sampled tokens only: the prompt's would need a prefill without the cache
+            "logprob_start_len": -1,  # sampled tokens only: log-probabilities of the prompt need a prefill without the cache
             "top_logprobs_num": request.top_logprobs,
             "return_text_in_logprobs": False,
             "stream": request.stream,
         }
         if request.cache_salt:
-            body["extra_key"] = request.cache_salt  # separates cache entries
+            body["extra_key"] = request.cache_salt  # keeps cache entries with different salts apart
         if self._rank is not None:
             body["routed_dp_rank"] = self._rank
             body["data_parallel_rank"] = self._rank  # the name of this field in early 0.5 versions
@@ -318,7 +321,7 @@ class SGLang:
             if not chunk.ids and chunk.finish is None and chunk.prompt is None:
                 continue
             sampled += len(chunk.ids)
-            echo = echo and chunk.prompt is None  # every event repeats it
+            echo = echo and chunk.prompt is None  # every event repeats the prompt, so it is decoded only once
             reply.finished = chunk.finish is not None
             if chunk.finish == "abort" and not sampled:
                 raise make_abort_error(self.name)
@@ -330,7 +333,7 @@ class SGLang:
         raise EngineUnavailable(f"{self.name} ended its reply before the generation finished")
 
     def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool, request: Generate) -> Chunk:
-        """Merge the events of one read into one chunk. `sampled` is the number of tokens before it."""
+        """Merge the events of one read into one chunk. `sampled` is the number of tokens in earlier chunks."""
         ids: list[int] = []
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
@@ -358,13 +361,13 @@ class SGLang:
         return Chunk(ids, logprobs, finish, prompt, None, alternatives or None, meta.cached_tokens, runs)
 
     def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
-        """Return the ids and log-probabilities that an event adds to the `seen` tokens before it."""
+        """Return the ids and log-probabilities that an event adds. `seen` is the number of tokens before the event."""
         total = meta.completion_tokens
         positions = meta.output_token_logprobs
         added = None if positions is None else _slice_new(self.name, positions, seen, total)
         if output_ids is not None:
             ids = list(_slice_new(self.name, output_ids, seen, total))
-        elif added is not None:  # old versions send the ids only with the log-probabilities
+        elif added is not None:  # old SGLang versions send the ids only with the log-probabilities
             ids = [position.token_id for position in added]
         else:
             raise EngineError(f"{self.name} sent no token ids")
@@ -413,11 +416,11 @@ def _sampling(request: Generate) -> dict[str, Any]:
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return all sampling fields, even neutral ones: SGLang takes missing ones from `preferred_sampling_params`."""
+    """Return all sampling fields, even neutral ones, because SGLang takes missing ones from `preferred_sampling_params`."""
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # off
+        "top_k": sampling.top_k or -1,  # -1 turns it off
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
@@ -430,7 +433,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def _schema(constraint: Constraint) -> str:
-    """Encode the schema as a string. SGLang needs a schema even to request an arbitrary JSON object."""
+    """Encode the constraint's schema as a string. SGLang needs a schema even to request an arbitrary JSON object."""
     if constraint.kind == "json_object":
         return '{"type": "object"}'
     if constraint.schema is None:

@@ -1,15 +1,15 @@
 """The vLLM engine: sends token ids to `/v1/completions` or `/inference/v1/generate`, and receives ids and log-probabilities.
 
-Written against the request and response models of vLLM 0.32. Requirements for the server:
+Written against the request and response models of vLLM 0.32. The server needs these settings:
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
-- for routed experts, `api="generate"` and `--enable-return-routed-experts`, which its CPU backend does not support;
+- for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
 - for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
-- to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
-  `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+- to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment;
+- for adapters, `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-All sampling fields are sent, even neutral ones: vLLM takes missing ones from the model's `generation_config.json`.
+All sampling fields are sent, even neutral ones, because vLLM takes missing ones from the model's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Api = Literal["completions", "generate"]
 
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
 _NAMED = "token_id:"
-_LOADING = "turngate: loading "  # prefix of the version while weights are incomplete
+_LOADING = "turngate: loading "  # prefix of the weight version while weights are being loaded
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -51,7 +51,7 @@ class _Logprobs(msgspec.Struct):
     """Log-probabilities: `token_logprobs` in the `completions` API, `content` in the `generate` API."""
 
     token_logprobs: list[float | None] | None = None
-    tokens: list[str] | None = None  # as "token_id:123"
+    tokens: list[str] | None = None  # in the form "token_id:123"
     content: list[_Position] | None = None
 
 
@@ -60,7 +60,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[VersionSpan] | None = None  # of the whole reply, at its end; only in the `generate` API
+    weight_versions: list[VersionSpan] | None = None  # sent at the end for the whole reply; only in the `generate` API
 
 
 class _PromptDetails(msgspec.Struct):
@@ -75,7 +75,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event. The prompt's ids, up to 70k of them, are decoded only if requested."""
+    """A whole response, or one event of a stream. The prompt's ids, of which there may be 70,000, are decoded only if requested."""
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()
@@ -83,12 +83,12 @@ class _Event(msgspec.Struct):
 
 
 class _EchoChoice(_Choice):
-    prompt_token_ids: list[int] | None = None  # where the `completions` API puts them
+    prompt_token_ids: list[int] | None = None  # the `completions` API sends them here
 
 
 class _EchoEvent(_Event):
     choices: tuple[_EchoChoice, ...] = ()
-    prompt_token_ids: list[int] | None = None  # where the `generate` API puts them
+    prompt_token_ids: list[int] | None = None  # the `generate` API sends them here
 
 
 class _Candidates(msgspec.Struct):
@@ -98,7 +98,10 @@ class _Candidates(msgspec.Struct):
 
 
 class _TopLogprobs(msgspec.Struct):
-    """The most likely tokens at each position: `top_logprobs` in the `completions` API, by name, and `content` in the `generate` API."""
+    """The most likely tokens at each position.
+
+    The `completions` API sends them by name in `top_logprobs`, and the `generate` API sends them in `content`.
+    """
 
     top_logprobs: list[dict[str, float] | None] | None = None
     content: list[_Candidates] | None = None
@@ -109,7 +112,7 @@ class _TopChoice(msgspec.Struct):
 
 
 class _TopEvent(msgspec.Struct):
-    """The part of an event that only calls with `top_logprobs` decode, in addition to the rest."""
+    """The fields of an event that are decoded in addition to `_Event`, but only for calls with `top_logprobs`."""
 
     choices: tuple[_TopChoice, ...] = ()
 
@@ -118,7 +121,7 @@ class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
     root: str = ""  # the model that the server was started with, or an adapter's folder
-    parent: str | None = None  # the model of an adapter
+    parent: str | None = None  # the base model, if this is an adapter
 
 
 class _Models(msgspec.Struct):
@@ -136,10 +139,10 @@ _decode_top = msgspec.json.Decoder(_TopEvent).decode
 
 
 class VLLM:
-    """One vLLM API server. An empty `model` means the model that it serves.
+    """One vLLM API server. An empty `model` means the model that the server serves.
 
-    `rank` pins every call to one data-parallel rank. `ranks` is the number of ranks. Only a `Pool` uses it, to keep each session on
-    one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within it.
+    `rank` pins every call to one data-parallel rank. `ranks` is the number of ranks; it matters only in a `Pool`, which keeps each session
+    on one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within it.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class VLLM:
     ) -> None:
         self.name = name
         self.model = model
-        self.expert_shape = expert_shape  # to check routed experts against; None: any
+        self.expert_shape = expert_shape  # expected shape of routed experts, or None to accept any
         self._api = api
         self._rank = rank
         self._ranks = ranks
@@ -177,10 +180,10 @@ class VLLM:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Do nothing: vLLM evicts its own cache."""
+        """Do nothing: vLLM manages its own cache."""
 
     def lanes(self) -> Sequence[VLLM]:
-        """Return one engine per data-parallel rank. All share this engine's connections."""
+        """Return one engine per data-parallel rank. All of them share this engine's connections."""
         if self._ranks == 1:
             return [self]
         return [self._for_rank(rank) for rank in range(self._ranks)]
@@ -224,7 +227,8 @@ class VLLM:
             return
         served = await self._client.get("/v1/models", _Models)
         if any(card.id == weights.name for card in served.data):
-            await self.unload(weights.name)  # a retry may load different weights, which must not share its cache
+            # A retry may load different weights, which must not share the old adapter's cache.
+            await self.unload(weights.name)
         await self._command(
             "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": weights.lora_path}, LOAD_S
         )
@@ -236,7 +240,8 @@ class VLLM:
             raise EngineRejected(
                 f"{self.name} cannot restore its initial weights because it does not report their path; restart the engine"
             )
-        await self._reload({"weights_path": root}, "default", frozen)  # without a path, vLLM reloads the last one
+        # Without a path, vLLM reloads the weights that it loaded last.
+        await self._reload({"weights_path": root}, "default", frozen)
 
     async def abort_all(self) -> None:
         await self._command("/abort_requests")
@@ -245,13 +250,14 @@ class VLLM:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
-        """Reload weights.
+        """Reload the weights, and set the weight version to `mark`.
 
-        They are marked as loading until the end, because after a failed reload the engine crashes at its next call.
+        Until the reload has succeeded, the version says that the weights are being loaded. After a failed reload, the engine would crash at
+        its next call, and this version tells the health check not to use it.
         """
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
         await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
-        if not frozen:  # frozen calls need their cache; versions never share entries
+        if not frozen:  # frozen calls need their cache, and versions never share cache entries
             await self._command("/reset_prefix_cache")
         await self._command("/update_weight_version", {"new_version": mark})
 
@@ -325,7 +331,7 @@ class VLLM:
         """Merge the events of one read into one chunk. Return None if they add nothing."""
         echo = request.echo_prompt
         ids: list[int] = []
-        names: list[str] = []  # of the ids that follow; parsed together, because a stream has one per event
+        names: list[str] = []  # ids that are still to be parsed; parsing them together is faster
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
@@ -362,7 +368,10 @@ class VLLM:
         return Chunk(ids, clean_logprobs(logprobs), finish, prompt, cached=cached, version_runs=runs, counted=counted)
 
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
-        """Return the `count` most likely ids at each position of the events. vLLM also lists a sampled token that is not among them."""
+        """Return the `count` most likely ids at each position of the events.
+
+        vLLM also lists the sampled token if it is not one of them. It is left out here.
+        """
         found: list[dict[int, float]] = []
         for event in self._client.decode_all(_decode_top, batch):
             for scores in [choice.logprobs for choice in event.choices if choice.logprobs is not None]:
@@ -376,7 +385,7 @@ class VLLM:
         return [dict(sorted(each.items(), key=lambda item: -item[1])[:count]) for each in found]
 
     def _parse_names(self, names: list[str]) -> list[int]:
-        """Parse names such as "token_id:123". Parsing them as one JSON list is four times as fast as one by one."""
+        """Parse names such as "token_id:123". Parsing them together as one JSON list is four times as fast as parsing each one."""
         joined = ",".join(names)
         if joined.count(_NAMED) != len(names):
             raise _make_no_ids_error(self.name)
@@ -407,9 +416,9 @@ class VLLM:
 
 
 class VLLMGeneration:
-    """A call as a stream of chunks. Leaving it before its end aborts the call.
+    """A call as a stream of chunks. Leaving the context early aborts the call.
 
-    This is an iterator, not a generator: closing a generator early makes the event loop start a task.
+    This is an iterator rather than a generator, because closing a generator early makes the event loop start a task.
     """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:
@@ -457,7 +466,7 @@ class VLLMGeneration:
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
-        """Read the usage at the end of the reply and add it to the last chunk. The reply would be drained anyway."""
+        """Read the usage at the end of the reply, and add it to the last chunk. These bytes would have to be read anyway."""
         with suppress(TurngateError, TimeoutError):  # the generation is complete
             async with asyncio.timeout(http.DRAIN_S):
                 while (batch := await self._reply.batch()) is not None:
@@ -467,7 +476,7 @@ class VLLMGeneration:
         return chunk
 
     async def _batch(self) -> list[bytes]:
-        """Return the next events. A reply that is not streamed is a single event."""
+        """Return the next events of a streamed reply, or the whole body of any other reply as a single event."""
         batch = None
         if self._request.stream:
             batch = await self._reply.batch()
@@ -475,7 +484,7 @@ class VLLMGeneration:
             self._read, batch = True, [await self._reply.document()]
         if batch is not None:
             return batch
-        if self._reply.done and not self._sampled:  # how a `completions` stream ends after an abort
+        if self._reply.done and not self._sampled:  # a `completions` stream ends like this after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
 
@@ -492,7 +501,7 @@ def _prompt(event: _Event) -> list[int] | None:
 
 
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
-    """Return the name of the prompt field, and all other fields."""
+    """Return the name of the prompt field, and all other fields, of a request to the `completions` API."""
     fields = _sampling(request)
     if request.echo_prompt:
         fields["return_token_ids"] = True  # also returns the whole prompt, which is 300 KB in a long rollout
@@ -509,12 +518,12 @@ def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
 
 
 def _sampling(request: Generate) -> dict[str, Any]:
-    """Return the fields that both APIs share."""
+    """Return the fields that the requests to both APIs share."""
     params: dict[str, Any] = {
         **_sampling_fields(request.sampling),
         "n": 1,
         "max_tokens": request.max_tokens,
-        "logprobs": request.top_logprobs,  # with 0, only the sampled token's
+        "logprobs": request.top_logprobs,  # 0 requests only the sampled token's log-probability
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
         # The text is discarded, but stop strings are matched against it, so it must be complete.
@@ -534,7 +543,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # -1 disables it in every version; 0 only in newer ones
+        "top_k": sampling.top_k or -1,  # -1 disables top-k in every version; 0 disables it only in newer ones
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,

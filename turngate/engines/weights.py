@@ -1,7 +1,7 @@
-"""Engines whose weights can be changed while they serve.
+"""The interface of engines whose weights can be changed while they serve.
 
-`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. An engine in
-the trainer's process is updated by the trainer itself.
+`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. The trainer
+itself updates an engine that runs in its own process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ COMMAND_S = 60.0  # timeout for other commands
 
 
 class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A version of the policy: a whole model from a folder, or an adapter that is served under a name.
+    """The weights of one policy version: a whole model from a folder, or an adapter that is served under a name.
 
-    Paths are on the engine's machine. A name without a path means that another program has loaded the adapter.
+    Paths are on the engine's machine. An adapter without a path has already been loaded by another program.
     """
 
     version: int
@@ -41,20 +41,20 @@ class UpdatableReplica(Protocol):
     @property
     def address(self) -> str: ...
 
-    reports_weights: bool  # whether its health reveals which weights it has
+    reports_weights: bool  # whether the replica's health shows which weights it has
 
     async def health(self) -> list[Health]: ...
 
     async def pause(self) -> None:
-        """Pause sampling. Calls in flight are kept, and continue after `resume` with the weights loaded by then."""
+        """Pause sampling. Calls in flight are kept. After `resume`, they continue with the weights that are loaded then."""
 
     async def resume(self) -> None:
-        """Resume sampling. Do nothing if it is not paused."""
+        """Resume sampling. Do nothing if sampling is not paused."""
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load these weights. If `frozen`, calls in flight are paused and keep their cache.
+        """Load these weights. With `frozen`, calls in flight are paused and keep their cache.
 
-        If loading a whole model fails, the engine must not be used, and its health reports this.
+        If loading a whole model fails, the engine must not be used, and its health says so.
         """
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
@@ -71,7 +71,7 @@ class UpdatableReplica(Protocol):
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens `start` to `end` of a reply, and the label of the weights that sampled them, as vLLM and SGLang report them."""
+    """Tokens `start` to `end` of a reply, and the version label of the weights that sampled them, as vLLM and SGLang report it."""
 
     version: str
     start: int
@@ -79,23 +79,26 @@ class VersionSpan(msgspec.Struct):
 
 
 class ExpectedWeights:
-    """The weights that a replica should have. All its lanes share this object."""
+    """The weights that a replica should have. All lanes of the replica share this object."""
 
     def __init__(self) -> None:
         self.weights: PolicyWeights | None = None
 
     def read_runs(self, spans: Sequence[VersionSpan] | None, request: Generate) -> VersionRuns | None:
-        """Convert reported spans to policy versions. Labels are ours only if the gateway loaded the weights, and not as an adapter."""
+        """Convert the reported spans to policy versions. Return None if their labels are not policy versions.
+
+        The labels are policy versions only if the gateway loaded the weights, and loaded them as a whole model.
+        """
         if not spans or self.weights is None or self.weights.is_adapter or request.model:
             return None
         return parse_version_spans(spans, request.version, self.weights.version)
 
 
 def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int) -> VersionRuns | None:
-    """Return (version, tokens) for each span, or None if the labels are not policy versions up to `newest`.
+    """Return (version, number of tokens) for each version in the spans, or None if the labels are not policy versions up to `newest`.
 
-    An engine has its own label, such as "default", for the weights that it was started with. They are the version at which the
-    call began.
+    An engine has a label of its own, such as "default", for the weights that it was started with. These tokens get the version `begun_at`,
+    at which the call began.
     """
     runs: list[tuple[int, int]] = []
     at = 0

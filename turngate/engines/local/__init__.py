@@ -9,7 +9,7 @@
     worker    the sampling thread; outbox hands over its results
     engine    the engine interface: calls in, chunks out
 
-Imports torch.
+Importing this package imports torch.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The cache: keys and values of current and earlier calls.
 
-A *slot* contains one sequence. It is kept when its call ends, so that the conversation's next turn can continue in it, and calls with a
-common prefix can copy the prefix instead of computing it. Calls with different salts (policy versions) share nothing.
+A *slot* contains one sequence, which is kept after its call has ended. The conversation's next turn can then continue in the slot, and
+other calls can copy a common prefix from it instead of computing it. Calls with different salts (policy versions) share nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.types import ID_DTYPE, Ids
 
 Places = NDArray[np.int64]  # slot numbers, or positions in slots
 _WORTH = 16  # a common prefix longer than this is worth waiting for
-_HEAD = 64  # number of ids to compare before whole sequences
+_HEAD = 64  # number of ids to compare before comparing whole sequences
 
 
 class PromptPiece(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class PromptPiece(msgspec.Struct, frozen=True):
 
 
 class KeyValues:
-    """The cache tensor: (layers, 2, slots, kv_heads, length, head). Idle slots write to the last position."""
+    """The cache tensor, of shape (layers, 2, slots, kv_heads, length, head). Idle slots write to the last position."""
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spare = _round_up(length) - 1
@@ -53,7 +53,7 @@ class KeyValues:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
     def prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
-        """Return the attention for several pieces in one batch. Each piece attends only to its own slot."""
+        """Return the attention function for several pieces in one batch. Each piece attends only to its own slot."""
         masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class KeyValues:
         return attend
 
     def step_attention(self, slots: Places, positions: Places) -> Attend:
-        """Return the attention for one id in each of these slots, in ascending order. Adjacent slots are read without a copy."""
+        """Return the attention function for one id in each of `slots`, in ascending order. Adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
         for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
@@ -105,7 +105,7 @@ class KeyValues:
 
 
 def _round_up(length: int) -> int:
-    """Round up to a multiple of 64 above `length`, which leaves room for the spare position."""
+    """Return the next multiple of 64 above `length`, which leaves room for the spare position."""
     return (length // 64 + 1) * 64
 
 
@@ -116,7 +116,10 @@ def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
 
 
 class Slots:
-    """The ids in each slot. `computed` counts the ids in the cache, and `planned` those that will be there. `taken` marks slots in use."""
+    """The ids in each slot, and which slots are in use (`taken`).
+
+    `computed` is the number of a slot's ids that are in the cache, and `planned` is that number once the slot's prompt has been computed.
+    """
 
     def __init__(self, slots: int, length: int) -> None:
         self.count = slots
@@ -130,7 +133,7 @@ class Slots:
         self.reused = 0  # number of ids that were found in the cache
 
     def forget(self) -> None:
-        """Discard everything computed: the weights have changed."""
+        """Discard all computed prefixes, because the weights have changed."""
         self.computed[:] = 0
         self.planned[:] = 0
 
@@ -164,7 +167,7 @@ class Slots:
         return slot, source, size
 
     def leave(self, slot: int, computed: int) -> None:
-        """Free a slot. `computed` is the number of its ids in the cache."""
+        """Free a slot. `computed` is the number of the slot's ids that are in the cache."""
         self._clock += 1
         self.taken[slot] = False
         self.computed[slot] = self.planned[slot] = computed
@@ -174,7 +177,7 @@ class Slots:
         return int(free[np.where(self.computed[free] == 0, -1, self._used[free]).argmin()])
 
     def _common(self, ids: Ids, salt: str) -> Places:
-        """Return the length of the common prefix with each slot."""
+        """Return the length of the prefix that `ids` has in common with each slot."""
         limit = len(ids) - 1
         common = np.zeros(self.count, np.int64)
         candidates = np.array([slot for slot in np.flatnonzero(self.planned) if self._salts[slot] == salt], np.int64)

@@ -42,7 +42,7 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Decoder:
-    """A decoder for a CPU. `ahead` is the number of earlier steps that may be uncollected when the next one is launched."""
+    """A decoder for a CPU. `ahead` is the number of steps whose results may still be uncollected when the next step is launched."""
 
     ahead = 0
 
@@ -59,7 +59,7 @@ class Decoder:
         return nullcontext()
 
     def arm(self, armed: Sequence[SlotStart]) -> None:
-        """Start sampling in these slots with the next step."""
+        """Make these slots sample from the next step on."""
         slots = self._to_device(np.array([a.slot for a in armed], np.int64))
         values = np.array([(a.token, a.position, a.seed, a.drawn) for a in armed], np.int64).T
         self.state[:, slots] = self._to_device(values)
@@ -70,7 +70,7 @@ class Decoder:
         self.state[1, self._to_device(np.array(slots, np.int64))] = self.cache.spare
 
     def fill(self, pieces: Sequence[PromptPiece]) -> None:
-        """Compute the keys and values of these ids."""
+        """Compute the keys and values of these pieces of prompts."""
         sizes = [len(piece.ids) for piece in pieces]
         ids = self._to_device(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
         slots = self._to_device(np.repeat(np.array([piece.slot for piece in pieces], np.int64), sizes))
@@ -82,12 +82,12 @@ class Decoder:
         return self.cache.prompt_attention(pieces, slots, positions)
 
     def _to_device(self, values: NDArray[Any]) -> Tensor:
-        """Copy to the model's device without synchronizing."""
+        """Copy values to the model's device without synchronizing."""
         here = torch.from_numpy(np.ascontiguousarray(values))
         return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
     def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
-        """Launch a step for these slots, in ascending order. With adjustments, all earlier steps must have been collected."""
+        """Launch a step for `slots`, in ascending order. If there are adjustments, all earlier steps must have been collected."""
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.step_attention(slots, positions.numpy())

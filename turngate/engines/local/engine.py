@@ -1,11 +1,11 @@
-"""The engine interface of a model in this process: calls in, chunks out.
+"""The engine interface for a model in this process: calls in, chunks out.
 
     engine = LocalEngine("path/to/model")
     await engine.start()
     async with engine.updating(version=1):   # sampling pauses; calls in flight continue with the new weights
         optimizer.step()                     # over engine.model.parameters()
 
-The event loop does no computation: `worker.py` has its own thread, and this module turns its batches into streams.
+The event loop does no computation: `worker.py` samples in its own thread, and this module turns the worker's batches into streams.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LocalEngine:
         )
         self._serials = itertools.count(1)
         self._open: dict[int, LocalGeneration] = {}
-        self._guard = threading.Lock()  # guards `_open`, which the event loops and the thread use
+        self._guard = threading.Lock()  # guards `_open`, which the event loops and the worker's thread use
         self._state: Literal["new", "started", "closed"] = "new"
         self._folder = None if isinstance(model, Model) else model
         self._paused = False
@@ -139,7 +139,7 @@ class LocalEngine:
         ]
 
     def release(self, session: str) -> None:
-        """Do nothing: a session's cache is overwritten when its slot is the oldest."""
+        """Do nothing: a session's cached prefix is overwritten when its slot is the least recently used."""
 
     def generate(self, request: Generate) -> LocalGeneration:
         return LocalGeneration(self, request)
@@ -318,7 +318,7 @@ class LocalEngine:
 
 
 class LocalGeneration:
-    """A call as a stream of chunks. It starts when the first chunk is requested. Leaving it before its end aborts it."""
+    """A call as a stream of chunks. The call starts when the first chunk is requested. Leaving the context early aborts the call."""
 
     def __init__(self, engine: LocalEngine, request: Generate) -> None:
         self.loop = asyncio.get_running_loop()
@@ -385,7 +385,7 @@ class LocalGeneration:
         return Chunk(ids, logprobs, finish, prompt, self._span())
 
     def _span(self) -> tuple[int, int] | None:
-        """Return the policy versions of the first and last of these tokens. If the first is unknown, it is the request's version."""
+        """Return the policy versions of the chunk's first and last token. If the first is unknown, use the request's version."""
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
 
@@ -409,7 +409,7 @@ def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
-    """Choose the number of slots: the default, or fewer if the default does not fit in half of the memory."""
+    """Choose the number of slots: the default, or fewer if their cache would not fit in half of the memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

@@ -24,7 +24,7 @@ from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
 _ROWS = 8  # rows of the smallest graph; each larger one has twice as many
-_MASK = 1 << 28  # maximum elements in the attention mask of a group of prompts
+_MASK = 1 << 28  # maximum number of elements in the attention mask of a group of prompts
 
 
 class _Results(msgspec.Struct):
@@ -50,7 +50,7 @@ class GraphDecoder(Decoder):
         self._results: list[_Results] = []
         self._turn = 0
         model.angles(model.device)
-        if model.device.type == "cuda":  # otherwise, a test of the arithmetic
+        if model.device.type == "cuda":  # on a CPU, only tests of the arithmetic run
             self._stream = torch.cuda.Stream(model.device)
             self._results = [
                 _Results(
@@ -107,7 +107,10 @@ class GraphDecoder(Decoder):
         self._graphs[rows, draws].replay()
 
     def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
-        """Record a step as a graph, after a run that warms up libraries. That run's samples are undone; its cache entries stay valid."""
+        """Record a step as a graph. `draws` selects whether the step also samples.
+
+        A first run warms up libraries. The samples of that run are undone, and its cache entries stay valid.
+        """
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)
@@ -123,7 +126,7 @@ class GraphDecoder(Decoder):
 
     def _step(self, rows: int, draws: bool) -> None:
         tokens, positions = self.state[0, :rows], self.state[1, :rows]
-        within = positions.clamp(max=self.model.shape.context - 1)  # idle slots are beyond it
+        within = positions.clamp(max=self.model.shape.context - 1)  # idle slots have positions beyond the context
         scores = self._compute_scores(self.model.run(tokens, within, self._attend(rows, positions)))
         if draws:
             self._draw(scores, rows)

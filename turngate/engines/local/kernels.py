@@ -1,8 +1,8 @@
 """Attention of one query per slot over the cache, the most expensive part of a step on a GPU.
 
 Each program reads the keys and values of one slot and head, up to the slot's length. This is four times as fast as torch's attention,
-which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without it, the plain version below reads the whole
-cache.
+which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without triton, the plain version below reads the
+whole cache.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
 
 
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Tensor:
-    """Attend from `q` (rows, heads, head) to `keys` and `values` (slots, kv_heads, length, head): row n to slot n, up to its position."""
+    """Attend from each row of `q` to the slot with the same number, up to the row's position.
+
+    `q` is (rows, heads, head); `keys` and `values` are (slots, kv_heads, length, head).
+    """
     if not q.is_cuda or importlib.util.find_spec("triton") is None:
         return _attend_plain(q, keys, values, positions)
     rows, heads, head = q.shape

@@ -139,7 +139,7 @@ def _speeds(rope: Rope, head: int) -> Tensor:
 
 
 def _causal(mask: Tensor | None) -> Attend:
-    """Return the attention within rows: (rows, length, heads, head). Without a mask, it is causal."""
+    """Return an attention function for (rows, length, heads, head) that attends within each row. Without a mask, it is causal."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

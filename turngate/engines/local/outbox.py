@@ -17,7 +17,10 @@ End = Literal["stop", "length"] | EngineError
 
 
 class SampledBatch(msgspec.Struct, frozen=True):
-    """Tokens sampled since the last batch, sorted by call, and the calls that ended. `version` is the weights' version, if known."""
+    """Tokens sampled since the last batch, sorted by call, and the calls that have ended.
+
+    `version` is the policy version of the weights, if it is known.
+    """
 
     serials: Places
     ids: Ids

@@ -1,7 +1,8 @@
 """The sampler: scores → ids, with the log-probabilities of the distribution that was sampled.
 
-A row is drawn with one random number, which depends only on the call's seed and its number of tokens so far, not on the batch. `draw` is
-enough for a plain call, and can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are made before it, row by row.
+Each row is sampled with one random number, which depends only on the call's seed and its number of tokens so far, not on the batch. `draw`
+is enough for a plain call, and can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are applied before `draw`, row by
+row.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def draw(
 
 
 def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
-    """Return the id at which the cumulative probability of a row exceeds this share of the total.
+    """Return, for each row, the id at which the cumulative probability exceeds `share` of the row's total.
 
-    First find the block of ids, then the id in it. An exact sum over the vocabulary would be the most expensive part of a step on a CPU.
+    First find the block of ids, then the id in the block. An exact sum over the vocabulary would be the most expensive part of a step on a
+    CPU.
     """
     width = next((size for size in _BLOCKS if probabilities.shape[-1] % size == 0), 0)
     if not width:
@@ -68,7 +70,7 @@ def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """Compute a pseudo-random number in [0, 1) for each pair. It uses integer arithmetic, so it is the same on every device."""
+    """Compute a pseudo-random number in [0, 1) for each pair of seed and index. Integer arithmetic makes it the same on every device."""
     x = seed + (index + 1) * -7046029254386353131  # wraps around, as do the products below
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
@@ -97,12 +99,12 @@ def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
     if sampling.top_p < 1:
         probabilities, order = F.softmax(row / sampling.temperature, dim=-1).sort(descending=True)
         beyond = probabilities.double().cumsum(dim=-1) - probabilities >= sampling.top_p
-        beyond[0] = False  # the likeliest is always kept
+        beyond[0] = False  # the likeliest id is always kept
         row[order[beyond]] = -torch.inf
 
 
 def _penalise(row: Tensor, adjustment: Adjustment) -> None:
-    """Apply penalties: repetition to tokens in the prompt or the sample; presence and frequency only to sampled tokens."""
+    """Apply the repetition penalty to all tokens so far, and the presence and frequency penalties only to sampled tokens."""
     sampling = adjustment.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(np.concatenate((adjustment.prompt, adjustment.sampled))).astype(np.int64)).to(

@@ -50,7 +50,7 @@ def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.flo
 
 
 def load_into(model: Model, folder: str | Path) -> None:
-    """Replace the weights of a model in place. All of them are read before the first is changed."""
+    """Replace the weights of a model in place. All tensors are read before the first one is changed."""
     folder = Path(folder)
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
@@ -91,7 +91,7 @@ def create_random_model(shape: Shape, device: str = "cpu", dtype: torch.dtype = 
 
 
 def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under their Hugging Face names. They are views, which change with the model."""
+    """Yield the parameters under their Hugging Face names. The tensors are views, which change with the model."""
     parameters = dict(model.named_parameters())
     for ours, theirs in _names(model):
         pieces = parameters[ours].detach().split(_sizes(model.shape, len(theirs), ours)) if len(theirs) > 1 else None

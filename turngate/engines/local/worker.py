@@ -2,7 +2,7 @@
 
 Each iteration of its loop: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part of
 the prompts) → step (one id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
-because their state is in numpy arrays.
+because the slots' state is in numpy arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRIES = 3  # consecutive failures after which the engine stops
 
 
 class SamplingOrder(msgspec.Struct, frozen=True):
-    """A generation request for the worker. `serial` is unique."""
+    """A generation request for the worker, with a unique `serial` number."""
 
     serial: int
     prompt: Ids
@@ -50,7 +50,7 @@ class _Hold(msgspec.Struct):
     drain: bool
 
     def signal(self) -> None:
-        """Signal that sampling has paused. The requester may have stopped waiting."""
+        """Signal that sampling has paused, unless the requester has stopped waiting."""
         if not self.reached.done() and self.reached.set_running_or_notify_cancel():
             self.reached.set_result(None)
 
@@ -91,7 +91,7 @@ class Worker:
         self._filling_since = 0.0
         self._holds: list[_Hold] = []
         self._ending = False
-        self._over = False  # whether new calls are rejected
+        self._over = False  # whether the worker has ended and rejects new calls
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="turngate-local-engine", daemon=True)
         # Per slot: the call that samples in it (0: none), its length, tokens drawn and allowed, stop ids.
@@ -210,7 +210,7 @@ class Worker:
             hold.signal()
 
     def _is_draining(self) -> bool:
-        """Return whether started calls must end first, including those that an update has just interrupted."""
+        """Return whether sampling pauses only after started calls, including any that an update interrupted, have ended."""
         started = bool(self._running) or any(call.was_interrupted for call in self._waiting.values())
         return self._holds[0].drain and started
 
@@ -235,7 +235,7 @@ class Worker:
                 continue
             taken = self._slots.take(call.ids, call.order.salt)
             if taken is None:
-                continue  # its prefix is being computed
+                continue  # another call is computing a prefix that this one can use
             del self._waiting[serial]
             slot, source, size = taken
             if source != slot:
@@ -276,7 +276,10 @@ class Worker:
             self._decoder.arm([self._start_slot(slot) for slot in ready])
 
     def _filling_is_due(self) -> bool:
-        """Return whether to compute prompts now. On a GPU, many cost little more than one, so the first prompt waits for others."""
+        """Return whether to compute prompts now.
+
+        On a GPU, computing many prompts costs little more than computing one, so the first prompt waits for others.
+        """
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 

@@ -1,1 +1,1 @@
-"""Observe mode: relays to endpoints that do their own rendering and parsing."""
+"""Observe mode: relays to endpoints that render prompts and parse replies themselves."""

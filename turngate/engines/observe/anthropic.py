@@ -36,8 +36,8 @@ from turngate.errors import BadRequest, EngineError, EngineRejected
 from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 VERSION = "2023-06-01"
-# The API requires a limit on the answer, which agents of other dialects may not set. If the model rejects it as too high,
-# `FEWER_TOKENS` is sent instead.
+# The API requires a limit on the answer, but agents of other dialects may set none. `MAX_TOKENS` is sent then, or `FEWER_TOKENS`
+# if the model rejects that as too high.
 MAX_TOKENS = 32_000
 FEWER_TOKENS = 4096
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -50,12 +50,12 @@ _FINISH: dict[str, Finish] = {
     "model_context_window_exceeded": "length",
     "refusal": "stop",
 }
-# This API has two kinds of signatures, but an agent's `thinking` block has only one field. A prefix marks redacted thinking.
+# The agent receives redacted thinking as the signature of a `thinking` block. This prefix distinguishes it from a real signature.
 _REDACTED = "redacted_thinking:"
 
 
 class _Block(msgspec.Struct):
-    """A content block at its start."""
+    """A content block as it is when it starts."""
 
     type: str
     text: str = ""
@@ -72,7 +72,7 @@ class _StopDetails(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    """An addition to a block, or to the message."""
+    """New content of a block, or new fields of the message."""
 
     type: str = ""
     text: str = ""
@@ -118,7 +118,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class AnthropicRelay(StreamingRelay):
-    """A relay to one endpoint. `url` is the base URL as in Anthropic's SDKs, with or without `/v1`."""
+    """A relay to one Anthropic endpoint. `url` is the base URL as in Anthropic's SDKs, with or without `/v1`."""
 
     dialect = "messages"
 
@@ -174,14 +174,15 @@ def _override_body(request: RelayRequest) -> dict[str, Any]:
     if request.sampling is not None:
         for name in _SAMPLING:
             body.pop(name, None)
-        body.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # absent fields are neutral here
+        # This API treats absent fields as neutral.
+        body.update(translate_pinned("anthropic", request.sampling, _SAMPLING))
     if _REDACTED.encode() in request.call.body:
         body["messages"] = [_restore_redacted(message) for message in msgspec.json.decode(body["messages"])]
     return body
 
 
 def _restore_redacted(message: Json) -> Json:
-    """Restore redacted thinking blocks, which the agent received as signatures."""
+    """Restore the redacted thinking blocks of a message. The agent received them as signatures."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_restore_block(block) for block in message["content"]]}
@@ -209,7 +210,7 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     if request.max_tokens is None:
         optional["max_tokens"] = ("max_tokens",)
         body["max_tokens"] = FEWER_TOKENS if "max_tokens" in without else MAX_TOKENS
-    if "cache_control" not in without:  # agents of other dialects expect automatic caching
+    if "cache_control" not in without:  # agents of other dialects rely on automatic caching
         optional["cache_control"] = ("cache_control",)
         body["cache_control"] = {"type": "ephemeral"}
     if system:
@@ -235,7 +236,10 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
 
 
 def _messages(history: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. Consecutive user messages and tool results are merged."""
+    """Translate the messages. Consecutive user messages and tool results are merged.
+
+    With `as_user`, system messages in the middle of the conversation become user messages.
+    """
     messages: list[dict[str, Any]] = []
     for entry in history:
         message = entry.message
@@ -267,7 +271,7 @@ def _turn(entry: RelayMessage, lost: list[str]) -> list[Json]:
         blocks: list[Json] = msgspec.json.decode(entry.turn)
         return blocks
     if entry.message.reasoning:
-        lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
+        lost.append("reasoning of earlier turns")  # the API accepts only signed reasoning
     calls = [
         {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": parse_arguments(call.arguments)}
         for call in entry.message.tool_calls
@@ -337,9 +341,9 @@ def _thinking(
 
 
 class _Answer:
-    """A reply, collected event by event.
+    """A collector of one reply, event by event.
 
-    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
+    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -456,7 +460,7 @@ class _Answer:
             self._fault = f"{self._client.engine} refused to answer" + (f": {why}" if why else "")
 
     def _count(self, usage: _Usage | None) -> None:
-        """Update the usage. Later numbers are totals, and replace earlier ones."""
+        """Update the usage. The numbers in an event are totals, so they replace earlier ones."""
         for name in _Usage.__struct_fields__ if usage is not None else ():
             if (value := getattr(usage, name)) is not None:
                 setattr(self._usage, name, value)

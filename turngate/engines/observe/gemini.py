@@ -1,7 +1,7 @@
 """Observe mode: relay calls to Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
 
-A `gemini` call is forwarded unchanged; calls of other dialects are translated. Text is recorded, and on request
-also log-probabilities (`capture="logprobs"`), which few models return. The key is sent only in the `x-goog-api-key` header.
+A `gemini` call is forwarded unchanged; calls of other dialects are translated. Text is recorded. With `capture="logprobs"`,
+log-probabilities are recorded too, but few models return them. The key is sent only in the `x-goog-api-key` header.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SAMPLING = {
 }
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
 _FINISH: dict[str, Finish] = {"STOP": "stop", "MAX_TOKENS": "length", "CONTINUATION": "length"}
-# Finish reasons for answers that the provider withholds. Reasons in neither table mean that the model failed.
+# Finish reasons for answers that the provider withholds. A reason that is in neither table means that the model failed.
 _FILTERS = ("SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
 # The signature that this API accepts for tool calls from a different provider.
 _UNSIGNED = "skip_thought_signature_validator"
@@ -119,7 +119,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class GeminiRelay(StreamingRelay):
-    """A relay to one endpoint. `url` is the base URL, with or without the API version."""
+    """A relay to one Gemini endpoint. `url` is the base URL, with or without the API version."""
 
     dialect = "gemini"
 
@@ -173,7 +173,7 @@ class GeminiRelay(StreamingRelay):
 
 
 def _model(request: RelayRequest) -> str:
-    """Return the model's name, quoted so that an agent cannot choose a different path."""
+    """Return the model's name, quoted so that the agent cannot use it to reach a different path."""
     return quote((request.model or request.call.model).removeprefix("models/"), safe="")
 
 
@@ -249,7 +249,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
 
 
 def _contents(history: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. The API requires the results of a turn's calls together, right after the turn."""
+    """Translate the messages. The API requires all results of a turn's tool calls together, right after the turn."""
     contents: list[dict[str, Any]] = []
     answering = False
     for entry in history:
@@ -278,7 +278,7 @@ def _turn(entry: RelayMessage, unsigned: bool, lost: list[str]) -> list[Json]:
         return own
     message = entry.message
     if message.reasoning:
-        lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
+        lost.append("reasoning of earlier turns")  # the API accepts only signed reasoning
     parts: list[Json] = [{"text": message.content}] if message.content else []
     for n, call in enumerate(message.tool_calls):
         part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": parse_arguments(call.arguments)}}
@@ -338,9 +338,9 @@ def _thinking(
 
 
 class _Answer:
-    """A reply, collected event by event.
+    """A collector of one reply, event by event.
 
-    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
+    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -349,7 +349,7 @@ class _Answer:
         self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's format
-        self._ids: list[str] = []  # of the calls; empty where the endpoint sent none
+        self._ids: list[str] = []  # ids of the tool calls; an empty string if the endpoint sent no id
         self._has_output = False
         self._fault = ""
 
@@ -399,7 +399,7 @@ class _Answer:
         return events
 
     def _keep(self, part: _Part) -> None:
-        """Keep a part for the next request: text and signatures, but no thoughts. Text is joined up to the next signature."""
+        """Store a part for the next request: text and signatures, but no thoughts. Adjacent texts are joined up to the next signature."""
         if part.thought and not part.thought_signature:
             return
         text = "" if part.thought else part.text or ""

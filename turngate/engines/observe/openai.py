@@ -1,8 +1,8 @@
 """Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions`.
 
-A `chat` call is forwarded unchanged; calls of other dialects are translated. The endpoint renders and parses, and its token data is
-recorded. The relay requests as much as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities
-from many other endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
+A `chat` call is forwarded unchanged; calls of other dialects are translated. The endpoint renders the prompt and parses the reply, and the
+token data that it returns is recorded. The relay requests as much as the endpoint supports (`capture`): token ids and log-probabilities
+from vLLM, log-probabilities from many other endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "s
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
 # Fields of an agent's body that do not affect sampling, or whose effect is recorded (sampling and constraint). Any other field may bias
-# sampling: servers have many (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and add more with every version.
+# sampling. Servers have many such fields (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …) and keep adding more.
 _HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
     *(
@@ -89,9 +89,9 @@ class _Models(msgspec.Struct):
 
 
 class OpenAIRelay:
-    """A relay to one OpenAI-compatible endpoint. `url` is the base URL; `/v1` is added if it has no path.
+    """A relay to one OpenAI-compatible endpoint. `url` is the base URL; `/v1` is added if the URL has no path.
 
-    `capture="auto"` first requests everything, and then less if the endpoint rejects a field by name. Any other level is fixed.
+    `capture="auto"` first requests all token data, and then less whenever the endpoint's rejection names a field. Any other level is fixed.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class OpenAIRelay:
 
     @property
     def capture(self) -> Capture:
-        """The level that is currently requested. Chunks contain what the endpoint actually returned."""
+        """The capture level that is currently requested. The endpoint may return less."""
         return self._capture_request.level
 
     async def start(self) -> None:
@@ -159,7 +159,7 @@ class OpenAIRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. Send it again without optional fields that the endpoint rejects, or with a lower limit on the answer."""
+        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower limit on the answer."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
         while True:
@@ -173,7 +173,7 @@ class OpenAIRelay:
                 less = capture.without(error.message, self._adapts)
                 rejected = written.find_rejected(error.message) - without
                 if less is not None:
-                    # Another call may have lowered it already.
+                    # Another call may already have lowered the level.
                     self._capture_request = self._capture_request.at_most(less)
                 elif rejected:
                     self._rejected.add(model, rejected)
@@ -193,13 +193,13 @@ class OpenAIRelay:
 
 
 class _CaptureRequest(msgspec.Struct, frozen=True):
-    """The data that the relay requests in addition to what the agent requested."""
+    """The data that the relay requests from the endpoint in addition to what the agent requested."""
 
     level: Capture
-    usage: bool = True  # in a stream: `stream_options.include_usage`
+    usage: bool = True  # whether a stream requests `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Return a smaller request if the rejection names a part of this one, or None if it does not."""
+        """Return a smaller request if the rejection names a part of this one, or None if it names none."""
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)
         if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):
@@ -239,7 +239,7 @@ def _biases(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _override_sampling(body: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
-    """Set the session's sampling. With `everything`, also send non-standard fields with neutral values, for servers that support them."""
+    """Set the session's sampling. With `everything`, also set the non-standard fields whose value is neutral."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
         if values[name] is not None:
@@ -265,7 +265,7 @@ def _translate(request: RelayRequest, capture: _CaptureRequest, without: frozens
     body |= _CAPTURE_FIELDS[capture.level]
     if capture.usage:
         body["stream_options"] = {"include_usage": True}
-    if request.max_tokens is not None:  # newer OpenAI models use a different name
+    if request.max_tokens is not None:  # newer OpenAI models use a different name for this field
         optional["max_tokens"] = ("max_completion_tokens",)
         body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
     if call.stop:

@@ -18,7 +18,7 @@ _FINISH: dict[str, Finish] = {
     "tool_calls": "tool_calls",
     "function_call": "tool_calls",
     "abort": "abort",
-    "error": "abort",  # OpenRouter: the provider behind it failed
+    "error": "abort",  # OpenRouter: the upstream provider failed
     "insufficient_system_resource": "abort",  # DeepSeek
 }
 
@@ -34,7 +34,7 @@ class _CustomCall(msgspec.Struct):
 
 
 class _ToolCall(msgspec.Struct):
-    """A call, or a fragment of one. Fragments of the same call share an index; some providers leave it out."""
+    """A tool call, or a fragment of one. Fragments of the same call share an index, which some providers leave out."""
 
     index: int | None = None
     id: str | None = None
@@ -43,7 +43,7 @@ class _ToolCall(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """A message, or the part of it in a stream event."""
+    """A whole message, or the part of a message in one stream event."""
 
     content: str | None = None
     refusal: str | None = None
@@ -87,7 +87,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event."""
+    """A whole response, or one event of a stream."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -99,9 +99,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAIAnswer:
-    """A reply, collected event by event.
+    """A collector of one reply, event by event.
 
-    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send reasoning back.
+    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send reasoning back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -110,13 +110,13 @@ class OpenAIAnswer:
         self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._calls = _Calls(client.engine)
-        self._has_ids = True  # whether every fragment of a call had token ids
+        self._has_ids = True  # whether every event with a fragment of a tool call had token ids
         self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._stopped_by = ""
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """Return the chunk for an event, or None if it adds nothing. `end` reports the finish, because usage arrives after it."""
+        """Return the chunk for an event, or None if it adds nothing. The finish is left to `end`, because usage arrives after it."""
         event = self._client.decode(_decode, data)
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
@@ -133,11 +133,11 @@ class OpenAIAnswer:
         return RelayChunk(tuple(events), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        """Return the last chunk, with the last tool call. The call's token ids were in earlier chunks, with its fragments."""
+        """Return the last chunk, which contains the last tool call. The call's token ids were already in the chunks of its fragments."""
         calls = tuple(self._calls.close())
         finish = self.finish
         if self._keep_verbatim and self._calls.whole and finish == "stop":
-            finish = "tool_calls"  # some providers report `tool_calls` only if the call was not forced
+            finish = "tool_calls"  # some providers report `stop` for a call that was forced
         return RelayChunk(
             calls,
             ids=[] if calls and self._has_ids else None,
@@ -164,7 +164,8 @@ class OpenAIAnswer:
 
     def _read_message(self, message: _Message) -> list[Delta | CallDelta]:
         events: list[Delta | CallDelta] = []
-        reasoning = message.reasoning or message.reasoning_content  # two names of the same field; some send both
+        # Two names of the same field. Some servers send both.
+        reasoning = message.reasoning or message.reasoning_content
         if reasoning:
             events.append(Delta("reasoning", reasoning))
             self._text["reasoning"].append(reasoning)
@@ -187,7 +188,7 @@ class OpenAIAnswer:
 
 
 class _Calls:
-    """Tool calls, assembled from fragments. A call is complete when the next one starts, or at the end."""
+    """Tool calls, assembled from fragments. A call is complete when the next one starts, or at the end of the reply."""
 
     def __init__(self, engine: str) -> None:
         self.whole: list[ToolCall] = []
@@ -234,12 +235,12 @@ class _Calls:
             raise EngineError(f"{self._engine} sent a fragment of a tool call that was already complete")
         if fragment.index is not None and fragment.index != self._index:
             return True
-        # Some providers send no index, or always 0.
+        # Some providers send no index, or always 0, so a new id also starts a call.
         return bool(fragment.id and self._id and fragment.id != self._id)
 
 
 def _finish(reason: str | None) -> Finish | None:
-    """Map a finish reason. Provider-specific ones (`content_filter`, `eos`) all mean that the model has stopped."""
+    """Map a finish reason. Any unknown, provider-specific reason (such as `eos`) means that the model has stopped."""
     return None if reason is None else _FINISH.get(reason, "stop")
 
 
@@ -252,7 +253,7 @@ def _usage(usage: _Usage | None) -> Usage | None:
 
 
 def encode_turn(message: Message) -> dict[str, Json]:
-    """Encode a turn of the model in the endpoint's format."""
+    """Encode one of the model's turns as a message in the endpoint's format."""
     wire: dict[str, Json] = {"role": "assistant", "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning

@@ -1,6 +1,7 @@
 """Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream its answer as chunks.
 
-`anthropic`, `gemini` and `responses` implement their formats. `openai` has its own relay, because it can also return tokens.
+`anthropic`, `gemini` and `responses` extend `StreamingRelay`. `openai` has a relay of its own, because its endpoints can also return
+tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class AnswerCollector(Protocol):
-    """A reply, collected event by event."""
+    """The interface of a collector that turns the events of one reply into chunks."""
 
     finish: Finish | None
 
@@ -36,7 +37,10 @@ class AnswerCollector(Protocol):
 async def stream_answer(
     endpoint: str, answer: AnswerCollector, reply: Reply, batches: AsyncIterator[list[bytes]]
 ) -> AsyncGenerator[RelayChunk, None]:
-    """Yield the answer. Events of one read are merged. Output that precedes a failure is yielded before the failure is raised."""
+    """Yield the answer in chunks. The events of one read are merged.
+
+    If an event fails, the output that precedes it is yielded before the error is raised.
+    """
     async for batch in batches:
         chunks: list[RelayChunk] = []
         failure: TurngateError | None = None
@@ -55,7 +59,7 @@ async def stream_answer(
             try:
                 raise failure
             finally:
-                del failure  # its traceback refers to this frame; a cycle would keep the request in memory
+                del failure  # the error's traceback refers to this frame; a cycle would keep the request in memory
     if answer.finish is None:
         raise EngineUnavailable(f"{endpoint} ended its reply before the generation finished")
     yield answer.end()
@@ -80,7 +84,10 @@ def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
 
 
 class StreamingRelay:
-    """A relay to one endpoint. Answers are always streamed, even if the agent did not ask for it, because a stream can be aborted."""
+    """The base of relays that always stream.
+
+    The endpoint streams every answer, even if the agent did not ask for a stream, because a stream can be aborted.
+    """
 
     name: str
     dialect: str
@@ -119,7 +126,7 @@ class StreamingRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. Send it again without optional fields that the endpoint rejects, or with a lower limit on the answer."""
+        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower limit on the answer."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:
@@ -141,7 +148,7 @@ class StreamingRelay:
                 request, shrinks = smaller, shrinks - 1
 
     async def _request(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
-        """Send a request, and decode the JSON document of the reply."""
+        """Send a request, and decode the JSON reply as `shape`."""
         async with self._client.post(path, msgspec.json.encode(body), select_headers(request, self.dialect)) as reply:
             async for [data] in reply.whole():
                 reply.finished = True
@@ -149,7 +156,7 @@ class StreamingRelay:
         raise AssertionError("a document is one batch of one event")
 
     async def _probe(self, path: str) -> list[Health]:
-        """Check that the endpoint responds at this path."""
+        """Return the endpoint's health: whether it responds at `path`."""
         seen = Health(url=self._client.url, ok=True, in_flight=self._client.in_flight)
         try:
             await self._client.ping(path)

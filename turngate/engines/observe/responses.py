@@ -1,11 +1,11 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and are not stored by the provider. Text is
-recorded, and on request also its log-probabilities (`capture="logprobs"`). The key is sent only in the `Authorization` header.
+A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and the provider is asked not to store them. Text
+is recorded, and with `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization` header.
 
-Three parts of a `responses` call are changed. Items that it refers to by id are sent in full, because the ids are the gateway's own. Item
-ids that the gateway created are removed, and encrypted items get their original id back. Tools that run at the provider are removed,
-because the gateway cannot forward their items.
+Three parts of a `responses` call are changed. Items that it refers to by id are sent in full, because the provider does not know the
+gateway's ids. Item ids that the gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that
+run at the provider are removed, because the gateway cannot forward their items.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids that the gateway created
-# The endpoint's id of an item, and its encrypted content.
+# The endpoint's id of an item and the item's encrypted content, which agents receive as one string.
 _ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")
 _PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
 _COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
-_SOCKET_FIELDS = ("type", "stream_id", "generate")  # of a call that arrived over a WebSocket
+_SOCKET_FIELDS = ("type", "stream_id", "generate")  # fields that occur only in calls over a WebSocket
 _INCOMPLETE: dict[str, Finish] = {"max_output_tokens": "length", "content_filter": "stop"}
 
 
@@ -118,7 +118,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class ResponsesRelay(StreamingRelay):
-    """A relay to one endpoint. `url` is the base URL; `/v1` is added if it has no path."""
+    """A relay to one Responses endpoint. `url` is the base URL; `/v1` is added if the URL has no path."""
 
     dialect = "responses"
 
@@ -152,7 +152,7 @@ class ResponsesRelay(StreamingRelay):
         body = {name: body[name] for name in _COUNTED if name in body}
         try:
             return (await self._request("/responses/input_tokens", body, _Count, request)).input_tokens
-        except EngineRejected as error:  # not all endpoints of this dialect can count
+        except EngineRejected as error:  # not all endpoints of this dialect can count tokens
             raise NotFound(f"this endpoint cannot count tokens; estimate them instead ({error.message})") from None
 
     def _path(self, request: RelayRequest) -> str:
@@ -168,7 +168,7 @@ class ResponsesRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
-    """Override the model, token limit, sampling and capture fields, restore items, and remove hosted tools."""
+    """Override the model, token limit, sampling and capture fields, restore items, and remove tools that run at the provider."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     for name in _SOCKET_FIELDS:
         body.pop(name, None)
@@ -180,7 +180,8 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
     if request.sampling is not None:
         for name in _SAMPLING:
             body.pop(name, None)
-        body.update(translate_pinned("responses", request.sampling, _SAMPLING))  # absent fields are neutral here
+        # This API treats absent fields as neutral.
+        body.update(translate_pinned("responses", request.sampling, _SAMPLING))
     needed = {_ENCRYPTED_REASONING, _LOGPROBS} if logprobs else {_ENCRYPTED_REASONING}
     requested = [str(msgspec.json.decode(name)) for name in _list(body.get("include"))]
     added = [name for name in sorted(needed - set(requested)) if name not in without]
@@ -197,7 +198,7 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
-    """Return the raw items of a list in the agent's body, or an empty list for any other value."""
+    """Return the raw items of a JSON list, or an empty list if `raw` is not a list."""
     return _raws(raw) if raw is not None and bytes(raw).startswith(b"[") else []
 
 
@@ -275,7 +276,7 @@ def _items(entry: RelayMessage, lost: list[str]) -> list[Json]:
             return items
         case "assistant":
             if message.reasoning:
-                lost.append("reasoning of earlier turns")  # the API only accepts encrypted reasoning
+                lost.append("reasoning of earlier turns")  # the API accepts only encrypted reasoning
             content = [{"type": "output_text", "text": message.content}] if message.content else []
             texts = [{"type": "message", "role": "assistant", "content": content}] if content else []
             calls = [
@@ -340,9 +341,9 @@ def _thinking(
 
 
 class _Answer:
-    """A reply, collected event by event.
+    """A collector of one reply, event by event.
 
-    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
+    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -423,7 +424,7 @@ class _Answer:
                 self._fault = f"{self._client.engine} withheld the answer ({reason})"
 
     def _failure(self, event: _Event) -> TurngateError:
-        """Build the error, whose details may be in any of three fields."""
+        """Build the error for a failure event. Its details may be in any of three fields."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "unknown error"})
         error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))
@@ -431,7 +432,7 @@ class _Answer:
 
 
 def _call(item: _Item) -> ToolCall:
-    """Build a tool call as in the `responses` dialect: the namespace is part of the name, and free text is `input`."""
+    """Build a tool call as in the `responses` dialect: the namespace is part of the name, and free text is the argument `input`."""
     name = item.name if item.namespace in _PLAIN else f"{item.namespace}__{item.name}"
     if item.type == "custom_tool_call":
         return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())

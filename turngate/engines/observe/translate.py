@@ -1,7 +1,7 @@
 """Translate a call for an endpoint of a different dialect. No I/O.
 
-Each relay has one function that translates a request to its endpoint's format (`RelayBody`). A setting that this format cannot express
-is left out and reported as lost. If the answer would then not be what the agent asked for, the call is rejected instead.
+Each relay has one function that translates a request to its endpoint's format (`RelayBody`). A setting that the format cannot express is
+left out and reported as lost. If the answer would then not be what the agent asked for, the call is rejected instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _NEVER_FORWARDED = re.compile(
 
 
 class RelayBody(msgspec.Struct, frozen=True):
-    """A body for an endpoint.
+    """A request body for an endpoint.
 
-    `optional` maps each field that may be left out to words that identify it in a rejection.
+    `optional` contains the fields that may be left out. It maps each of them to words that identify the field in a rejection.
     """
 
     body: dict[str, Any]
     optional: Mapping[str, tuple[str, ...]] = {}
-    lost: tuple[str, ...] = ()  # parts of the call that this format cannot express
+    lost: tuple[str, ...] = ()  # parts of the call that the endpoint's format cannot express
     biases: tuple[str, ...] = ()  # fields that may bias the sampling
 
     def find_rejected(self, message: str) -> set[str]:
@@ -52,13 +52,13 @@ class RejectedFields:
         return self._names.get(model, frozenset())
 
     def add(self, model: str, names: set[str]) -> None:
-        if len(self._names) >= _MODELS and model not in self._names:  # agents may request any name
+        if len(self._names) >= _MODELS and model not in self._names:  # agents may request models with any name
             self._names.pop(next(iter(self._names)))
         self._names[model] = self.for_model(model) | names
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """A message. `turn` is the message in the endpoint's own format, if it must be sent back unchanged."""
+    """A message to relay. `turn` is the message in the endpoint's own format, if it must be sent back unchanged."""
 
     message: Message
     turn: msgspec.Raw | None = None
@@ -115,7 +115,7 @@ def _make_unique(call_id: str, taken: set[str]) -> str:
 
 
 def split_system_prompt(messages: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
-    """Split off the system prompt. Several leading system messages are joined."""
+    """Split the system prompt from the other messages. Several leading system messages are joined."""
     count = next((n for n, entry in enumerate(messages) if entry.message.role != "system"), len(messages))
     return "\n\n".join(entry.message.content for entry in messages[:count] if entry.message.content), messages[count:]
 
@@ -144,7 +144,7 @@ def wants_thinking(call: Call) -> bool | None:
 
 
 def parse_arguments(text: str) -> dict[str, Json]:
-    """Parse the arguments of a call, for formats that accept only objects. Malformed text becomes the value of a field."""
+    """Parse a tool call's arguments, for formats that accept only objects. Other text becomes the field `malformed_arguments`."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """List the requested thinking and style settings that the endpoint does not support."""
+    """List the thinking and verbosity settings and template arguments in the call that are not in `supported`."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]
@@ -162,7 +162,7 @@ def list_unsupported(call: Call, *supported: str) -> list[str]:
 def shrink_to_fit(request: RelayRequest, body: RelayBody, error: ContextOverflow) -> RelayRequest | None:
     """Lower the limit on the answer so that the call fits the context. Return None if that is not possible.
 
-    An agent of a different dialect requests answers as long as its own provider's models allow.
+    The limit may be too high because an agent of a different dialect chooses it for its own provider's models.
     """
     bound = next((body.body[name] for name in _BOUNDS if name in body.body), None)
     if bound is None or error.limit is None or error.size is None:
@@ -175,7 +175,7 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
-    """Translate the session's sampling to the endpoint's `names`, without neutral values. Raise `EngineRejected` for an unsupported one."""
+    """Translate the session's non-neutral sampling settings to the endpoint's `names`. Raise `EngineRejected` for unsupported ones."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
     unsupported = [name for name in values if name not in names]
     if unsupported:
@@ -188,14 +188,14 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
 def translate_sampling(
     call: Call, names: Mapping[str, str], without: frozenset[str]
 ) -> tuple[dict[str, Json], list[str]]:
-    """Translate the agent's sampling to the endpoint's `names`. Also return the names of unsupported settings."""
+    """Translate the agent's sampling to the endpoint's `names`, and also return the names of unsupported settings."""
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
     return translated, [name for name in values if name not in names or names[name] in without]
 
 
 def parse_fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
-    """Parse an object of the agent's body into its raw fields."""
+    """Parse a JSON object into its raw fields. `name` is the object's name in the error message."""
     try:
         return _fields(json) or {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -206,7 +206,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
-    """Select the agent's headers to forward to an endpoint of the same dialect. Keys are never forwarded."""
+    """Select the agent's headers to forward, if the endpoint has the call's dialect. Keys are never forwarded."""
     if request.call.dialect != dialect:
         return {}
     return {
