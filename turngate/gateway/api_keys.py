@@ -1,7 +1,7 @@
-"""Check API keys against those in the store, which are read every second.
+"""Check API keys against the keys in the store. A gateway reads these again when its copy is a second old.
 
-A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies it in lists and in the audit log. The store has only a
-hash of the whole key.
+A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
+only a hash of the whole key.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 
 from turngate.store.projects import DEFAULT_PROJECT, ApiKey, ProjectRow, ProjectTable, Quotas
 
-REFRESH_S = 1.0  # how long a gateway may use keys that it has read
-_UNKNOWN_S = 0.1  # after this, an unknown key makes a gateway read the keys again
+REFRESH_S = 1.0  # how long a gateway uses its copy of the projects and keys
+_UNKNOWN_S = 0.1  # an unknown key makes a gateway read the keys again if its copy is older than this
 KEY_PATTERN = re.compile(r"(tgp-[0-9a-f]{8})-[\w-]{43}", re.ASCII)
 
 
 class KnownProjects(msgspec.Struct, frozen=True):
-    """The projects and the keys at one point in time."""
+    """All projects and keys, as read at one point in time."""
 
     projects: Mapping[str, ProjectRow]
     keys: Mapping[str, ApiKey]  # by prefix
@@ -35,7 +35,7 @@ def read_projects(table: ProjectTable) -> KnownProjects:
 
 
 def new_key() -> tuple[str, str, bytes]:
-    """Return a new key, its prefix and its hash."""
+    """Create a key. Return the key, its prefix and its hash."""
     prefix = f"tgp-{secrets.token_hex(4)}"
     key = f"{prefix}-{secrets.token_urlsafe(32)}"
     return key, prefix, hash_key(key)
@@ -46,7 +46,7 @@ def hash_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """The projects and keys that a gateway knows. `read` is called again after `refresh_s`; if that is inf, only `update` changes them."""
+    """A gateway's copy of the projects and keys. It is read again, with `read`, when it is `refresh_s` seconds old."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class KeyRing:
         self._read_at = float("-inf")
 
     def update(self, known: KnownProjects | None = None) -> None:
-        """Read the projects and keys now, or take those that another thread has read."""
+        """Replace the copy with `known`, or read the projects and keys now if `known` is None."""
         self._known = self._read() if known is None else known
         self._read_at = self._clock()
 
@@ -71,14 +71,14 @@ class KeyRing:
         return self._known
 
     def find(self, key: str) -> ApiKey | None:
-        """Return the stored key that equals `key`, if it is valid."""
+        """Return the stored record of `key`, or None if the key is unknown or not valid."""
         if (match := KEY_PATTERN.fullmatch(key)) is None:
             return None
         found = self.find_prefix(match[1])
         return found if found is not None and secrets.compare_digest(found.hash, hash_key(key)) else None
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
-        """Return the valid key with this prefix. The caller must prove in another way that the request has the key."""
+        """Return the stored record of the valid key with this prefix, or None. The caller must verify that the request has the full key."""
         found = self._refresh().keys.get(prefix)
         if found is None and _UNKNOWN_S <= self._clock() - self._read_at < self._refresh_s < float("inf"):
             self.update()  # another process may have just created it
@@ -99,6 +99,6 @@ class KeyRing:
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:
-        """Return the weight as last read, without reading it again."""
+        """Return a project's weight from the copy, without reading the projects again."""
         found = self._known.projects.get(project)
         return 1.0 if found is None else found.weight

@@ -1,7 +1,7 @@
-"""Attempts at rollouts: give one up, list them, and cancel the sessions of those that no longer count.
+"""Attempts at rollouts: supersede and list them, and cancel the sessions of superseded attempts.
 
-The store decides in one transaction whether an attempt counts. Cancelling its session only saves tokens, so it may follow later, in the
-worker that owns the session.
+The store decides in one transaction whether an attempt counts. Cancelling the session of an attempt that does not count only saves tokens,
+so the worker that owns the session may cancel it later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Attempts:
         events: Events,
         wait_for_announcement: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`wait_for_announcement` takes a session's key, and waits until the shared store has the session. Only cells set it."""
+        """`wait_for_announcement` takes a session's key and waits until the session is announced to the shared store. Only cells set it."""
         self._table = table
         self._sessions = sessions
         self._events = events
@@ -45,12 +45,15 @@ class Attempts:
             config = session.config
             raise Conflict(
                 f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store; "
-                "do not run it; the gateway on the shared store lists its attempts",
+                "do not run it; the gateway on the shared store lists the rollout's attempts",
                 param="attempt",
             )
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
-        """Give up an attempt, even if it was never opened, unless it already has an outcome. Then cancel its session."""
+        """Mark an attempt as superseded, even if it was never opened, and cancel its session.
+
+        An attempt that has an outcome is not changed.
+        """
         row, outcome = self._table.supersede(rollout, attempt, session or self._find_unnamed(rollout))
         if row.session:
             self._events.wake(row.session)
@@ -58,18 +61,18 @@ class Attempts:
         return SupersededAttempt(row, outcome)
 
     def list_attempts(self, rollout: str) -> list[AttemptRow]:
-        """Return the attempts at a rollout, lowest first."""
+        """Return the attempts at a rollout, lowest number first."""
         found = self._table.list_attempts(rollout)
         if not found:
             raise NotFound(f"unknown rollout {rollout!r}; no attempt at it was opened or superseded")
         return found
 
     async def cancel_lower(self, rollout: str) -> None:
-        """Cancel the sessions that were superseded because a higher attempt was opened."""
+        """Cancel the sessions of a rollout's attempts that were superseded when a higher attempt was opened."""
         await self.cancel_superseded([row.session for row in self._table.list_attempts(rollout)])
 
     async def cancel_superseded(self, sessions: Iterable[str] | None = None) -> None:
-        """Cancel this worker's open sessions whose attempts are superseded, or those among `sessions`."""
+        """Cancel this worker's open sessions whose attempts are superseded. If `sessions` is given, check only those."""
         opened = self._sessions.open_digests()
         wanted = [session for session in (opened if sessions is None else sessions) if session in opened]
         for session_id in self._table.filter_superseded(wanted):
@@ -79,5 +82,5 @@ class Attempts:
                 log.warning("cannot cancel superseded session %s: %s", session_id, error.message)
 
     def _find_unnamed(self, rollout: str) -> str:
-        """Return the id of the session that is its own rollout, or an empty string."""
+        """Return `rollout` if it is the id of a session, otherwise an empty string. A session without a rollout name is its own rollout."""
         return rollout if self._sessions.knows(rollout) else ""

@@ -1,4 +1,4 @@
-"""Build deliveries: the rows and advantages of one complete group, with the reason for every rollout that is not trained.
+"""Build deliveries. Each contains the rows and advantages of one complete group, and the reason for every rollout that is not trained.
 
 The delivery with a given number never changes, except that staleness is judged against the current policy version.
 """
@@ -128,7 +128,7 @@ def _judge(
     truncated: bool,
     timed_out: bool,
 ) -> tuple[bool, str]:
-    """Return whether a rollout's reward counts in its group's baseline, and why it is not trained (empty if it is)."""
+    """Return whether a rollout's reward counts in its group's baseline, and why the rollout is not trained (empty if it is)."""
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")

@@ -95,7 +95,7 @@ class TurnDraft:
         self.version_runs: VersionRuns = ()  # of the tokens so far, if the engine reports them
         self.cached = -1  # prompt tokens that the engine had in its cache; -1: not reported
         self.capture: Capture = "tokens"
-        self.biases: tuple[str, ...] = ()  # in addition to those of the sampling parameters
+        self.biases: tuple[str, ...] = ()  # in addition to the biases of the sampling parameters
         self.engine = ""  # the endpoint, in observe mode
         self.lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the endpoint
         self.verbatim = b""
@@ -106,7 +106,7 @@ class TurnDraft:
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float | None] | None, first: int, last: int | None = None
     ) -> None:
-        """Append tokens that were sampled at these policy versions."""
+        """Append tokens. `first` is the policy version of the first token, and `last` that of the last one (None: the same)."""
         if not self.ids:
             self.version_start = first
         self.version_end = first if last is None else last
@@ -119,7 +119,7 @@ class TurnDraft:
         self.session.live_tokens += len(ids)
 
     def note_report(self, cached: int | None, runs: VersionRuns | None) -> None:
-        """Keep what the engine reports about the call: cached tokens, and the policy versions of all tokens so far."""
+        """Store what the engine reports: the number of cached prompt tokens, and the policy versions of all tokens so far."""
         if cached is not None:
             self.cached = cached
         if runs is not None:
@@ -134,7 +134,7 @@ class TurnDraft:
                 raise EngineError(f"the engine returned invalid side data: {error}") from None
 
     def select_side(self) -> tuple[SideArray, ...]:
-        """Return the side data to store: the values of tokens that have none yet."""
+        """Return the side data to store: only values for tokens that have no stored values yet."""
         if not self.side:
             return ()
         return tuple(select_new(self.side, self.prompt.parent, len(self.prompt.ids), len(self.ids)))
@@ -156,7 +156,7 @@ class TurnDraft:
         given = cast("Sequence[float]", self.logprobs)
         if None in given:
             given = [np.nan if value is None else value for value in given]
-        # NaN is kept, and never hides a value after it.
+        # NaN values are kept. They do not hide invalid values: `min` and `max` ignore NaN, except as the first value, when this test fails.
         if given and min(given) >= _LOWEST and max(given) <= LOGPROB_TOLERANCE:
             return np.array(given, LOGPROB_DTYPE)
         with np.errstate(over="ignore"):  # values too large for 32 bits become infinite
@@ -170,7 +170,7 @@ class TurnDraft:
 
 
 def cut_runs(runs: VersionRuns, size: int) -> VersionRuns:
-    """Cut the versions of a reply to its first `size` tokens. Return none if they do not cover them."""
+    """Return the version runs of the first `size` tokens of a reply, or an empty tuple if `runs` covers fewer tokens."""
     cut: list[tuple[int, int]] = []
     left = size
     for version, count in runs:
@@ -215,6 +215,6 @@ class ObservedReply:
         return Message("assistant", content, reasoning, calls, signature=signature)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Return whether `ids` are all the sampled ids and the ids of the prompt are known."""
+        """Return whether `ids` are all the sampled ids of this reply, and the ids of the prompt are known."""
         counted = self.usage is None or self.usage.completion_tokens == len(ids)
         return self.prompt is not None and not self._has_gaps and counted

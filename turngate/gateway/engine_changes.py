@@ -1,11 +1,11 @@
-"""Change the engine pool while the gateway runs: add an engine, drain it, remove it.
+"""Change the engine pool while the gateway is running: add, drain and remove engines.
 
     add     load the current weights into the engine, record it, and let every process use it
-    drain   give it no new calls: calls in flight end there, and sessions move with their next call
-    remove  drain it, wait until its calls have ended, and forget it
+    drain   send it no new calls: calls in flight end there, and sessions move to another engine with their next call
+    remove  drain it, wait until its calls have ended, and remove it from the list
 
-The list in the store is the truth (`engine_list.py`). `LocalEngines` makes the pool of this process equal to it. A change is applied
-through an `EngineGroup`, which is this process or all workers together. Changes and weight updates exclude each other.
+The list in the store is authoritative (`engine_list.py`), and `LocalEngines` makes the pool of this process match it. A change is applied
+through an `EngineGroup`: the pool of this process, or the pools of all workers. Changes and weight updates never run at the same time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ REMOVE_S = 600.0  # how long a removal waits for calls in flight, by default
 
 
 class EngineGroup(Protocol):
-    """The pools that use the list, in one process or in several."""
+    """The engine pools of one or several processes, which follow the same list."""
 
     async def sync(self) -> None:
-        """Make every pool equal to the stored list."""
+        """Make every pool match the stored list."""
 
     async def wait_until_idle(self, url: str) -> None:
         """Wait until no pool has a call in flight at this engine."""
 
 
 class LocalEngines:
-    """The pool of this process. A pool that serves no calls only shows what the engines report, and receives weights."""
+    """The engine pool of this process. With `serves=False`, it gets no calls, but shows the engines' load and loads weights into them."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class EngineChanges:
         self._events = events
 
     async def show(self) -> EnginesView:
-        """Return the engines and their load. A gateway without a pool has none."""
+        """Return the engines and their load, or no engines if the gateway has no pool."""
         if self._local is None:
             return EnginesView(engines=[], scripted=self._replicas.is_scripted)
         return self._local.describe()
 
     async def add(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, or end its draining. `version` states that the engine already has the weights of this version."""
+        """Add an engine, or stop draining it. `version` is the policy version of the weights that the engine already has, if known."""
         local, group = self._require()
         address = _address(local.make_engine(url))
         async with self._updates.lock:
@@ -131,7 +131,7 @@ class EngineChanges:
         return local.describe()
 
     async def drain(self, url: str) -> EnginesView:
-        """Give an engine no new calls."""
+        """Send no new calls to an engine."""
         local, group = self._require()
         async with self._updates.lock:
             address = self._find(local, url)
@@ -141,7 +141,7 @@ class EngineChanges:
         return local.describe()
 
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
-        """Drain an engine and remove it. With `force`, do not wait: its calls in flight fail."""
+        """Drain an engine for up to `limit_s` seconds, then remove it. With `force`, remove it immediately: its calls in flight fail."""
         local, group = self._require()
         address = self._find(local, url)
         listed = self._listed.read()
@@ -189,7 +189,7 @@ class EngineChanges:
     def _require_open(self) -> None:
         if self._fence.paused:
             raise Conflict(
-                "calls are paused for a weight update, which would not reach a new engine; add it after they resume"
+                "calls are paused for a weight update, which would not reach a new engine; add the engine after calls have resumed"
             )
 
     def _find(self, local: LocalEngines, url: str) -> str:

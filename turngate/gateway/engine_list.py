@@ -1,6 +1,6 @@
-"""The stored list of engines: the configured ones, and what was changed while the gateway ran.
+"""The stored list of engines: the configured ones, and the changes made while the gateway was running.
 
-A change outlives a restart. An engine that was removed stays removed, even if it is still configured, until it is added again.
+A change survives a restart. An engine that was removed stays removed, even if it is still configured, until it is added again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _ACTIVE: StoredState = "active"
 
 
 class EngineStates(NamedTuple):
-    """The engines to use with their states, and the failed ones with the reasons."""
+    """The engines to use, with their states, and the failed engines, with the reasons why they failed."""
 
     used: dict[str, EngineState]
     failed: dict[str, str]
 
 
 class ListedEngines(Protocol):
-    """A list of engines, by address."""
+    """A list of engines and their states, by address."""
 
     def read(self) -> EngineStates: ...
 
     def write(self, url: str, state: StoredState) -> None:
-        """Record the state of an engine."""
+        """Record the state of an engine. None removes the engine."""
 
 
 def merge_engines(configured: Sequence[str], stored: Mapping[str, StoredState]) -> dict[str, EngineState]:
@@ -43,7 +43,7 @@ def merge_engines(configured: Sequence[str], stored: Mapping[str, StoredState]) 
 
 
 class EngineList:
-    """The engines of a gateway by address, in the store's settings. All processes that share the store see the same list."""
+    """A gateway's list of engines by address, kept in the store's settings. All processes that share the store see the same list."""
 
     def __init__(self, store: Store, configured: Sequence[str]) -> None:
         self._store = store
@@ -53,7 +53,7 @@ class EngineList:
         return EngineStates(merge_engines(self._configured, self._read_stored(self._store.setting(_SETTING))), {})
 
     def write(self, url: str, state: StoredState) -> None:
-        """Record the state of an engine. The list then contains all engines, so that it no longer depends on the configuration."""
+        """Record the state of an engine. This also stores the configured engines, so that they stay listed if the configuration changes."""
 
         def change(value: str | None) -> str:
             stored: dict[str, StoredState] = {**merge_engines(self._configured, self._read_stored(value))}
@@ -63,7 +63,7 @@ class EngineList:
         self._store.change_setting(_SETTING, change)
 
     def warn_about_removed(self) -> None:
-        """Log the configured engines that are not used."""
+        """Log a warning for each configured engine that is not used because it was removed."""
         stored = self._read_stored(self._store.setting(_SETTING))
         for url in [url for url in self._configured if url in stored and stored[url] is None]:
             log.warning(

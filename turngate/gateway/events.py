@@ -29,7 +29,7 @@ POLL_S = 0.05  # interval at which a follower of all sessions checks for events 
 
 
 class Events:
-    """The event log and its followers. `shared` means that other processes write to the store too."""
+    """The event log and its followers. `shared` means that other processes also write to the store."""
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
         self._log = store.events
@@ -53,7 +53,7 @@ class Events:
         return self.add(session, kind, data)
 
     def wake(self, session: str) -> None:
-        """Wake the followers of a session, and those of all sessions, after an event was written."""
+        """Wake the followers of this session and the followers of all sessions, after an event was written."""
         for of in {session, ""}:
             for follower in self._followers.get(of, ()):
                 follower.set()
@@ -74,24 +74,24 @@ class Events:
         return self._log.newest()
 
     def knows(self, session: str) -> bool:
-        """Return whether a session has events, which can precede its opening."""
+        """Return whether a session has events. Some may be older than the session itself."""
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
-        """Return up to `limit` events that follow `after`, oldest first, of one session or of all sessions."""
+        """Return up to `limit` events after number `after`, oldest first, of one session or (if `session` is empty) of all sessions."""
         return self._log.page(session, after, limit)
 
     def prune(self, before: float) -> int:
-        """Remove events from before a point in time and return how many were removed."""
+        """Remove the events from before the time `before`, and return how many were removed."""
         return self._log.prune(before)
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent | None, None]:
-        """Yield the events of one session, or of all sessions, past `after`, until the gateway stops. None is a keep-alive.
+        """Yield the events after number `after`, of one session or of all sessions, until the gateway stops. None is a keep-alive.
 
-        With `wait=False`, stop after the last event. A cursor past the newest event belongs to a different data folder, so the
-        follower starts at the beginning.
+        With `wait=False`, stop after the last event. If `after` is higher than the newest number, it belongs to a different data folder, so
+        the events are read from the beginning.
         """
         if after > self._log.newest():
             after = 0
@@ -125,9 +125,10 @@ class Events:
                 del self._followers[session]
 
     async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
-        """Return the result of `find`, retrying whenever `woken_by` is woken or another worker has written.
+        """Call `find` until it returns something other than None, and return that.
 
-        Return None if nothing is found within `seconds` or the gateway is stopping.
+        `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written. Return None after
+        `seconds`, or if the gateway is stopping.
         """
         end = time.monotonic() + seconds
         with self._follower(woken_by) as more:
@@ -142,7 +143,7 @@ class Events:
                 await self._wait(more, state, left, polls=self._shared)
 
     async def _wait(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, polls: bool) -> bool:
-        """Wait for a change. Return whether there may be one, or False after `seconds` without any.
+        """Wait for a change in the log. Return True if there may be one, or False after `seconds` without one.
 
         All events of one session are written by its worker. A follower of all sessions polls, since other processes cannot wake it.
         Checking whether the file has changed takes microseconds.

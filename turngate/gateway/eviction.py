@@ -27,7 +27,7 @@ _LIMITED_S = 1.0  # maximum interval between sweeps if the memory of traces is l
 
 
 class Evictor:
-    """Evicts sessions that had no call for `rest_s` seconds, and the longest unused ones above `max_loaded_mb`. 0 turns either off."""
+    """Evicts sessions without a call for `rest_s` seconds, and the least recently used ones above `max_loaded_mb`. 0 disables a limit."""
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:
         self._store = store
@@ -45,7 +45,7 @@ class Evictor:
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
     async def sweep(self, now: float) -> int:
-        """Evict every session that can be evicted and return how many were."""
+        """Evict the sessions that are due, and return how many were evicted."""
         ended, self._ended = self._ended + self._sessions.take_ended(), []
         evicted = 0
         for n, session in enumerate(self._choose(now) + ended, 1):
@@ -59,7 +59,7 @@ class Evictor:
         return evicted
 
     def _choose(self, now: float) -> list[Session]:
-        """Return the sessions to evict."""
+        """Return the loaded sessions that have ended, have been idle for too long, or exceed the memory limit."""
         loaded = [session for session in self._sessions.live() if not session.is_evicted]
         chosen = [s for s in loaded if s.status != "open" or now - s.last_used > self._rest_s]
         if self._max_bytes == math.inf:
@@ -100,10 +100,10 @@ def _malloc_trim() -> ctypes._NamedFuncPointer | None:
 
 
 def trim_memory() -> None:
-    """Return free memory to the system. The C library would otherwise keep memory that was freed between blocks in use.
+    """Return free memory to the system. Otherwise, the C library keeps freed memory that lies between blocks in use.
 
-    Run this in a thread: it releases the interpreter lock. It holds the C library's lock, which delays larger allocations by 3 ms with
-    100 MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
+    Run this in a thread: it releases the interpreter lock. It holds the C library's lock, which delays larger allocations by 3 ms with 100
+    MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
     """
     trim = _malloc_trim()
     if trim is not None:

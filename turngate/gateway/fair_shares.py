@@ -1,11 +1,11 @@
-"""Fair shares of the engines: which waiting call goes next while all engines are crowded.
+"""Share the engines fairly between projects: choose which waiting call runs next while all engines are crowded.
 
-The next call comes from the project with the fewest running calls for its weight, and in this project from the group with the fewest
-running calls. Calls of one group keep their order. So each project with enough calls gets its share of the engines, however many calls of
-other projects are waiting. The share that a project does not use goes to the others.
+The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
+fewest running calls. Calls of one group keep their order. So each project with enough calls gets its share of the engines, however many
+calls of other projects are waiting. The share that a project does not use goes to the others.
 
-Nothing waits here unless all engines report a long queue. While calls wait, each call that ends lets one in, so the engines stay as full as
-they were. A gateway without other projects lets every call through.
+Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
+stay equally full. A gateway with only one project lets every call through.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POLL_S = 0.1  # between checks of the engines' load while calls wait
 
 
 class FairQueue(Generic[T]):
-    """Waiting calls by project and group, and how many calls of each run. No I/O."""
+    """The waiting calls by project and group, and the number of running calls of each. Does no I/O."""
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         self._weight = weight
@@ -31,12 +31,12 @@ class FairQueue(Generic[T]):
         self.waiting = 0
 
     def add(self, project: str, group: str, call: T) -> None:
-        """Add a call that waits."""
+        """Add a waiting call."""
         self._waiting.setdefault(project, {}).setdefault(group, deque()).append(call)
         self.waiting += 1
 
     def remove(self, project: str, group: str, call: T) -> bool:
-        """Remove a call that no longer waits. Return False if it was chosen in the meantime."""
+        """Remove a call that has given up waiting. Return False if it was chosen in the meantime."""
         calls = self._waiting.get(project, {}).get(group, ())
         if call not in calls:
             return False
@@ -58,7 +58,7 @@ class FairQueue(Generic[T]):
         return call
 
     def begin(self, project: str, group: str) -> None:
-        """Count a call that did not wait as running."""
+        """Count a call as running."""
         self._projects[project] += 1
         self._groups[project, group] += 1
         self.running += 1
@@ -95,7 +95,7 @@ class FairShares:
         return bool(queue.waiting) or (bool(queue.running) and self.is_saturated())
 
     async def enter(self, project: str, group: str) -> None:
-        """Wait until it is this call's turn, then count it as running until `leave`."""
+        """Wait until it is this call's turn. The call then counts as running until `leave`."""
         queue = self.queue
         if not self.must_wait:
             queue.begin(project, group)
@@ -112,7 +112,7 @@ class FairShares:
             raise
 
     def leave(self, project: str, group: str) -> None:
-        """End a call, and let the next one in."""
+        """Record that a call has ended, and let the next one in."""
         self.queue.end(project, group)
         self._admit_one()
 
@@ -124,7 +124,7 @@ class FairShares:
         return False
 
     async def _poll(self) -> None:
-        """Let calls in when the engines have room again."""
+        """Let waiting calls in when the engines have room again."""
         try:
             while self.queue.waiting:
                 await asyncio.sleep(_POLL_S)

@@ -54,7 +54,7 @@ class Feeds:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
-        """Open a feed, or create it and fill it with the earlier outcomes that it starts with."""
+        """Open a feed. If it is new, create it, and fill it with earlier outcomes if its settings say so."""
         check_feed_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
@@ -68,7 +68,7 @@ class Feeds:
         return self.show(name)
 
     async def _fill(self, feed: int) -> None:
-        """Fill a feed, or continue where another process stopped. Numbered deliveries can be read in the meantime."""
+        """Add earlier outcomes to a feed, from where another process may have stopped. Numbered deliveries can be read in the meantime."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
             await asyncio.sleep(0)  # let turns run in between
@@ -78,7 +78,7 @@ class Feeds:
         return [_view(row, history) for row in self._log.listing()]
 
     def count_incomplete(self) -> dict[str, tuple[int, int]]:
-        """Return, by feed, the number of incomplete groups and of their rollouts. Feeds without any are omitted."""
+        """Return the number of incomplete groups, and of the rollouts in them, for each feed that has any."""
         names = {row.key: row.name for row in self._log.listing()}
         return {names[feed]: counts for feed, counts in self._log.waiting_counts().items() if feed in names}
 
@@ -87,7 +87,7 @@ class Feeds:
         return _view(row, self._restores.history(), tuple(self._log.waiting(row.key, _MAX_SHOWN)))
 
     def delete(self, name: str) -> None:
-        """Delete a feed but not its traces."""
+        """Delete a feed. The traces of its rollouts are kept."""
         self._log.delete(self._find(name).key)
         self.wake()
 
@@ -101,7 +101,7 @@ class Feeds:
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_over(self, name: str, after: int | None = None, mark: str = "") -> tuple[FeedView, str]:
-        """Become the reader of a feed. Return the feed, and the token for reading and committing.
+        """Make the caller the reader of a feed. Return the feed, and the token with which the caller reads and commits.
 
         The previous reader's next call fails. `after` and `mark` come from the trainer's checkpoint, if it has one. They are checked if the
         store was restored from a backup.
@@ -115,7 +115,7 @@ class Feeds:
         return _view(row, history), row.reader
 
     def _check_position(self, row: FeedRow, history: str, after: int | None, mark: str) -> None:
-        """Raise `Conflict` if the store was restored, so that a trainer's position may be lost or refer to other deliveries."""
+        """Raise `Conflict` if the store was restored, and the trainer's position may be lost or may refer to other deliveries."""
         if not history:
             return
         restored = f"feed {row.name!r}: the store was restored from a backup"
@@ -143,7 +143,7 @@ class Feeds:
         self._restores.confirm(row.key)
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
-        """Record that the trainer's checkpoint includes every delivery up to a number. An older number changes nothing."""
+        """Record that the trainer's checkpoint includes all deliveries up to `number`. A number below the last commit changes nothing."""
         row = self._log.commit(self._find(name).key, reader, number)
         if row is None:
             raise self._not_the_reader(name)
@@ -155,7 +155,7 @@ class Feeds:
         return _view(row, self._restores.history())
 
     async def page(self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1) -> bytes:
-        """Return the deliveries past a number as msgpack, waiting up to `wait` seconds for one.
+        """Return the deliveries after number `after` as msgpack, waiting up to `wait` seconds for one.
 
         If `after` is None, start after the committed number.
         """
@@ -199,7 +199,7 @@ class Feeds:
         return row
 
     def _not_the_reader(self, name: str) -> Conflict:
-        """Return the error for a caller that is not, or is no longer, the reader."""
+        """Return the error for a caller that is not (or is no longer) the reader of a feed."""
         row = self._find(name)
         if not row.reader and self._restores.history():
             return Conflict(
@@ -211,7 +211,7 @@ class Feeds:
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def staleness_bounds(self) -> list[tuple[str, int | None]]:
-        """Return each feed's group prefix and staleness limit in versions. None means no limit."""
+        """Return the group prefix and the staleness limit of each feed. The limit is a number of versions, or None for no limit."""
         configs = [read_config(row) for row in self._log.listing()]
         return [(config.groups, config.max_staleness) for config in configs]
 

@@ -1,7 +1,7 @@
-"""The policy version, and the fence that a trainer closes around an update: pause → load weights → resume at version n.
+"""The policy version, and the fence at which calls wait during an update: pause → load weights → resume at version n.
 
-Every turn passes the fence before it generates, and reads the version again with each chunk that it receives. A new version arrives in
-one of two ways. Either the weights are *replaced*, and calls in flight continue with the new ones. Or the engine serves the new weights
+Every turn passes the fence before it generates, and reads the version again with each chunk that it receives. A new version arrives in one
+of two ways. Either the weights are *replaced*, and calls in flight continue with the new weights. Or the engine serves the new weights
 under a new *model name* (an adapter), and calls in flight stay with the model they began with.
 """
 
@@ -16,7 +16,7 @@ from turngate.errors import Conflict
 
 
 def fence_clock() -> float:
-    """Return the time in seconds on a clock that is never set and also runs while the machine sleeps."""
+    """Return the time in seconds on a clock that never jumps and keeps running while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -24,7 +24,7 @@ class Fence:
     def __init__(self, version: int = 0, model: str = "") -> None:
         self.version = version
         self.model = model  # the name under which the engine serves this version; empty: its own model
-        self.valid_until = math.inf  # on `fence_clock`; later, it admits no calls (`shared_fence.py`)
+        self.valid_until = math.inf  # on `fence_clock`; after this, the fence admits no calls (`shared_fence.py`)
         self._replaced = 0  # the newest version whose weights replaced the old ones
         self._open = asyncio.Event()
         self._open.set()
@@ -58,7 +58,7 @@ class Fence:
         return max(begun_at, self._replaced)
 
     async def enter(self) -> None:
-        """Wait while paused, then count as in flight until `leave`."""
+        """Wait while the fence is paused, then count the call as in flight until `leave`."""
         while not self._is_open():
             await self._open.wait()
         self._in_flight += 1
@@ -70,7 +70,7 @@ class Fence:
             self._idle.set()
 
     async def pause(self, mode: PauseMode = "hold") -> None:
-        """Make new calls wait. With `drain`, also wait until calls in flight have ended."""
+        """Make new calls wait. With mode `drain`, also wait until calls in flight have ended."""
         self._open.clear()
         if mode == "drain":
             await self.drain()
@@ -100,7 +100,7 @@ class Fence:
             )
 
     def set(self, version: int | None, model: str | None = None) -> None:
-        """Change the version without resuming calls."""
+        """Change the version and the model without resuming calls."""
         self.check(version, model)
         if version is None:
             return

@@ -1,4 +1,4 @@
-"""The stored policy version and state of the fence, which survive a restart in the middle of an update."""
+"""The stored policy version and the stored state of the fence, which survive a restart in the middle of an update."""
 
 from __future__ import annotations
 
@@ -28,37 +28,40 @@ class FenceState:
         return version, "" if load is None else load.name
 
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
-        """Record the version and the end of the hold in one transaction. Either alone would label turns with the wrong version."""
+        """Record the version and the end of the hold in one transaction.
+
+        Recording only one of them could label turns with the wrong version.
+        """
         self._store.set_settings({_VERSION: str(version), _HELD: "", _LOADING: ""}, event)
 
     def read_hold(self) -> float | None:
-        """Return the time until which calls are held: infinity if there is no limit, None if they are not held."""
+        """Return the time until which calls are held, infinity if there is no time limit, or None if calls are not held."""
         stored = self._store.setting(_HELD)
         return float(stored) if stored else None
 
     def write_hold(self, until: float | None) -> None:
-        """Record a hold before it begins, so that a restarted gateway holds calls too. None means no time limit."""
+        """Record a hold before it begins, so that a gateway that restarts during the hold also holds calls. None means no time limit."""
         self._store.set_setting(_HELD, _FOREVER if until is None else repr(until))
 
     def read_weights(self, version: int) -> PolicyWeights | None:
-        """Return the weights that the engines have at a version, or None if unknown."""
+        """Return the weights that the engines have at a version, or None if they are unknown."""
         return self._read_load(f"weights:{version}")
 
     def write_weights(self, load: PolicyWeights) -> None:
-        """Record the weights of a version before it becomes current, so that a crash in between leaves a consistent state."""
+        """Record the weights of a version before the version becomes current, so that a crash in between leaves a consistent state."""
         self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
 
     def read_unfinished_load(self) -> PolicyWeights | None:
-        """Return the weights of an unfinished load, which some engines may have."""
+        """Return the weights of an unfinished load, or None. Some engines may already have these weights."""
         return self._read_load(_LOADING)
 
     def write_loading(self, load: PolicyWeights) -> None:
-        """Record weights before engines load them. Until the next resume, some engines may have them."""
+        """Record weights before the engines load them. Until calls resume, some engines may have these weights and others not."""
         encoded = msgspec.json.encode(load).decode()
         self._store.set_settings({f"weights:{load.version}": encoded, _LOADING: encoded})
 
     def read_frozen(self) -> bool:
-        """Return whether the engines were paused and not resumed since."""
+        """Return whether the engines were paused and have not been resumed since."""
         return self._store.setting(_FROZEN) == "1"
 
     def write_frozen(self, frozen: bool) -> None:

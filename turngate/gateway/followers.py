@@ -1,4 +1,4 @@
-"""Wait for the cells that follow the shared store: until each has carried out a change, or can no longer serve."""
+"""Wait until each cell that follows the shared store has carried out a change or can no longer serve."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PRUNE_S = 3600.0
 
 
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
-    """Return the followers that may still serve without the change `epoch`, which was in force at `since`.
+    """Return the followers that may still serve without having carried out the change `epoch`, which was written by `since`.
 
-    A follower that has not carried it out may serve until `ttl` after its last report before the change.
+    Such a follower may serve until `ttl` seconds after its last report from before the change.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 
 
 def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerRow]:
-    """Return the followers that have calls at a draining engine. One that has stopped reporting aborts its calls after `ttl`."""
+    """Return the followers that have calls at a draining engine. A follower that stops reporting aborts its calls within `ttl` seconds."""
     return [row for row in rows if url in row.busy.split() and row.now < row.seen + row.ttl]
 
 
@@ -35,12 +35,14 @@ async def wait_for_followers(table: FenceTable, epoch: int) -> None:
         rows = await asyncio.to_thread(table.list_followers)
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
-        log.warning("cells %s did not answer; they hold their calls until they reach the shared store", ", ".join(late))
+        log.warning(
+            "cells %s did not answer; they will hold calls until they reach the shared store again", ", ".join(late)
+        )
     await asyncio.to_thread(table.prune, _PRUNE_S)
 
 
 async def wait_until_idle_everywhere(table: FenceTable, url: str) -> None:
-    """Wait until no follower has calls at an engine. All of them know that it is draining."""
+    """Wait until no follower has calls at an engine. Call this after all followers know that the engine is draining."""
     rows = await asyncio.to_thread(table.list_followers)
     while find_busy(rows, url):
         await asyncio.sleep(POLL_S)

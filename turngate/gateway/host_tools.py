@@ -1,7 +1,7 @@
-"""Host tool calls: check, record and answer them.
+"""Check, record and answer calls of host tools.
 
-A call is recorded before it is answered. A tool with `wait_s` waits for the host's answer. The agent always receives a reply, at the
-latest when that time is up or when the session or the gateway ends.
+A call is recorded before it is answered. If the tool has `wait_s`, the call waits that long for the host's answer. The agent always
+receives a reply: at the latest when the wait is over, or when the session or the gateway ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, buil
 from turngate.trace.session import Session
 from turngate.types import Json
 
-MAX_KEY = 256  # characters of an idempotency key; the rest is ignored
+MAX_KEY = 256  # characters of an idempotency key; further characters are ignored
 _CHECK_S = 3.0  # time limit for checking arguments
 
 
@@ -39,7 +39,7 @@ class HostTools:
         raise NotFound(f"unknown tool {name!r}; this session has {names or 'no tools'}")
 
     async def call(self, session: Session, name: str, body: bytes, idempotency_key: str = "") -> bytes:
-        """Call a tool and return its reply as JSON. Calling again with the same idempotency key returns the same reply."""
+        """Call a tool and return its reply as JSON. Repeating the call with the same idempotency key returns the same reply."""
         session.require_open()
         tool = self.find(session, name)
         arguments = await _check_arguments(tool, body)
@@ -65,7 +65,7 @@ class HostTools:
         return call
 
     async def _wait_for_host(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
-        """Wait for the host's reply, and use the default reply if the time runs out. A repeated call shares the first one's wait."""
+        """Return the host's reply, or the default reply if the host does not answer in time. Repeated calls share the first call's wait."""
         pending = session.pending_tool_calls.get(call.call)
         if pending is None:
             pending = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()
@@ -92,7 +92,7 @@ class HostTools:
         return reply
 
     def answer(self, session: Session, number: int, reply: Json) -> HostToolCall:
-        """Record the host's reply to a waiting call, and then deliver it."""
+        """Record the host's reply to a waiting call, then deliver the reply."""
         call = self._calls.find(session.key, number)
         if call is None:
             raise NotFound(f"unknown tool call {number} in session {session.id}")
@@ -131,7 +131,7 @@ def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """Check the arguments of a call and normalize their JSON. Runs in a thread, since a schema may be slow to check."""
+    """Check the arguments of a call and return their normalized JSON. The schema is checked in a thread, since that may be slow."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -143,12 +143,12 @@ async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
             await asyncio.to_thread(_find_checker(msgspec.json.encode(tool.schema)), arguments)
     except TimeoutError:
         raise BadRequest(
-            f"checking the arguments took longer than {_CHECK_S:.0f} s; send fewer or shorter ones"
+            f"checking the arguments took longer than {_CHECK_S:.0f} s; send fewer or shorter arguments"
         ) from None
     return msgspec.json.encode(arguments)
 
 
 @lru_cache(maxsize=64)
 def _find_checker(schema: bytes) -> ArgumentChecker:
-    """Build a checker for a schema. It is cached, since rollouts of one task have the same tools."""
+    """Return a checker for a schema. Checkers are cached, since the rollouts of one task have the same tools."""
     return build_checker(msgspec.json.decode(schema))

@@ -1,4 +1,4 @@
-"""Periodic maintenance of a running gateway: evict idle traces, seal unused sessions, cancel superseded ones, remove old events."""
+"""Periodic maintenance of a running gateway: evict traces, seal idle sessions, cancel superseded sessions, and remove old events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PRUNE_S = 3600.0  # interval between removals of old events
 
 
 class Housekeeper:
-    """Periodic maintenance, which runs until it is cancelled.
+    """Maintains a gateway until `run` is cancelled.
 
-    Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps them all.
+    Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps all events.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Housekeeper:
                 log.warning("cannot seal idle session %s: %s", session_id, error.message)
 
     async def _cancel_superseded(self) -> None:
-        """Cancel sessions that another worker superseded, or a gateway that was then killed."""
+        """Cancel sessions that were superseded by another worker, or by a gateway that was killed before it could cancel them."""
         try:
             await self._attempts.cancel_superseded()
         except TurngateError as error:

@@ -38,13 +38,14 @@ class OutcomeRecorder:
         self._require_lease = require_lease
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> str:
-        """Store the outcome of an ended session, and return why it does not count, if so. Recording the same outcome again is allowed.
+        """Store the outcome of an ended session. Return why the outcome does not count, or an empty string if it counts.
 
-        Raise `Conflict` if the session is still open, or if it has a different outcome and `replace` is not set.
+        Recording the same outcome again is allowed. Raise `Conflict` if the session is still open, or if it has a different outcome and
+        `replace` is not set.
         """
         self._require_lease()
         row = self._sessions.find_row(session_id)
-        if row.config.rollout:  # the settings of a named session decide which attempt it is
+        if row.config.rollout:  # if the session names its rollout, its settings also say which attempt it is
             outcome = msgspec.structs.replace(outcome, attempt=row.config.attempt)
         written = outcome.encode()
         _check_name(outcome.group, "group")

@@ -1,4 +1,4 @@
-"""Create projects, and create, rotate and revoke their keys. Each change is in the audit log, in the same transaction."""
+"""Create projects, and create, rotate and revoke their keys. Each change is written to the audit log in the same transaction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_WEIGHT = 1000.0
 
 
 class Projects:
-    """The projects of a gateway. A change applies to `ring` immediately, and to other processes within seconds."""
+    """The projects of a gateway. A change takes effect in `ring` immediately, and in other processes within seconds."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Projects:
         *,
         read_only: bool = False,
     ) -> None:
-        """`count_unfinished` returns how many sessions of a project are open or not shipped."""
+        """`count_unfinished` returns how many sessions of a project are open or not shipped yet."""
         self._table = table
         self._audit = audit
         self._count_unfinished = count_unfinished
@@ -103,7 +103,7 @@ class Projects:
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def list_keys(self, caller: Caller, project: str = "") -> list[KeyView]:
-        """Return the keys of a project or, for the operator, of all."""
+        """Return the keys of `project`. Without `project`, return the keys of the caller's project, or all keys for the operator."""
         self._require_writable()
         wanted = project or caller.project
         if wanted:
@@ -131,14 +131,14 @@ class Projects:
         return _view_new_key(key, secret)
 
     def rotate_key(self, caller: Caller, prefix: str, grace_s: float) -> NewKey:
-        """Create a key with the same scopes in place of another one, which stays valid for `grace_s` seconds."""
+        """Create a new key that replaces `prefix` and has the same scopes. The old key stays valid for `grace_s` seconds."""
         old = self._find_key(caller, prefix)
         if not old.is_valid(now := time.time()):
             raise Conflict(f"key {prefix} is no longer valid; create a new key")
         secret, new_prefix, digest = new_key()
         expires = (
             None if old.expires is None else now + (old.expires - old.created)
-        )  # valid for as long as the old one was
+        )  # the new key is valid for as long as the old one was
         key = ApiKey(new_prefix, digest, old.project, old.scopes, old.note, now, expires)
         details = {"replaces": prefix, "grace_s": grace_s}
         entry = NewAuditEntry(caller.actor, old.project, "key rotated", new_prefix, details)
@@ -162,7 +162,7 @@ class Projects:
     # ── audit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note(self, caller: Caller, project: str, action: str, subject: str, details: dict[str, Json]) -> None:
-        """Add an entry to the audit log about something that is recorded elsewhere."""
+        """Add an audit entry for an action that is not recorded in the tables of projects and keys."""
         self._audit.add(NewAuditEntry(caller.actor, project, action, subject, details))
 
     def list_entries(self, caller: Caller, project: str = "", after: int = 0, limit: int = 100) -> list[AuditEntry]:

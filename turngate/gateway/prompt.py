@@ -30,7 +30,7 @@ _MAX_INLINE_MESSAGES = 256  # new messages; longer prompts are rendered in a thr
 
 
 class Preamble(msgspec.Struct, frozen=True):
-    """The tools and template arguments that all prompts of a conversation begin with, and a digest of their meaning."""
+    """The tools and template arguments with which all prompts of a conversation begin, and a digest of their meaning."""
 
     digest: bytes
     tools: tuple[Tool, ...]
@@ -43,8 +43,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """A rendered call: its place in the trace and the ids that it adds."""
 
     location: Location
-    parent: Sampled | None  # the turn whose ids it extends
-    context: Context | None  # the known context whose ids it repeats
+    parent: Sampled | None  # the turn whose ids the prompt extends
+    context: Context | None  # the known context whose ids the prompt repeats
     added: Ids
     ids: Ids | PromptIds  # the whole prompt, as sent to the engine
     preamble: Preamble
@@ -58,29 +58,31 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def is_rerendered(self) -> bool:
-        """Whether the prompt continues a recorded turn in meaning, but its ids do not extend that turn's ids."""
+        """Whether the prompt has the same meaning as a continuation of a recorded turn, but its ids do not extend that turn's ids."""
         return self.parent is None and self.location.node is not None
 
 
 class _ToolSet(msgspec.Struct):
-    """Decoded tools, and the last preamble built from them with its other inputs."""
+    """Decoded tools, the last preamble that was built from them, and the other inputs of that preamble."""
 
     tools: tuple[Tool, ...]
     digest: bytes
     preamble: Preamble | None = None
-    hints: dict[str, Json] | None = None  # compared by identity: calls that differ only in their messages share it
+    hints: dict[str, Json] | None = (
+        None  # compared by identity: calls that differ only in their messages share this object
+    )
     renderer: Renderer | None = None
 
 
 class PromptBuilder:
-    """A prompt builder that caches decoded tools, since agents send the same tools with every call."""
+    """Builds prompts. It caches decoded tools, since agents send the same tools with every call."""
 
     def __init__(self) -> None:
         # keyed by dialect, raw tools, and whether later tools replace earlier ones
         self._tool_sets: dict[tuple[str, bytes, bool], _ToolSet] = {}
 
     def locate(self, session: Session, call: Call, renderer: Renderer | None = None) -> tuple[Location, Preamble]:
-        """Find the deepest known point of the trace that this call extends."""
+        """Find the deepest known point of the trace that this call extends. Return it with the call's preamble."""
         preamble = self._build_preamble(session, call, renderer)
         with _reject_deep_nesting(call):
             return session.trace.locate(RequestMessages(call.history, preamble.digest)), preamble
@@ -126,7 +128,7 @@ class PromptBuilder:
 
 
 class _reject_deep_nesting:  # lowercase because it is used like a function
-    """Context manager that reports messages nested too deeply to process as a client error."""
+    """Context manager that raises `BadRequest` for messages that are nested too deeply to be processed."""
 
     __slots__ = ("_call",)
 
@@ -158,7 +160,7 @@ def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preambl
 
 
 def build_context_info(prompt: Prompt, cause: Cause | None, call: Call, quotes: tuple[int, ...]) -> ContextInfo:
-    """Build the trace's record of the messages that a prompt adds."""
+    """Build the record of the messages that a prompt adds to the trace."""
     request, start = prompt.location.request, prompt.start
     return ContextInfo(
         preamble=prompt.preamble.digest,
@@ -189,9 +191,10 @@ def _render(session: Session, location: Location, preamble: Preamble, renderer: 
 
 
 def _render_bridge(session: Session, location: Location, preamble: Preamble, renderer: Renderer) -> Ids | str | None:
-    """Render only the new messages.
+    """Render only the new messages, as ids that extend the located turn.
 
-    Return None if they do not continue a sampled turn or the session does not allow it, and the reason if the template does not allow it.
+    Return None if the new messages do not extend a sampled turn, or if the session forbids extending it. Return the reason, as text, if the
+    template does not allow it.
     """
     node, request = location.node, location.request
     if node is None or session.config.thinking == "drop":
@@ -209,9 +212,10 @@ def _render_bridge(session: Session, location: Location, preamble: Preamble, ren
 
 
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:
-    """Sort the results of parallel calls into the order of the calls.
+    """Sort the results of parallel tool calls into the order of the calls.
 
-    Agents send results as they arrive. Most templates omit call ids, so the model can only match results to calls by their order.
+    Agents send results in the order in which they arrive. Most templates omit call ids, so the model can match results to calls only by
+    their order.
     """
     ordered: list[Message] = []
     positions: dict[str, int] = {}
@@ -229,7 +233,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _render_all(renderer: Renderer, location: Location, preamble: Preamble) -> tuple[Sampled | None, Ids]:
-    """Render the whole request. If the ids of the located turn are a prefix, return that turn and the ids after it."""
+    """Render the whole request. If the ids begin with those of the located turn, return that turn and only the ids after it."""
     ids = renderer.render_ids(order_tool_results(location.request.messages_from()), preamble.tools, preamble.kwargs)
     node = location.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):

@@ -1,7 +1,7 @@
-"""Quotas: what a project may still use in this process, and the thread that takes more of it from the store.
+"""Quotas of projects: each process takes a part of a quota from the store, and a thread takes more when the part is nearly used up.
 
-The thread takes a part before the last one is used up. A model call compares two numbers in memory, and waits only if the part is used up
-while the thread is still asking for more. Calls in flight always finish, so a project can exceed its quota by the tokens of these calls.
+A model call compares two numbers in memory. It waits only if the part is used up before the thread has taken more. Calls in flight always
+finish, so a project can exceed its quota by the tokens of these calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from turngate.telemetry.metrics import Metrics
 
 log = logging.getLogger("turngate")
 DAY_S = 86400
-PARTS = 20  # a part is this fraction of the quota
+PARTS = 20  # a quota is taken in this many parts
 REFRESH_S = 1.0  # between checks of the parts
-HOLD_S = 60.0  # how long a part of the live sessions lasts after its holder has died
+HOLD_S = 60.0  # how long a process that has died still holds its part of the live sessions
 _MEASURE_S = 5.0  # between measurements of what a project stores
 _WAIT_S = 3.0  # how long a call waits for a part before it is refused
 
 
 class ProjectQuota:
-    """What a project may use in this process. Without quotas, there is no limit."""
+    """How much a project may use in this process. Without quotas, there is no limit."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class ProjectQuota:
         count_sessions: Callable[[], int],
         count_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`count_bytes` measures the project's own store."""
+        """`count_sessions` counts the project's live sessions in this process, and `count_bytes` measures the project's own store."""
         self.project = project
         self.metrics = metrics
         self.count_sessions = count_sessions
         self.count_bytes = count_bytes
         self.stored_bytes = 0  # as last measured; only if there is a quota
         self.limits = Quotas()
-        self.max_tokens = inf  # of `metrics.sampled_tokens`
+        self.max_tokens = inf  # the value of `metrics.sampled_tokens` at which the part is used up
         self.max_sessions = inf
         self.need = threading.Event()  # set if a call is waiting for a part
         self._waiters: list[asyncio.Future[None]] = []
@@ -55,7 +55,7 @@ class ProjectQuota:
         return self.max_tokens == inf or self.metrics.sampled_tokens < self.max_tokens
 
     async def require_tokens(self) -> None:
-        """Wait for more tokens if the part is used up, and raise `QuotaExceeded` if the whole quota is."""
+        """Wait for more tokens if the part is used up. Raise `QuotaExceeded` if the whole quota is used up."""
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
@@ -64,7 +64,7 @@ class ProjectQuota:
             )
 
     async def require_session(self) -> None:
-        """Wait for room for a session, and raise `QuotaExceeded` if there is none."""
+        """Wait until a session may be opened. Raise `QuotaExceeded` if a quota does not allow it."""
         if self._has_room() or await self._wait(self._has_room):
             return
         if self._is_full:
@@ -88,7 +88,7 @@ class ProjectQuota:
         return not self._is_full and (self.max_sessions == inf or self.count_sessions() < self.max_sessions)
 
     async def _wait(self, is_free: Callable[[], bool]) -> bool:
-        """Ask the thread for a part, and wait until it has answered. Return whether there is room now."""
+        """Ask the thread for a part, and wait for its answer. Return the result of `is_free` after that."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _WAIT_S
         for _ in range(2):  # the thread may have read the store just before this call
@@ -105,7 +105,7 @@ class ProjectQuota:
         return False
 
     def wake(self) -> None:
-        """Let waiting calls check again. Called from the thread."""
+        """Let waiting calls check their quota again. The thread calls this."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
@@ -117,18 +117,18 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 class _Parts:
-    """What this process has taken: a part of today's tokens, and when to renew the part of the live sessions."""
+    """The parts of one project's quotas that this process has taken, and when to renew and measure them."""
 
     def __init__(self) -> None:
         self.day = 0
         self.taken = 0
-        self.base = 0.0  # of the counter when the day began here
+        self.base = 0.0  # the value of `metrics.sampled_tokens` when this process first saw the day
         self.renew_at = 0.0
         self.measure_at = 0.0
 
 
 class QuotaKeeper:
-    """Takes parts of the quotas of all projects, in a thread, until `stop`. `connect` opens the store's table for this thread."""
+    """Takes parts of the quotas of all projects, in a thread, until `stop`. `connect` opens the table of quotas for this thread."""
 
     def __init__(
         self,
@@ -152,14 +152,14 @@ class QuotaKeeper:
         self._quotas[quota.project] = (quota, _Parts())
 
     def remove(self, quota: ProjectQuota) -> None:
-        """Forget a project that was deleted."""
+        """Stop taking quotas for a project that was deleted."""
         self._quotas.pop(quota.project, None)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and return the unused parts."""
+        """Stop the thread, and return the unused parts to the store."""
         self._stopping = True
         self._need.set()
         if self._thread.ident is not None:
@@ -187,7 +187,7 @@ class QuotaKeeper:
                 self.refresh(quota, part)
 
     def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
-        """Take what the project needs next. If the store does not answer, the project can use only what it has."""
+        """Take the parts that the project needs next. If the store does not answer, the project can use only the parts it already has."""
         quota.limits = limits = self._read_limits(quota.project)
         try:
             self._refresh_tokens(quota, part, limits.tokens_per_day)
@@ -232,7 +232,7 @@ class QuotaKeeper:
         part.renew_at = now + HOLD_S / 3
 
     def _refresh_bytes(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
-        """Measure what a project stores: every few seconds, and more often while its quota is exceeded."""
+        """Measure how much a project stores: every few seconds, and on every refresh while its quota is exceeded."""
         now = self._clock()
         if limit is None or (now < part.measure_at and quota.stored_bytes < limit):
             return

@@ -53,7 +53,7 @@ class TurnRecorder:
         session, prompt = draft.session, draft.prompt
         trace, request = session.trace, prompt.location.request
         context = prompt.context or trace.find_same_context(prompt.parent, prompt.added, request, prompt.start)
-        # A prompt that is rendered again has no parent, but continues the located turn in meaning.
+        # A prompt that was rendered again has no parent, but in meaning it continues the located turn.
         location = prompt.location
         quotes = find_quotes(trace, location.node, request, location.start) if context is None else ()
         cause = _find_cause(draft, context, quotes)
@@ -61,7 +61,7 @@ class TurnRecorder:
             context_info = build_context_info(prompt, cause, draft.call, quotes)
             context = Context(trace.reserve_id(), prompt.parent, prompt.added, context_info)
             context.stored = False
-            # Add it now, so that an identical call that ends in the meantime uses the same context.
+            # Add the context now, so that an identical call that ends in the meantime uses it too.
             trace.add_context(context)
         assert context.ids is prompt.added or np.array_equal(context.ids, prompt.added), "ids differ from those sent"
         side = draft.select_side()
@@ -126,7 +126,7 @@ class TurnRecorder:
             )
 
     def mark_undelivered(self, session: Session, node_id: int) -> None:
-        """Record that the last byte of a recorded turn did not reach the agent."""
+        """Record that the last byte of a turn did not reach the agent. The turn itself is already recorded."""
         for node in () if session.is_evicted else reversed(session.trace.nodes):
             if node.id == node_id and isinstance(node, Sampled):
                 node.delivered = False
@@ -134,7 +134,7 @@ class TurnRecorder:
         self._journal.mark_undelivered(session.key, node_id)
 
     def record_refusal(self, session: Session, status: int, message: str, body: bytes) -> None:
-        """Record that the gateway refused a model call of the session, before the agent receives the answer."""
+        """Record that the gateway refused a model call. Call this before the agent receives the answer."""
         short = make_encodable(message)[:MAX_CHARS]
         is_first = session.trace.refused is None
         session.trace.refused = self._journal.add_refusal(session.key, session.id, status, short, digest_request(body))
@@ -143,7 +143,7 @@ class TurnRecorder:
         self._events.wake(session.id)
 
     def _record_answer(self, draft: TurnDraft, sampled: Sampled) -> None:
-        """Mark the refused calls with the same conversation as a call that was answered. If that fails, they still count as refused."""
+        """Mark refused calls as answered if they have the same conversation as this turn. If that fails, they still count as refused."""
         session = draft.session
         if session.trace.refused is None or sampled.info.finish == "abort":
             return
@@ -153,7 +153,9 @@ class TurnRecorder:
         try:
             session.trace.refused = self._journal.mark_repeated(session.key, session.id, request)
         except StoreError as error:
-            log.warning("session %s: a repeated call could not be recorded: %s", session.id, error.message)
+            log.warning(
+                "session %s: cannot record that a refused call was repeated and answered: %s", session.id, error.message
+            )
 
     def note_stop(self, session: Session, limit: str) -> None:
         """Record the limit that stopped a session."""
@@ -171,7 +173,7 @@ class TurnRecorder:
 def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ...]) -> Cause | None:
     """Return why the turn forks the trace, or None if it does not.
 
-    The cause is determined when the turn is recorded: by then the trace also contains calls that were in flight when it began.
+    The cause is determined when the turn is recorded. By then, the trace also contains the calls that were in flight when the turn began.
     """
     prompt, call = draft.prompt, draft.call
     if context is None and prompt.forced_cause is not None:
@@ -230,7 +232,7 @@ def _build_info(
 
 
 def _event_facts(sampled: Sampled, reason: str) -> dict[str, Json]:
-    """Return the data of a turn's event. `reason` is why the template forked, if it did."""
+    """Return the data of a turn's event. `reason` says why the template caused a fork, if it did."""
     facts: dict[str, Json] = {
         "node": sampled.id,
         "finish": sampled.info.finish,

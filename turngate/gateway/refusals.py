@@ -1,15 +1,15 @@
-"""Which failed model calls count as refused: those that only a different request could have avoided.
+"""Decide which failed model calls count as refused: those that could succeed only with a different request.
 
-A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a
-body that is too large, or whatever the engine rejects as invalid. These do not count:
+A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a body
+that is too large, or anything that the engine rejects as invalid. These errors do not count:
 
     401, 403    the key is wrong, so the call does not belong to the session
     409         the session has ended or has reached a limit
-    426         a WebSocket where there is none; agents fall back to HTTP
+    426         the route has no WebSocket; agents fall back to HTTP
     429         too many calls at the same time; the same call may succeed later
     context     the prompt is too long; agents compact their history and try again
-    previous    the response that a call continues is not known; agents send the whole conversation instead
-    thread      the Anthropic SDK asks the server to keep the conversation; it then sends the whole conversation instead
+    previous    the response that a call continues is unknown; agents send the whole conversation instead
+    thread      the Anthropic SDK asked the server to keep the conversation; it sends the whole conversation instead
     5xx         the engine, the store or the gateway failed
 
 Requests for token counts and lists of models sample nothing, so they do not count either.
@@ -30,13 +30,13 @@ from turngate.errors import ContextOverflow, TurngateError
 
 _MESSAGE_FIELDS = ("messages", "input", "contents")
 _CONTEXT_FIELDS = ("system", "instructions", "systemInstruction", "system_instruction", "previous_response_id")
-MAX_CHARS = 500  # of a stored message; it may quote the agent's request
+MAX_CHARS = 500  # of a stored error message, which may quote the agent's request
 _EXPECTED = (ContextOverflow, PreviousResponseNotFound, ThreadsUnsupported)
 _OTHER_STATUSES = (401, 403, 409, 426, 429)
 
 
 def digest_request(body: bytes) -> bytes | None:
-    """Return a digest of the conversation in a request of any dialect, or None if it has no messages."""
+    """Return a digest of the conversation in a request of any dialect, or None if the request has no messages."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -52,5 +52,5 @@ def digest_request(body: bytes) -> bytes | None:
 
 
 def is_refusal(error: TurngateError) -> bool:
-    """Return whether an error refuses a model call because of its content."""
+    """Return whether this error means that a model call was refused because of its content."""
     return 400 <= error.status < 500 and error.status not in _OTHER_STATUSES and not isinstance(error, _EXPECTED)

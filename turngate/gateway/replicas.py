@@ -1,4 +1,4 @@
-"""The engine's replicas during a weight update: freeze and thaw them, load weights into each, and roll back if one fails."""
+"""The engine's replicas during a weight update: freeze and thaw them, load weights into each, and roll back if a load fails."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from turngate.errors import Conflict, EngineError, EngineUnavailable, StoreError
 from turngate.gateway.fence_state import FenceState
 
 log = logging.getLogger("turngate")
-_SETTLE_S = 0.1  # time for tokens that a frozen engine has already sent to arrive
+_SETTLE_S = 0.1  # how long to wait for tokens that an engine sent before it was frozen
 _NOT_TRIED = "not tried"
 _KEPT_ADAPTERS = 2  # the current one and the previous one, which calls in flight may still use
 KEEP_CALLS = "keep calls in flight during an update (pause with hold or drain instead)"
 
 
 class ReplicaResult(msgspec.Struct, frozen=True):
-    """The result of an update on one replica."""
+    """The result of a weight update on one replica."""
 
     url: str
     ok: bool
-    has: int | None  # the version of its weights; None: unknown, so it receives no calls
+    has: int | None  # the version of the replica's weights; None: unknown, so it receives no calls
     detail: str = ""
 
 
 class ReplicaSet:
-    """All replicas of the gateway's engine whose weights can be updated."""
+    """The replicas of the gateway's engine, if their weights can be updated."""
 
     def __init__(self, engine: Engine | None, state: FenceState) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class ReplicaSet:
         self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """Return the replicas. Raise `Conflict` if the engine does not support `action`."""
+        """Return the replicas. Raise `Conflict` if there are none; `action` is what the engine then cannot do, for the message."""
         found = list_updatable_replicas(self._engine)
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
@@ -56,31 +56,31 @@ class ReplicaSet:
         return [] if self._engine is None else await self._engine.health()
 
     def expect(self, version: int) -> None:
-        """Treat replicas without the weights of `version` as down, if the store has a record of those weights."""
+        """Treat replicas that do not have the weights of `version` as down, if the gateway knows where these weights are."""
         load = self._read_loadable(version)
         for replica in list_updatable_replicas(self._engine):
             replica.expect(load)
 
     def expect_of(self, engine: Engine, version: int) -> None:
-        """Like `expect`, for an engine that is about to join."""
+        """Do the same as `expect` for an engine that is about to join."""
         if isinstance(engine, UpdatableReplica):
             engine.expect(self._read_loadable(version))
 
     def _read_loadable(self, version: int) -> PolicyWeights | None:
-        """Return the weights of a version if the gateway knows where they are."""
+        """Return the weights of a version, or None if the gateway does not know where they are."""
         load = self._state.read_weights(version)
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join. Raise if it is not ready for calls.
+        """Load the current weights into an engine that is about to join. Raise an error if it is not ready for calls after that.
 
         `claimed` is the version that the engine already has, according to the caller. If another program loads the weights, the gateway
-        cannot, so `claimed` must be the current version.
+        cannot load them, so `claimed` must be the current version.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:
             raise Conflict(
-                f"the gateway cannot load version {version} into a new engine, because another program loaded it into the others; "
+                f"the gateway cannot load version {version} into a new engine, because another program loaded it into the other engines; "
                 f"load it into the new engine too, and set version to {version}",
                 param="version",
             )
@@ -103,7 +103,7 @@ class ReplicaSet:
     # ── freeze and thaw ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def freeze(self) -> None:
-        """Pause sampling in every replica without ending the calls in flight."""
+        """Pause sampling in every replica. Calls in flight stay open."""
         each = self.require(KEEP_CALLS)
         self._state.write_frozen(True)
         self.is_frozen = True
@@ -131,7 +131,7 @@ class ReplicaSet:
     # ── load and roll back ──────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self, each: list[UpdatableReplica], load: PolicyWeights, *, repair: bool) -> list[ReplicaResult]:
-        """Load weights into one replica first and then into the others, so that bad weights affect only one.
+        """Load weights into one replica first and then into the others, so that bad weights affect only one replica.
 
         With `repair`, skip healthy replicas.
         """
@@ -148,7 +148,7 @@ class ReplicaSet:
     async def roll_back(
         self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
-        """Undo a failed load. A leftover adapter does no harm, but a whole model must be loaded again."""
+        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced by the previous one."""
         if load.version == before.version:
             return results
 
@@ -173,14 +173,14 @@ class ReplicaSet:
         return after
 
     async def restore(self, one: UpdatableReplica, before: PolicyWeights) -> None:
-        """Load the previous weights again."""
+        """Load the previous weights into a replica again."""
         if before.path:
             await one.load(before, frozen=self.is_frozen)
         else:
             await one.reload_initial_weights(frozen=self.is_frozen)
 
     async def undo_unfinished_load(self, present: int) -> None:
-        """Restore the current version in replicas that loaded a newer model just before the gateway was killed."""
+        """Load the current version again into replicas that had loaded a newer model when the gateway was killed."""
         load = self._state.read_unfinished_load()
         if load is None or load.is_adapter or load.version <= present:
             return
@@ -192,7 +192,7 @@ class ReplicaSet:
                 await self.restore(one, before)
 
     async def unload_old_adapters(self, each: list[UpdatableReplica], names: tuple[str, ...]) -> None:
-        """Unload adapters that no call can still be using. `names` are the previous and the current adapter."""
+        """Unload adapters that no call can still be using. `names` are the previous and the current adapter, which are kept."""
         self._adapters += [name for name in names if name and name not in self._adapters]
         while len(self._adapters) > _KEPT_ADAPTERS:
             old = self._adapters.pop(0)

@@ -1,7 +1,8 @@
-"""Stored replies: what a session's later requests may refer to by id, even after a restart.
+"""Stored replies, which later requests of a session can refer to by id, even after a restart.
 
-A reply is stored with the turn that it delivered, before its last byte leaves. The latest replies of a session are also kept in memory, so
-that the cost of continuing one depends only on the new items. Others are rebuilt from the store: the recorded path, then their own items.
+A reply is stored with the turn that it delivers, before its last byte is sent. The latest replies of a session are also kept in memory, so
+that the cost of continuing one depends only on the new items. Older replies are rebuilt from the store: first the items of the recorded
+path, then those of the reply itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _message = msgspec.json.Decoder(Message)
 
 
 class _RecentReplies:
-    """The latest replies of one session, and the latest stored part that repeats a request, with its digest."""
+    """The latest replies of one session, and the latest part of a reply that repeats its request, with a digest of that part."""
 
     __slots__ = ("by_id", "digest", "echo")
 
@@ -53,7 +54,7 @@ class ReplyArchive:
         self._recent: WeakKeyDictionary[Trace, _RecentReplies] = WeakKeyDictionary()
 
     async def add(self, session: Session, node: int | None, record: ReplyRecord, history: History) -> None:
-        """Store a reply durably, and keep it in memory. A reply that was not sampled has no node and is not stored."""
+        """Store a reply durably, and keep it in memory. A reply that was not sampled has no node and is only kept in memory."""
         recent = self._recent.get(session.trace)
         if recent is None:
             recent = self._recent[session.trace] = _RecentReplies()
@@ -76,7 +77,7 @@ class ReplyArchive:
         return None if stored is None else self._rebuild(session, stored)
 
     def list_items(self, session: Session, reply_id: str, part: ReplyPart) -> list[bytes]:
-        """Return the output or the input items of a stored reply, oldest first. There are none if it is not stored."""
+        """Return the output or the input items of a stored reply, oldest first. Return an empty list if the reply is not stored."""
         stored = self._store.replies.find(session.key, reply_id)
         if stored is None:
             return []
@@ -118,7 +119,7 @@ class ReplyArchive:
 
 
 class SessionReplies:
-    """The replies that one request of a session may refer to. At most `max_bytes` of items are read for its references."""
+    """The replies that one request of a session may refer to. At most `max_bytes` of items are read to resolve its references."""
 
     __slots__ = ("_archive", "_max_bytes", "_parts", "_read_bytes", "_session")
 
@@ -133,16 +134,16 @@ class SessionReplies:
         return self._archive.find(self._session, reply_id)
 
     def find_item(self, item_id: str) -> bytes | None:
-        """Find an item of a stored reply, or of its input."""
+        """Return an item of a stored reply, or of the reply's input."""
         reply_id = response_of_item(item_id)
         return self._read(reply_id, "output").get(item_id) or self._read(reply_id, "input").get(item_id)
 
     def keeps(self, call: Call) -> bool:
-        """Return whether the reply to a call must be added."""
+        """Return whether the reply to this call must be stored."""
         return call.store
 
     async def add(self, call: Call, done: Done, record: ReplyRecord) -> None:
-        """Add a complete reply before its end is delivered."""
+        """Store a complete reply, before its end is delivered."""
         if call.store:
             await self._archive.add(self._session, done.node, record, call.history)
 

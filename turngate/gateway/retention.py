@@ -1,4 +1,4 @@
-"""Remove old sessions while the gateway runs, if `session_days` is set."""
+"""Remove old sessions while the gateway is running, if `session_days` is set."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _INTERVAL_S = 3600.0
 
 
 class SessionPruner:
-    """Prunes the sessions of a project once an hour, in a thread. `days=0` keeps all sessions."""
+    """Prunes old sessions of a project once an hour, in a thread. `days=0` keeps all sessions."""
 
     def __init__(self, store: Store, data: str, events: Events, *, days: float, archive: Path | None) -> None:
-        """`data` is where the store is, as in the settings."""
+        """`data` is the address of the store, as in the settings. Pruned sessions are moved to `archive`, or deleted if it is None."""
         if archive is not None:
             SessionArchive(archive)  # raises an error now if the extra is not installed
         self._store = store
@@ -42,7 +42,7 @@ class SessionPruner:
             self._task = asyncio.create_task(asyncio.to_thread(self._run, asyncio.get_running_loop()))
 
     async def stop(self) -> None:
-        """Stop after the transaction that is running."""
+        """Stop after the transaction that is currently running."""
         self._stopping.set()
         if self._task is not None:
             await self._task
@@ -54,7 +54,7 @@ class SessionPruner:
             try:
                 result = self._prune()
             except Conflict as error:  # another gateway on the same store is doing it
-                log.info("old sessions are not removed now: %s", error.message)
+                log.info("not removing old sessions now: %s", error.message)
             except TurngateError as error:
                 log.warning("cannot remove old sessions: %s", error.message)
             except Exception:
@@ -67,6 +67,6 @@ class SessionPruner:
 
     def _prune(self) -> PruneResult:
         before = time.time() - self._age_s
-        # In a shared store, it may wait for other machines, so it has its own connection.
+        # In a shared store, pruning may wait for other machines, so it has its own connection.
         with closing(open_store(self._data)) if is_database_url(self._data) else nullcontext(self._store) as store:
             return prune(store, before, self._archive, is_stopping=self._stopping.is_set)

@@ -1,4 +1,4 @@
-"""Determine a turn's sampling parameters and the number of tokens it may sample."""
+"""Determine the sampling parameters of a turn, and how many tokens it may sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAINING_TEMPERATURE = 1.0
 def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
     """Return the settings to pin in a training session. They include a temperature, because many agents ask for 0.
 
-    An observed endpoint keeps its own sampling, and so does a session that records what the agent asks for.
+    Nothing is added for an observed endpoint, or for a session that records the sampling that the agent asks for.
     """
     if mode == "observe" or bias == "record":
         return dict(sampling)
@@ -25,9 +25,9 @@ def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neut
 
 
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
-    """Merge sampling parameters. The session's values override the agent's, which override neutral defaults.
+    """Return the merged sampling parameters. The session's values override the agent's, which override neutral defaults.
 
-    A neutral session accepts only the agent's temperature and seed.
+    A neutral session accepts only temperature and seed from the agent.
     """
     only = session.config.bias == "neutral" if neutral is None else neutral
     agent = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
@@ -41,14 +41,14 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
 
 
 def find_constraint_bias(call: Call) -> tuple[str, ...]:
-    """Return the bias of a call whose reply is constrained by a grammar or a forced tool."""
+    """Return the bias that a grammar or a forced tool causes in the reply to a call, or an empty tuple."""
     if call.constraint is None:
         return ()
     return (f"constrained: {call.constraint.kind}{' after reasoning' if call.constraint.after_reasoning else ''}",)
 
 
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
-    """Return the number of tokens that may be sampled after a prompt of `size` tokens. The prompt must be within every limit."""
+    """Return the number of tokens that may be sampled after a prompt of `size` tokens. The prompt itself must fit within every limit."""
     limit = session.config.limits.context_tokens
     requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
     room = [
@@ -61,7 +61,7 @@ def count_room(session: Session, call: Call, size: int, max_context: int | None)
 
 
 def context_overflow(limit: int, size: int) -> ContextOverflow:
-    """Return the error, worded the way agents expect."""
+    """Return the error for a prompt that is too long, in the words that agents recognize."""
     return ContextOverflow(
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {size} tokens. "
         "Please reduce the length of the messages.",

@@ -1,7 +1,7 @@
 """The lifecycle of sessions: open, find, seal, cancel and delete.
 
-`Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals sessions
-that stay unused, and `staleness.py` cancels sessions that no feed can use any more.
+`Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals idle
+sessions, and `staleness.py` cancels sessions that no feed can use any more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turngate.types import STALE, SUPERSEDED, Mode, Sampling
 
 
 class Sessions:
-    """The sessions of one gateway."""
+    """The sessions of one worker of a gateway."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Sessions:
     ) -> None:
         """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted.
 
-        `require_room` raises an error if no session may be opened now.
+        `require_room` raises an error if no session may be opened at the moment.
         """
         self.modes = modes  # the modes this gateway serves; the first is the default
         self._models = models  # empty: any name
         self._vocabulary = vocabulary
         self._store = store
         self._events = events
-        self._shard = shard  # other workers' sessions are not kept in memory here
+        self._shard = shard  # sessions of other workers are not kept in memory here
         self._metrics = metrics or Metrics()
         self._on_close = on_close
         self._on_end = on_end
@@ -82,11 +82,11 @@ class Sessions:
 
     @property
     def evicted_count(self) -> int:
-        """Number of open sessions whose trace is not in memory."""
+        """Number of this worker's open sessions whose trace is not in memory."""
         return len(self._secret_of) - sum(not session.is_evicted for session in self._live.values())
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
-        """Open a session and return it with its secret, which is never shown again."""
+        """Open a session. Return it with its secret, which cannot be read again."""
         self._require_room()
         self._check_config(config)
         if session_id is None:
@@ -163,11 +163,11 @@ class Sessions:
         return row
 
     def find_live(self, session_id: str) -> Session | None:
-        """Return the session if it is open and was used since this worker started."""
+        """Return the session if it is open and has been used since this worker started."""
         return self._live.get(session_id)
 
     def find_by_secret(self, secret: str) -> Session | None:
-        """Return the session with this secret. It is looked up by hash, so that timing reveals nothing about the secret."""
+        """Return the session with this secret. The lookup uses a hash, so that its timing reveals nothing about the secret."""
         digest = _digest(secret)
         session_id = self._by_secret.get(digest)
         if session_id is not None:
@@ -176,7 +176,7 @@ class Sessions:
         return None if row is None else _load_closed_session(row)
 
     def find_id_by_secret(self, secret: str) -> str | None:
-        """Return the id of the session with this secret, whichever worker has it."""
+        """Return the id of the session with this secret, whichever worker owns it."""
         digest = _digest(secret)
         if (known := self._by_secret.get(digest)) is not None:
             return known
@@ -191,28 +191,28 @@ class Sessions:
         return secrets.compare_digest(digest, _digest(secret))
 
     def knows(self, session_id: str) -> bool:
-        """Return whether the session exists, or has events that were announced before it is opened."""
+        """Return whether the session exists, or has events that were announced before it was opened."""
         return session_id in self._live or self._store.find(session_id) is not None or self._events.knows(session_id)
 
     def live(self) -> Iterable[Session]:
-        """Return the sessions in memory: those that are open and were used since this worker started."""
+        """Return the sessions in memory: those that are open and have been used since this worker started."""
         return self._live.values()
 
     def open_digests(self) -> dict[str, bytes]:
-        """Return a snapshot of the open sessions, as the digest of each secret by session id.
+        """Return the ids of the open sessions, each with the digest of its secret.
 
         The digest distinguishes a session from a later one with the same id.
         """
         return dict(self._secret_of)
 
     def is_open(self, session_id: str, digest: bytes) -> bool:
-        """Return whether the session whose secret has this digest is still open."""
+        """Return whether the session with this id, and with this digest of its secret, is still open."""
         return self._secret_of.get(session_id) == digest
 
     def find_idle(self, now: float, idle_s: float) -> list[str]:
-        """Return the open sessions without a call for `idle_s` seconds.
+        """Return the ids of the open sessions that have had no call for `idle_s` seconds.
 
-        For a session without a call since this worker started, the time counts from that start.
+        For a session that has had no call since this worker started, the time counts from the worker's start.
         """
         unused = [s for s in self._live.values() if not s.busy]
         live = [s.id for s in unused if now - s.last_used > idle_s]
@@ -220,14 +220,14 @@ class Sessions:
         return live + unseen
 
     def take_ended(self) -> list[Session]:
-        """Return the sessions that ended since the last call. Their traces may still be in memory."""
+        """Return the sessions that have ended since this was last called. Their traces may still be in memory."""
         ended, self._ended = self._ended, []
         return ended
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def seal(self, session_id: str, stop: str = "") -> Session:
-        """End a session and abort its calls in flight. Sealing twice is fine."""
+        """End a session and abort its calls in flight. Sealing a session again has no effect."""
         return await self.end(session_id, "sealed", stop)
 
     async def cancel(self, session_id: str) -> Session:
@@ -282,7 +282,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight because the cell's lease has lapsed. Agents repeat them, and they wait for the lease."""
+        """Abort all calls in flight because the cell's lease has lapsed. Agents repeat the calls, which then wait for the lease."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:
@@ -295,7 +295,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """Build a closed session without its trace, so that callers learn that it has ended, not that their key is wrong."""
+    """Build a closed session without its trace. With it, callers learn that the session has ended, not that their key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

@@ -1,10 +1,10 @@
-"""The engines of many cells, listed in the shared store.
+"""The list of engines in the shared store, which all cells use.
 
 The gateway on the shared store changes the list (`SharedEngineList`), and every cell follows it (`FollowedEngineList`). A gateway or a cell
 uses its configured engines and the listed ones. The state of an engine in the list applies to all gateways and cells.
 
-A change raises the epoch of the fence, so that cells read the list with their next report to it (`shared_fence.py`). It returns when each
-cell has carried it out or can no longer serve.
+A change raises the epoch of the fence, so that cells read the list again after their next report (`shared_fence.py`). The change returns
+when each cell has carried it out or can no longer serve.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _STORED: dict[SharedEngineState, StoredState] = {"active": "active", "draining":
 
 
 def apply_shared(configured: Sequence[str], shared: Sequence[SharedEngine]) -> EngineStates:
-    """Merge the configured engines with the shared list, which takes precedence. Return the engines to use, and those that failed."""
+    """Merge the configured engines with the shared list, which takes precedence. Return the engines to use and the failed engines."""
     stored = {engine.url: _STORED.get(engine.state) for engine in shared}
     failed = {engine.url: engine.reason for engine in shared if engine.state == "failed"}
     return EngineStates(merge_engines(configured, stored), failed)
 
 
 class SharedEngineList:
-    """The list as the gateway on the shared store reads and changes it."""
+    """The shared list of engines, as the gateway on the shared store reads and changes it."""
 
     def __init__(self, table: EngineTable, configured: Sequence[str]) -> None:
         self._table = table
@@ -46,19 +46,19 @@ class SharedEngineList:
         return apply_shared(self._configured, self._table.list_engines())
 
     def has(self, url: str) -> bool:
-        """Return whether the stored list has an engine as active."""
+        """Return whether the shared list contains this engine as active."""
         return SharedEngine(url, "active") in self._table.list_engines()
 
     def write(self, url: str, state: StoredState) -> None:
         self.epoch = self._table.write(SharedEngine(url, state or "removed"))
 
     def fail(self, url: str, reason: str) -> None:
-        """Take an engine out of service, for this reason."""
+        """Take an engine out of service, and record the reason."""
         self.epoch = self._table.write(SharedEngine(url, "failed", reason))
 
 
 class FollowedEngineList:
-    """The list as a cell knows it."""
+    """The shared list of engines, as a cell last read it."""
 
     def __init__(self, configured: Sequence[str]) -> None:
         self._configured = list(configured)
@@ -75,7 +75,7 @@ class FollowedEngineList:
 
 
 class SharedEngineGroup:
-    """The pools of all cells. `local` is the pool of the gateway on the shared store, which serves no calls."""
+    """The engine pools of all cells. `local` is the pool of the gateway on the shared store, which serves no calls."""
 
     def __init__(self, local: LocalEngines, listed: SharedEngineList, fence: FenceTable) -> None:
         self._local = local
@@ -91,7 +91,7 @@ class SharedEngineGroup:
 
 
 class SharedEngineChanges(EngineChanges):
-    """Changes to the list of engines at the gateway on the shared store. Other gateways may also change it."""
+    """Changes the shared list of engines, at the gateway on the shared store. Other gateways may also change the list."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SharedEngineChanges(EngineChanges):
 
 
 class FollowedEngines:
-    """The pool of one process of a cell, which follows the list of the shared store."""
+    """The engine pool of one process of a cell, which follows the shared list."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class FollowedEngines:
         self._on_change = on_change
 
     async def follow(self) -> None:
-        """Read the list, and make the pool equal to it."""
+        """Read the shared list, and make the pool match it."""
         self._listed.replace(await asyncio.to_thread(lambda: self._connect().list_engines()))
         await self._local.sync()
         await self._on_change()
@@ -143,7 +143,7 @@ class FollowedEngines:
 
 
 class FollowedEngineChanges(EngineChanges):
-    """The engine changes of a cell, which follows the list of the shared store and cannot change it."""
+    """Refuses changes to the list of engines in a cell, which follows the shared list and cannot change it."""
 
     async def add(self, url: str, version: int | None = None) -> EnginesView:
         raise _refusal()

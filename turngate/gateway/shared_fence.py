@@ -1,9 +1,9 @@
 """One fence for many cells, in the shared store.
 
-The gateway on the shared store changes it (`SharedBarrier`), and every cell follows it (`FenceFollower`). A change returns when each
-follower has carried it out or can no longer serve. A follower serves only for `ttl_s` after its last report, counted from before it sent
-the report. So a change waits at most that long for a cell that cannot be reached. Before the change returns, that cell holds new calls and
-has aborted those in flight.
+The gateway on the shared store changes the fence (`SharedBarrier`), and every cell follows it (`FenceFollower`). A change returns when each
+follower has carried it out or can no longer serve. A follower may serve only for `ttl_s` seconds after it sent its last report, so a change
+waits at most that long for a cell that cannot be reached. By the time the change returns, that cell holds new calls and has aborted its
+calls in flight.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from turngate.store.shared.fence import FenceStage, FenceTable, SharedFence
 
 log = logging.getLogger("turngate")
 _REPORTS = 5  # reports per ttl
-_HELD_S = 0.25  # between reports while calls are held, so that agents do not wait longer than the update
+_HELD_S = 0.25  # between reports while calls are held, so that agents hardly wait longer than the update takes
 _BUSY_S = 1.0  # between reports while a draining engine has calls, so that it can be removed soon after they end
 _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clocks do not run at the same speed
 
 
 class SharedBarrier:
-    """The fence of all cells, changed by the gateway on the shared store. `local` is that gateway's own fence."""
+    """The fence of all cells, as the gateway on the shared store changes it. `local` is that gateway's own fence."""
 
     def __init__(
         self, local: LocalBarrier, fence: Fence, state: FenceState, replicas: ReplicaSet, table: FenceTable
@@ -47,7 +47,7 @@ class SharedBarrier:
         self._table = table
 
     async def adopt_version(self) -> None:
-        """Adopt a newer version that another gateway on the same store has made current."""
+        """Adopt the shared version if another gateway on the same store has made a newer one current."""
         shared = await asyncio.to_thread(self._table.read)
         if shared.version > self._fence.version:
             self._fence.set(shared.version, shared.model if shared.model or self._fence.model else None)
@@ -76,7 +76,7 @@ class SharedBarrier:
         return await self._local.describe()
 
     async def _change(self, stage: FenceStage, version: int, model: str) -> None:
-        """Write a change, and wait until every follower has carried it out or can no longer serve."""
+        """Write a change to the shared store, and wait until every follower has carried it out or can no longer serve."""
         weights = self._state.read_weights(version)
         encoded = "" if weights is None else msgspec.json.encode(weights).decode()
         epoch = await asyncio.to_thread(self._table.write, stage, version, model, encoded)
@@ -84,7 +84,7 @@ class SharedBarrier:
 
 
 class FollowedUpdates(WeightUpdates):
-    """The weight updates of a cell, which follows the fence of the shared store and cannot change it."""
+    """Refuses weight updates in a cell, which follows the fence of the shared store and cannot change it."""
 
     async def pause(self, mode: PauseMode, limit_s: float | None) -> FenceView:
         raise _refusal()
@@ -103,7 +103,7 @@ def _refusal() -> Conflict:
 class FenceFollower:
     """Makes the fence of one process of a cell follow the fence of the shared store.
 
-    `connect` opens the table over a separate connection. `abort_calls` ends the calls in flight when the cell may no longer serve.
+    `connect` opens the table of the shared fence. `abort_calls` aborts the calls in flight when the cell may no longer serve.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FenceFollower:
         fence.valid_until = 0.0  # hold calls until the first report
 
     async def start(self) -> None:
-        """Follow the fence. Calls are held until the shared store has answered."""
+        """Start to follow the shared fence. Calls are held until the shared store has answered."""
         try:
             await self._report()
         except TurngateError as error:
@@ -165,7 +165,7 @@ class FenceFollower:
                 self._is_away, pause = True, self._ttl_s / _REPORTS
 
     async def _report(self) -> float:
-        """Report, carry out what changed, and return when to report again."""
+        """Report to the shared store and carry out what has changed. Return the number of seconds until the next report."""
         sent = fence_clock()
         shared = await asyncio.to_thread(self._exchange, " ".join(self._busy))
         self._is_away = False
@@ -177,7 +177,7 @@ class FenceFollower:
         return min(self._choose_pause(shared, carried_out), self._ttl_s / _REPORTS)
 
     def _choose_pause(self, shared: SharedFence, carried_out: bool) -> float:
-        """Return the longest time until the next report."""
+        """Return the longest allowed time until the next report, in seconds."""
         if not carried_out:
             return POLL_S
         if shared.stage != "open":
@@ -194,7 +194,7 @@ class FenceFollower:
         return self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy)
 
     async def _carry_out(self, shared: SharedFence) -> bool:
-        """Move the local engines and fence to the shared list, stage and version. Return False if that is not finished yet."""
+        """Apply the shared engine list, stage and version in this process. Return False if calls in flight still have to end first."""
         if self._engines is not None and shared.epoch != self._epoch:
             await self._engines.follow()
         if shared.stage != "open":
@@ -206,7 +206,7 @@ class FenceFollower:
             await self._fence.pause("hold")
             raise Conflict(
                 f"the shared store is at policy version {shared.version}, but this cell has served version {self._fence.version}; "
-                "was the shared store restored from a backup? Resume at a higher version"
+                "if the shared store was restored from a backup, resume at a higher version"
             )
         if shared.weights:
             self._state.write_weights(msgspec.json.decode(shared.weights, type=PolicyWeights))
@@ -217,7 +217,7 @@ class FenceFollower:
         return True
 
     async def _watch(self) -> None:
-        """Abort the calls in flight when no report was answered for too long."""
+        """Hold calls, and abort those in flight, when no report has been answered for too long."""
         while True:
             left = self._fence.valid_until - fence_clock()
             if left > 0:

@@ -1,8 +1,8 @@
 """Weight updates of all cells, at the gateway on the shared store.
 
 The gateway holds the calls of every cell, loads the weights into every listed engine, and resumes the calls at the new version. If the
-first engine rejects the weights, the old version remains active. If another one does, that engine is taken out of service with the reason,
-and the others continue: one broken engine among many does not stop the training.
+first engine rejects the weights, the old version remains active. If a later engine rejects them, it is taken out of service with the
+reason, and the others continue: one broken engine among many does not stop the training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.gateway.weights import LoadReply, WeightUpdates
 
 
 class SharedUpdates(WeightUpdates):
-    """The weight updates of all cells. `local` is the pool of the gateway on the shared store, if it has one."""
+    """Updates the weights for all cells. `local` is the engine pool of the gateway on the shared store, if it has one."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SharedUpdates(WeightUpdates):
         return await super().load(load, mode, limit_s)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the listed replicas, healthy ones first: if the first one rejects the weights, no other loads them."""
+        """Return the listed replicas, healthy ones first: if the first one rejects the weights, the others do not load them."""
         if self._local is not None:
             await self._local.sync()
         healthy = {health.url for health in await self._replicas.health() if health.ok}
@@ -63,7 +63,7 @@ class SharedUpdates(WeightUpdates):
         return results[0].ok
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take the engines that could not load the weights out of service, before calls resume."""
+        """Take engines that could not load the weights out of service, before calls resume."""
         for one, result in zip(each, results, strict=True):
             if result.ok:
                 continue

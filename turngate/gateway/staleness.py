@@ -1,4 +1,4 @@
-"""Cancel sessions that were sampled at policy versions too old for every feed.
+"""Cancel sessions whose tokens were sampled at policy versions that are too old for every feed.
 
 The runner of a cancelled rollout is notified by an event, and can start a new rollout immediately.
 """
@@ -33,7 +33,7 @@ class StaleSessions:
         self._fence = fence
         self._reader = StoreReader(store, "staleness")
         self._tasks: set[asyncio.Task[None]] = set()
-        self.others: list[StaleSessions] = []  # of other projects; checked along with these
+        self.others: list[StaleSessions] = []  # those of other projects; checked together with these
 
     @property
     def is_busy(self) -> bool:
@@ -41,7 +41,7 @@ class StaleSessions:
         return bool(self._tasks)
 
     def cancel_in_background(self) -> None:
-        """Start cancelling the sessions that became stale with the current policy version."""
+        """Start to cancel the sessions that have become stale with the current policy version."""
         for other in self.others:
             other.cancel_in_background()
         try:
@@ -93,15 +93,15 @@ def _is_stored_session_stale(store: Store, session_id: str, oldest: int) -> bool
 
 
 def group_of(config: SessionConfig) -> str | None:
-    """Return the group of an open session, from `metadata.group`."""
+    """Return the group of a session from its `metadata.group`, or None if it has none."""
     group: Json = config.metadata.get("group")
     return group if isinstance(group, str) else None
 
 
 def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
-    """Return the oldest policy version at which a feed can still use a group's rollouts.
+    """Return the oldest policy version that any feed still accepts in rollouts of this group.
 
-    Return None if a feed accepts any version, or if no feed accepts the group.
+    Return None if some feed has no limit, or if no feed accepts the group.
     """
     wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
     known = [bound for bound in wanted if bound is not None]
@@ -111,7 +111,7 @@ def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: in
 def is_stale(session: Session, oldest: int) -> bool:
     """Return whether a turn that would be trained was sampled before version `oldest`.
 
-    A single question without tools is ignored: it may ask for a title, which is not trained, before the actual work begins.
+    A single question without tools is ignored. It may ask for a title before the actual work begins, and titles are not trained.
     """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):

@@ -1,4 +1,4 @@
-"""The log-probabilities that an agent may request. They show token texts but no ids, and only if the session allows it."""
+"""Log-probabilities for agents that request them. They come with token texts, without token ids, and only if the session allows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turngate.types import Call, TokenScore
 
 
 def require_shown_logprobs(session: Session, call: Call) -> None:
-    """Raise `BadRequest` if the agent requests log-probabilities and may not see them."""
+    """Raise `BadRequest` if the agent requests log-probabilities but is not allowed to see them."""
     if call.top_logprobs is None:
         return
     if not session.config.show_logprobs:
@@ -30,7 +30,7 @@ def score_tokens(
     logprobs: Sequence[float | None] | None,
     alternatives: Sequence[Mapping[int, float]] | None,
 ) -> tuple[TokenScore, ...]:
-    """Describe sampled tokens. A log-probability that the engine did not return is None."""
+    """Return the text, log-probability and alternatives of each sampled token. A log-probability that the engine did not return is None."""
     scores = []
     for n, token in enumerate(ids):
         others = alternatives[n] if alternatives is not None and n < len(alternatives) else {}

@@ -8,10 +8,10 @@
     generate  send ids, receive ids with log-probabilities; abort if the agent hangs up  (engines)
     parse     split the ids into reasoning, text and tool calls as they arrive           (render)
     commit    make the context and the sampled node durable before the last event        (recording.py)
-    reply     emit text as it is sampled, each tool call once complete, `Done` once recorded
+    reply     emit text as it is sampled, each tool call when it is complete, and `Done` when the turn is recorded
 
 `TurnPipeline.run` emits these events in batches. It is independent of wire formats: for a non-streaming reply, the server collects the
-stream. However a call ends, the tokens sampled so far are recorded. A call that is cut short becomes an aborted turn.
+stream. However a call ends, the tokens sampled so far are recorded. A call that is cut off becomes an aborted turn.
 """
 
 from __future__ import annotations
@@ -65,19 +65,21 @@ _SHORT_END = 256
 
 
 class PipelineSettings(msgspec.Struct, frozen=True):
-    """The part of the configuration that a turn needs."""
+    """The settings of the gateway that affect turns."""
 
     models: tuple[str, ...] = ()  # names that agents may request; empty: any
-    max_context: int | None = None  # of the model, in tokens; None: left to the engine
-    echo_prompt: bool = False  # ask the engine to echo the prompt it received, and compare it
+    max_context: int | None = None  # of the model, in tokens; None: the engine checks it
+    echo_prompt: bool = (
+        False  # ask the engine to echo the prompt it received, and compare it with the prompt that was sent
+    )
     vocabulary: str = ""  # digest of the tokenizer; a session can only continue with the same one
-    mode: Mode = "exact"  # of the sessions that the engine serves; "gate" if the trainer is the engine
+    mode: Mode = "exact"  # the mode of the sessions that the engine serves; "gate" if the trainer is the engine
     project: str = DEFAULT_PROJECT
-    routed_experts: bool = False  # ask the engine for the routed experts of tokens that have none yet
+    routed_experts: bool = False  # ask the engine for the routed experts of tokens for which none are recorded yet
 
 
 class TurnPipeline:
-    """The pipeline of model calls. One instance serves all sessions of a gateway and keeps no state about them."""
+    """Runs model calls. One instance serves all sessions of a project and keeps no state about them."""
 
     def __init__(
         self,
@@ -106,8 +108,9 @@ class TurnPipeline:
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.
 
-        `emit` is a callback because nested async generators cost more than the rest of a turn's bookkeeping. Cancelling the task aborts
-        the turn, as does an exception from `emit`; aborted turns are recorded. The call's waiting times are stored in `timing`.
+        `emit` is a callback because nested async generators would cost more than all other bookkeeping of a turn. Cancelling the task
+        aborts the turn, and so does an exception from `emit`; aborted turns are recorded. The times that the call spends waiting are stored
+        in `timing`.
         """
         self.admit(session, call)
         try:
@@ -130,14 +133,14 @@ class TurnPipeline:
         return len((await self._prompts.build(session, call, self._renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
-        """Return the model name that the session or the gateway sets, or else the one the agent sent."""
+        """Return the model name that the session or the gateway sets, or else the name that the agent sent."""
         served = self._settings.models
         return session.config.model or (served[0] if len(served) == 1 else call.model)
 
     # ── admit ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, session: Session, call: Call) -> None:
-        """Raise if the session or the gateway cannot serve this call. Limits are checked when a turn starts."""
+        """Raise an error if the session or the gateway cannot serve this call. Limits are checked later, when the turn starts."""
         session.require_open()
         if session.vocabulary != self._settings.vocabulary:
             raise Conflict(
@@ -172,7 +175,7 @@ class TurnPipeline:
     async def _run_in_turn(
         self, shares: FairShares, session: Session, call: Call, emit: Emit, timing: CallTiming
     ) -> None:
-        """Run a turn when its project has a share of the engines. It waits outside the fence, so that no update waits for it."""
+        """Run a turn when its project may use the engines. The turn waits outside the fence, so that weight updates do not wait for it."""
         group = session.config.metadata.get("group")
         owner = (self._settings.project, group if isinstance(group, str) else "")
         if shares.must_wait:
@@ -202,7 +205,7 @@ class TurnPipeline:
             self._fence.leave()
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while weights are being loaded, or while a cell has no lease. The session's time limit still applies."""
+        """Wait while calls are held, for a weight update or because a cell has no lease. The session's time limit still applies."""
         if self._fence.admits:
             await self._fence.enter()  # without waiting
             return
@@ -216,9 +219,9 @@ class TurnPipeline:
             timing.held_s += time.perf_counter() - began
 
     def _end_at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
-        """Return a final reply that looks normal, since agents would retry an empty or failed one.
+        """Return a final reply that looks normal, since agents would retry an empty or failed reply.
 
-        Raise `Conflict` instead if the session is configured to.
+        If the session is configured with `at_limit="conflict"`, raise `Conflict` instead.
         """
         self._recorder.note_stop(session, limit)
         if session.config.at_limit == "conflict":
@@ -304,7 +307,7 @@ class TurnPipeline:
         )
 
     def _require_fitting(self, session: Session, size: int) -> None:
-        """Raise if a prompt of `size` tokens leaves no room in the session's context limit or the model's."""
+        """Raise an error if a prompt of `size` tokens leaves no room within the context limit of the session or of the model."""
         limit, max_context = session.config.limits.context_tokens, self._settings.max_context
         if limit is not None and size >= limit:
             session.truncated = True
@@ -344,7 +347,7 @@ class TurnPipeline:
         )
 
     def _add_chunk(self, draft: TurnDraft, chunk: Chunk, reader: ReplyReader) -> list[Delta | CallDelta]:
-        """Add a chunk to the draft and return its parsed events. Tokens past the end of the turn are dropped."""
+        """Add a chunk to the draft, and return the events parsed from it. Tokens past the end of the turn are dropped."""
         ids, logprobs, call = chunk.ids, chunk.logprobs, draft.call
         # Parallel calls share the session's limit, so it may be reached in the middle of a chunk.
         left = draft.session.tokens_left
@@ -392,7 +395,7 @@ class TurnPipeline:
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
         request = self._build_relay_request(session, call, pinned, _find_verbatim(location.node, relay.name))
-        prompt = build_observed_prompt(location, None, preamble)  # only the reply can reveal its ids
+        prompt = build_observed_prompt(location, None, preamble)  # its ids are known only if the reply contains them
         draft = TurnDraft(session, call, prompt, sampling, self._fence.version, emit, timing)
         draft.capture = "text"
         draft.engine = relay.name
@@ -459,7 +462,7 @@ class TurnPipeline:
         )
 
     def _add_observed(self, draft: TurnDraft, chunk: RelayChunk) -> None:
-        """Add the token ids and other facts from an observed chunk to the draft."""
+        """Add the token ids and other data of an observed chunk to the draft."""
         if chunk.ids:
             draft.capture = "tokens"
             draft.add(chunk.ids, chunk.logprobs, self._fence.version_now(draft.begun_at))
@@ -476,7 +479,7 @@ def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class _TimedIterator(Generic[T]):
-    """An iterator with a deadline. Only waiting for an item can time out, not the consumer: it may be writing to a slow agent."""
+    """An iterator with a deadline. Only waiting for the next item can time out: the consumer may take longer, to write to a slow agent."""
 
     def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
         self._items = items
@@ -491,7 +494,7 @@ class _TimedIterator(Generic[T]):
 
 
 def _let_reason_first(call: Call, renderer: Renderer, context: Ids) -> tuple[Call, ReasoningTokens | None]:
-    """Let the constraint of a call, if any, begin after the reasoning that a reply to this context may start with."""
+    """If the call has a constraint and a reply to `context` may start with reasoning, apply the constraint only after the reasoning."""
     if call.constraint is None:
         return call, None
     reasoning = renderer.find_reasoning_tokens(context)
@@ -509,12 +512,12 @@ def _check(chunk: Chunk, request: Generate) -> None:
 
 
 def _find_unrouted(prompt: Prompt) -> int:
-    """Return the first token of a prompt whose routed experts are not recorded. Engines report at least those of its last token."""
+    """Return the first position in the prompt whose routed experts are not recorded, or the last position if all are recorded."""
     return min(find_first_missing(prompt.parent, ROUTED_EXPERTS), len(prompt.ids) - 1)
 
 
 def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
-    """Return the turns on the path to `node` that this endpoint needs back verbatim, by the index of their raw message."""
+    """Return the raw replies that this endpoint must receive back verbatim, by the index of their message on the path to `node`."""
     turns = [turn for turn in path_to(node) if isinstance(turn, Sampled)]
     return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}
 

@@ -4,7 +4,7 @@
     load    into one replica first, then into the others (`replicas.py`)
     resume  record the version, then let calls through
 
-`WeightUpdates` operates on a `Barrier`, which is the fence of this process or of all workers together.
+`WeightUpdates` operates on a `Barrier`, which is the fence of this process or the fences of all workers together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RETRY_S = 2.0  # between attempts to resume engines or calls
 
 
 class LoadReply(FenceView, frozen=True, kw_only=True, omit_defaults=True):
-    """The state of the fence after a load, and the result of each replica."""
+    """The state of the fence after a load, and the result for each replica."""
 
     replicas: list[ReplicaResult]
 
@@ -47,18 +47,18 @@ class WeightsView(FenceView, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Barrier(Protocol):
-    """The fence of one process or of several."""
+    """The fence of one process, or the fences of several processes together."""
 
     async def hold(self, until: float | None) -> None:
-        """Make new calls wait. Record `until` for processes that start during the hold."""
+        """Make new calls wait. `until` is recorded for processes that start during the hold; None means no time limit."""
 
     async def drain(self) -> None:
         """Wait until no call is in flight."""
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
-        """Resume calls at a version.
+        """Resume calls at a version. `expired` means that the pause has timed out.
 
-        `expired` means that a pause timed out. With `check`, ask every replica first which weights it has.
+        With `check`, first ask every replica which weights it has.
         """
 
     async def describe(self) -> FenceView:
@@ -66,7 +66,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """The fence of this process, with its state in the store."""
+    """The fence of this process, whose state is kept in the store."""
 
     def __init__(
         self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, stale: StaleSessions
@@ -76,7 +76,7 @@ class LocalBarrier:
         self._events = events
         self._replicas = replicas
         self._stale = stale
-        self.other_events: list[Events] = []  # of other projects; new versions are announced there, too
+        self.other_events: list[Events] = []  # those of other projects, where new versions are also announced
 
     async def hold(self, until: float | None) -> None:
         self._state.write_hold(until)
@@ -91,7 +91,7 @@ class LocalBarrier:
         self.resume(version, model, expired=expired)
 
     def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> None:
-        """Record the version, resume calls at it, and cancel sessions that become stale."""
+        """Record the version, resume calls at this version, and cancel sessions that become stale."""
         self._fence.check(version, model)
         new = self._fence.version if version is None else version
         facts: dict[str, Json] = {"paused": False, "version": new}
@@ -109,7 +109,7 @@ class LocalBarrier:
 
 
 class WeightUpdates:
-    """Pauses, resumes and weight loads, carried out one at a time."""
+    """Pauses calls, resumes them and loads weights, one operation at a time."""
 
     def __init__(self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, barrier: Barrier) -> None:
         self._fence = fence
@@ -123,7 +123,7 @@ class WeightUpdates:
     async def start(self) -> None:
         """Restore a pause that was active before a restart, since a trainer may still be sending weights.
 
-        If the engines were frozen without a pause, resume them.
+        If only the engines were frozen, resume them.
         """
         self._replicas.is_frozen = self._state.read_frozen()
         until = self._state.read_hold()
@@ -136,7 +136,7 @@ class WeightUpdates:
     async def _continue_hold(self, until: float) -> None:
         await self._fence.pause("hold")
         left = until - time.time()
-        if left <= 0:  # also true of the gateway's own unfinished update, which no trainer will resume
+        if left <= 0:  # this includes an unfinished update by the gateway itself, which no trainer will resume
             log.warning("calls were held when the gateway stopped, and the pause has expired; resuming them")
             self._timer = asyncio.create_task(self._keep_opening(expired=True))
             return
@@ -196,9 +196,9 @@ class WeightUpdates:
         return self._fence.paused, self._replicas.is_frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """Return to the state before a failure. If calls cannot be resumed now, keep trying in the background.
+        """Return to the state from before a failed operation. If calls cannot be resumed now, keep trying in the background.
 
-        The caller raises the original error.
+        Errors are only logged, since the caller raises the original error.
         """
         try:
             if not was_paused:
@@ -212,7 +212,7 @@ class WeightUpdates:
                 self._timer = asyncio.create_task(self._keep_opening())
 
     async def _open(self, version: int | None, model: str | None, *, check: bool = False) -> None:
-        """Resume calls at a version, then thaw the engines, so that all tokens sampled from then on are recorded with that version."""
+        """Resume calls at a version, and only then thaw the engines, so that all tokens sampled from then on have this version."""
         await self._barrier.open(version, model, check=check)
         if self._replicas.is_frozen:
             await self._thaw()
@@ -225,7 +225,7 @@ class WeightUpdates:
             raise
 
     def _retry_thaw(self) -> None:
-        """Retry in the background until the engines are resumed, since frozen calls are waiting in them."""
+        """Keep trying to resume the engines in the background, since frozen calls are waiting in them."""
         self._stop_timer()
         self._timer = asyncio.create_task(self._keep_thawing())
 
@@ -257,7 +257,7 @@ class WeightUpdates:
         await self._keep_opening(expired=True)
 
     async def _keep_opening(self, *, expired: bool = False) -> None:
-        """Resume calls at the current version, retrying until it succeeds."""
+        """Resume calls at the current version, and retry until that succeeds."""
         while True:
             try:
                 async with self.lock:
@@ -273,9 +273,10 @@ class WeightUpdates:
     # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
 
     async def load(self, load: PolicyWeights, mode: PauseMode | None, limit_s: float) -> LoadReply:
-        """Load weights into every replica and resume calls at their version.
+        """Load weights into every replica, and resume calls at the version of these weights.
 
-        If `mode` is None, calls are drained for a model and held for an adapter. `limit_s` limits the time for calls in flight to end.
+        If `mode` is None, calls are drained before a model is loaded and held before an adapter is loaded. `limit_s` limits how long calls
+        in flight may take to end.
         """
         mode = mode or ("drain" if load.path else "hold")
         async with self.lock:
@@ -309,15 +310,15 @@ class WeightUpdates:
         return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the replicas to load weights into. If the first one rejects them, the others do not load them."""
+        """Return the replicas to load weights into. If the first replica rejects the weights, the others do not load them."""
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:
-        """Return whether the new version becomes current although some replicas may have failed."""
+        """Return whether the new version becomes current, even if some replicas have failed."""
         return all(result.ok for result in results)
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take failed replicas out of service, if the new version becomes current without them."""
+        """Take failed replicas out of service, if the new version can become current without them."""
 
     async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()
@@ -334,7 +335,7 @@ class WeightUpdates:
     def _check_load(self, load: PolicyWeights, mode: PauseMode) -> PolicyWeights:
         """Return the current weights, or raise `Conflict` if `load` is not allowed.
 
-        Loading the current version again is allowed: it repairs replicas.
+        Loading the current version again is allowed, to repair replicas.
         """
         present = self._fence.version
         in_force = self._state.read_weights(present) or PolicyWeights(version=present)
@@ -375,7 +376,7 @@ class WeightUpdates:
         self._announce("fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
 
     def _announce(self, kind: str, facts: dict[str, Json]) -> None:
-        """Add an event. A failure is only logged, since the change itself has already taken effect."""
+        """Add an event. A failure to add it is only logged, since the change itself has already taken effect."""
         try:
             self._events.add("", kind, msgspec.to_builtins(facts))
         except StoreError as error:

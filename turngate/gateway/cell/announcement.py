@@ -1,7 +1,7 @@
 """Wait until a new session is announced to the shared store, so that a superseded attempt is refused immediately.
 
-The wait is short. If the shared store does not answer, the session is served while the lease lasts, and is cancelled as soon as the shared
-store says that its attempt is superseded.
+The wait is short. If the shared store does not answer, the session is served while the lease lasts. It is cancelled as soon as the shared
+store reports that its attempt is superseded.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from turngate.store.outbox import OutboxTable
 
 _WAIT_S = 2.0
-_SKIP_S = 5.0  # after a wait without an answer, new sessions do not wait for this long
+_SKIP_S = 5.0  # how long new sessions skip the wait after a wait has timed out
 _POLL_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 class AnnouncementWait:
-    """Waits for the shipper, which may run in another worker. `wake` makes it announce now if it runs in this one."""
+    """Waits until the shipper has announced a session. `wake` makes the shipper announce now if it runs in this worker."""
 
     def __init__(self, outbox: OutboxTable, wake: Callable[[], None]) -> None:
         self._outbox = outbox
@@ -26,7 +26,7 @@ class AnnouncementWait:
         self._skip_until = 0.0
 
     async def wait(self, session: int) -> None:
-        """Wait until a session, given by its key, is announced, or until it is clear that this would take long."""
+        """Wait until the session with this key is announced, but only briefly. Do not wait if a recent wait has timed out."""
         if time.monotonic() < self._skip_until:
             return
         self._wake()

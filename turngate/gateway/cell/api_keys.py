@@ -1,6 +1,6 @@
-"""The API keys of a cell: read from the shared store every few seconds, and used from memory.
+"""The API keys of a cell, which are read from the shared store every few seconds and checked in memory.
 
-A cell that cannot reach the shared store uses the keys that it has until its lease lapses. Then it accepts none.
+A cell that cannot reach the shared store uses the keys that it has read until its lease lapses. After that, it accepts no keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLLOW_S = 2.0  # between reads of the keys
 
 
 class CellKeyRing(KeyRing):
-    """The keys that a cell knows. Without a lease, no key can be checked."""
+    """A cell's copy of the projects and keys. While the lease is not held, looking up a key raises `LeaseLapsed`."""
 
     def __init__(self, permit: ServingPermit) -> None:
         super().__init__(lambda: KnownProjects({}, {}), refresh_s=inf)
@@ -34,7 +34,7 @@ class CellKeyRing(KeyRing):
 
 
 class KeyFollower:
-    """A thread that keeps a ring up to date. `connect` opens the table of the shared store over its own connection."""
+    """A thread that keeps `ring` up to date. `connect` opens the shared store's table of projects and keys."""
 
     def __init__(self, ring: KeyRing, connect: Callable[[], ProjectTable]) -> None:
         self._ring = ring

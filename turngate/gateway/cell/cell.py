@@ -1,6 +1,6 @@
-"""The cell's part of a gateway: its lease, its outbox, and the threads that renew the lease and ship the sessions.
+"""The parts of a gateway that make it a cell: its lease, its outbox, and the threads that renew the lease and ship the sessions.
 
-With several workers, worker 0 runs the threads for all of them. Each worker watches the lease itself.
+With several workers, worker 0 runs these threads for all of them. Each worker watches the lease itself.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Cell:
         replicas: ReplicaSet,
         engines: FollowedEngines | None,
     ) -> FenceFollower:
-        """Return a follower of the shared fence and engines for this worker. Until it starts, the fence admits no calls."""
+        """Return an object that makes this worker follow the shared fence and engines. Until it starts, the fence admits no calls."""
         return FenceFollower(
             fence,
             barrier,
@@ -92,7 +92,7 @@ class Cell:
         )
 
     def open_shared(self) -> SharedStore:
-        """Return the shared store over the connections of those who follow it: for the fence, the engines and the keys.
+        """Return the shared store, over connections that are only used to follow the fence, the engines and the keys.
 
         Leases and shipments have separate connections, so that neither waits for a long transaction of the other.
         """
@@ -102,7 +102,7 @@ class Cell:
             return self._followed
 
     def _open(self, project: str = DEFAULT_PROJECT) -> SharedStore:
-        """Open the shared store of a project until the cell stops."""
+        """Open the shared store of a project. It stays open until the cell stops."""
         store = _open_shared(locate_project(self._url, project))
         self._opened.append(store)
         return store
@@ -111,7 +111,7 @@ class Cell:
         return self._open().quotas
 
     def wake_shippers(self) -> None:
-        """Announce new sessions now."""
+        """Make the shippers announce new sessions now."""
         for shipper in self._shippers:
             shipper.wake()
 
@@ -120,7 +120,7 @@ class Cell:
         self._keys.start()
 
     def add_project(self, store: Store, sessions: Sessions, project: str) -> None:
-        """Guard and ship the sessions of another project, under the same lease."""
+        """Guard and ship the sessions of an additional project, under the same lease."""
         store.outbox.cell = self.permit.cell if self._watching is not None else ""
         self._outboxes.add(store.outbox)
         self.guard.add(store.outbox, sessions)
@@ -130,7 +130,7 @@ class Cell:
             shipper.start()
 
     def remove_project(self, store: Store) -> None:
-        """Ship no more sessions of a project, because it was deleted."""
+        """Stop guarding and shipping the sessions of a project that was deleted."""
         self._outboxes.remove(store.outbox)
         self.guard.remove(store.outbox)
         for shipper in [one for one in self._shippers if one.outbox is store.outbox]:
@@ -138,7 +138,7 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Get a lease, and cancel the sessions of a previous id that was taken over."""
+        """Get a lease, cancel sessions that belong to an earlier id of this cell, and start to watch the lease."""
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))
@@ -148,7 +148,7 @@ class Cell:
         self._watching = asyncio.create_task(self.guard.run())
 
     def interrupt(self) -> None:
-        """Fail whatever waits for the shared store, which does not answer."""
+        """Make all requests that are waiting for the shared store fail. Called when the cell stops and the shared store does not answer."""
         for store in self._opened:
             store.database.interrupt()
 

@@ -1,4 +1,4 @@
-"""A thread that registers a cell at the shared store and renews its lease."""
+"""A thread that registers a cell in the shared store and renews its lease."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger("turngate")
 
 
 class CellName(msgspec.Struct, frozen=True):
-    """How the shared store names a cell."""
+    """The name and the address with which a cell is registered in the shared store."""
 
     name: str
     url: str
 
 
 class LeaseRegistry(Protocol):
-    """The leases in the shared store."""
+    """The part of the shared store that registers cells, and renews and ends their leases."""
 
     def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]: ...
 
@@ -35,7 +35,7 @@ class LeaseRegistry(Protocol):
 
 
 class LeaseKeeper:
-    """Keeps the lease in `file` until `stop`. `connect` opens the registry, over a separate connection for this thread."""
+    """Keeps the lease in `file` renewed until `stop`. `connect` opens the registry over a connection that only this thread uses."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class LeaseKeeper:
         self._is_away = False
 
     def start(self, name: CellName) -> None:
-        """Register the cell, then keep its lease in the background. Raise an error if the shared store cannot be used.
+        """Register the cell, then renew its lease in the background. Raise an error if the shared store cannot be used.
 
-        A worker that restarts continues the lease of the cell, even if the shared store does not answer now.
+        If the cell is already registered, because only this worker was restarted, the shared store need not answer.
         """
         self._name = name
         if not self._lease.registered:
@@ -67,7 +67,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing, and give up the lease."""
+        """Stop renewing the lease, and end it."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -93,7 +93,7 @@ class LeaseKeeper:
                 log.exception("cannot renew the lease; retrying")
 
     def _request(self) -> None:
-        """Register or renew, and write the result to the file."""
+        """Register the cell or renew its lease, and write the new deadline to the file."""
         if self._registry is None:
             self._registry = self._connect()
         request = self._lease.send(self._clock())
@@ -115,8 +115,10 @@ class LeaseKeeper:
         log.info("cell %s (%s) has a lease of %g s", self._name.name, cell, self._lease.ttl_s)
 
     def _start_over(self, request: Renewal) -> None:
-        """Choose a new id, since the lease of the old one was taken over. The next request registers the new id."""
-        log.warning("the lease of cell %s was taken over; its sessions end, and it starts over", self._lease.cell)
+        """Choose a new id, since the lease of the old id was taken over. The next request registers the new id."""
+        log.warning(
+            "the lease of cell %s was taken over; cancelling its sessions and registering a new id", self._lease.cell
+        )
         self._lease.lose(request)
         cell = new_cell_id()
         self._file.start_over(cell)

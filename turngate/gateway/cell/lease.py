@@ -1,10 +1,10 @@
-"""A cell's lease: the right to serve until a deadline. A state machine without I/O; every method takes the time.
+"""A cell's lease: the right to serve until a deadline. A state machine without I/O: the caller passes the time.
 
     register ─► held ──renew──► held ── deadline passes ──► lapsed ──renew──► held
-                  └──────────── another has taken it over ─────┴────► lost ──► a new id, registered from the start
+                  └──────────── the lease was taken over ──────┴────► lost ──► a new id, registered from the start
 
-The shared store's clock decides when a lease ends there. The cell counts its own deadline from before it sent the request. So the cell
-stops first, however long the request took to arrive.
+The shared store ends a lease by its own clock, counted from when it receives the request. The cell counts its deadline from when it sent
+the request. So the cell always stops serving before the shared store ends the lease, however long the request took.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import msgspec
 LeaseState = Literal["waiting", "held", "lapsed", "lost"]
 CLOCK_DRIFT = 0.02  # share of the lease by which the cell stops early, since two clocks do not run at the same speed
 _RENEWALS = 3  # renewals per lease
-_RETRIES = 30  # attempts per lease while the shared store does not answer
-_FIRST_RETRIES = 5  # the first few retries come faster, in case the connection was only cut
+_RETRIES = 30  # requests per lease while the shared store does not answer
+_FIRST_RETRIES = 5  # this many retries come faster, in case only the connection was cut
 
 
 def lease_clock() -> float:
-    """Return the time in seconds on a clock that is never set, is the same in all processes, and also runs while the machine sleeps."""
+    """Return the time in seconds on a clock that never jumps, is the same in all processes, and keeps running while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Renewal(msgspec.Struct, frozen=True):
-    """A request to register or renew, and when it was sent."""
+    """A request to register a cell or renew its lease, and the time at which it was sent."""
 
     cell: str
     sent: float
 
 
 class Lease:
-    """The lease of one cell, as known to the cell itself."""
+    """The lease of one cell, as the cell itself knows it."""
 
     def __init__(self, cell: str, ttl_s: float, *, registered: bool = False) -> None:
         self.cell = cell
@@ -54,15 +54,15 @@ class Lease:
         return "waiting" if self.deadline == -math.inf else "lapsed"
 
     def next_request(self) -> float:
-        """Return when to send the next request."""
+        """Return the time at which the next request is due."""
         return self._next
 
     def send(self, now: float) -> Renewal:
-        """Record that a request is being sent. Call this before anything is written to the connection."""
+        """Return a new request that is sent at `now`. Call this before anything is written to the connection."""
         return Renewal(self.cell, now)
 
     def confirm(self, renewal: Renewal) -> None:
-        """Extend the lease: the shared store has registered or renewed it. The answer to an older request never shortens it."""
+        """Extend the lease after the shared store has registered or renewed it. A late answer to an older request never shortens it."""
         if renewal.cell != self.cell or self._lost:
             return
         self.registered = True
@@ -71,7 +71,7 @@ class Lease:
         self._next = renewal.sent + self.ttl_s / _RENEWALS
 
     def fail(self, now: float) -> None:
-        """Record that a request was not answered. Even if it succeeded, it does not extend the deadline."""
+        """Record that a request was not answered. The deadline is not extended, even if the shared store has renewed the lease."""
         self._failures += 1
         pause = self.ttl_s / _RETRIES
         self._next = now + (pause / _FIRST_RETRIES if self._failures <= _FIRST_RETRIES else pause)
@@ -83,7 +83,7 @@ class Lease:
             self.deadline = -math.inf
 
     def start_over(self, cell: str, now: float) -> None:
-        """Continue with a new id, which must be registered."""
+        """Continue with a new id, which the next request registers."""
         self.cell = cell
         self.registered = self._lost = False
         self.deadline = -math.inf

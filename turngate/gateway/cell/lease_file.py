@@ -1,6 +1,7 @@
-"""The lease in a file that all workers of a cell map into memory, so that a call can check it without a system call or a message.
+"""A cell's lease in a file that all its workers map into memory, so that calls can check it without a system call or a message.
 
-The process that renews the lease writes it; the workers read it. The front process imports this module, so it must stay light.
+The process that renews the lease writes the file, and the workers read it. The front process imports this module, so the module must be
+fast to import.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def new_cell_id() -> str:
 
 
 def create_lease_file(data: Path) -> None:
-    """Create the file for a cell that starts, with a new id and no lease."""
+    """Create the lease file of a cell that is starting, with a new id and no lease."""
     path = data / _NAME
     path.unlink(missing_ok=True)  # a worker of an earlier run may still map the old one
     path.write_bytes(bytes(_SIZE))
@@ -29,7 +30,7 @@ def create_lease_file(data: Path) -> None:
 
 
 class LeaseFile:
-    """The cell's id, its deadline on `lease_clock`, and its term: the number of ids that it has had since it started."""
+    """The file: the cell's id, its deadline on `lease_clock`, and its term, which counts the ids that the cell has had since it started."""
 
     def __init__(self, data: Path) -> None:
         with open(data / _NAME, "r+b") as file:
@@ -60,7 +61,7 @@ class LeaseFile:
         self._deadline[0] = deadline
 
     def start_over(self, cell: str) -> None:
-        """Replace the id. Workers notice the new term and stop the sessions of the old one before they serve again."""
+        """Replace the id. Workers notice the new term, and cancel the sessions of the old id before they serve again."""
         self.write(-math.inf, registered=False)
         self._map[_ID_AT : _ID_AT + 32] = cell.encode()
         self._numbers[_TERM] += 1

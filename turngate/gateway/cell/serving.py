@@ -1,8 +1,8 @@
 """Decide whether this worker of a cell may serve, and act when that changes.
 
 lease held     serve
-lease lapsed   abort the calls in flight, which agents repeat; hold model calls; refuse new sessions and outcomes
-lease lost     also cancel the sessions of the lost id, then serve under the new one
+lease lapsed   abort the calls in flight, which agents repeat; hold new model calls; refuse new sessions and outcomes
+lease lost     also cancel the sessions of the lost id, then serve under the new id
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from turngate.gateway.sessions import Sessions
 from turngate.store.outbox import OutboxTable
 
 log = logging.getLogger("turngate")
-_POLL_S = 0.1  # between reads of the file, which another process may have written
+_POLL_S = 0.1  # between reads of the lease file, which another process may have written
 _UNSHIPPED_CHECK_S = 1.0  # between counts of the unshipped sessions
 
 
 class ServingPermit:
-    """The lease as one worker sees it. A worker serves a new id only after it has ended the sessions of the old one."""
+    """The lease as one worker sees it. A worker serves under a new id only after it has cancelled the sessions of the old id."""
 
     def __init__(self, file: LeaseFile, clock: Callable[[], float] = lease_clock) -> None:
         self._file = file
         self._clock = clock
-        self._term = 0  # the id that this worker serves; 0: none yet
+        self._term = 0  # the term under which this worker serves; 0: none yet
         self._granted = asyncio.Event()
 
     @property
@@ -38,12 +38,12 @@ class ServingPermit:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the cell stops serving unless the lease is renewed; 0 if it has stopped."""
+        """Seconds until the cell stops serving if the lease is not renewed; 0 if it is not serving."""
         return max(0.0, self._file.deadline - self._clock()) if self.is_held else 0.0
 
     @property
     def has_new_id(self) -> bool:
-        """Whether the cell has an id that this worker does not serve yet."""
+        """Whether the cell has an id under which this worker is not serving yet."""
         return self._file.term != self._term
 
     @property
@@ -55,7 +55,7 @@ class ServingPermit:
 
     @property
     def term(self) -> int:
-        """The number of the cell's current id, which this worker may not serve yet."""
+        """The term of the cell's current id. This worker may still have to switch to it."""
         return self._file.term
 
     def require(self) -> None:
@@ -94,7 +94,7 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """Stops and resumes this worker's sessions as the lease changes. `run` does so until it is cancelled."""
+    """Stops and resumes this worker's sessions as the lease changes, for as long as `run` is running."""
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
         self.permit = permit
@@ -103,16 +103,16 @@ class ServingGuard:
         self._parts: list[tuple[OutboxTable, Sessions]] = []  # one for each project
 
     def add(self, outbox: OutboxTable, sessions: Sessions) -> None:
-        """Guard the sessions of a project, too."""
+        """Guard the sessions of one more project."""
         self._parts.append((outbox, sessions))
 
     def remove(self, outbox: OutboxTable) -> None:
-        """Forget the sessions of a project that was deleted."""
+        """Stop guarding the sessions of a project that was deleted."""
         self._parts = [part for part in self._parts if part[0] is not outbox]
         self._unshipped.pop(outbox, None)
 
     def require_room(self, outbox: OutboxTable) -> None:
-        """Raise if no new session may be opened: the lease is not held, or too many sessions of the project are not shipped yet."""
+        """Raise an error if no session may be opened: the lease is not held, or too many sessions of the project are not shipped yet."""
         self.permit.require()
         unshipped, counted = self._unshipped.get(outbox, (0, 0.0))
         if (now := lease_clock()) - counted > _UNSHIPPED_CHECK_S:
@@ -140,11 +140,11 @@ class ServingGuard:
             await asyncio.sleep(min(_POLL_S, left) if is_held else _POLL_S)
 
     async def interrupt_calls(self) -> None:
-        """Abort the calls in flight of all projects. Agents repeat them."""
+        """Abort the calls in flight of all projects. Agents will repeat them."""
         await asyncio.gather(*(sessions.interrupt_calls() for _, sessions in self._parts))
 
     async def stop_foreign_sessions(self) -> None:
-        """Cancel this worker's sessions of ids that were taken over, then serve the current id."""
+        """Cancel this worker's sessions that belong to earlier ids of the cell, then serve under the current id."""
         term, cell = self.permit.term, self.permit.cell
         for outbox, sessions in list(self._parts):
             outbox.cell = cell
@@ -154,7 +154,7 @@ class ServingGuard:
         self.permit.accept_id(term)
 
     async def _cancel(self, sessions: Sessions, session_id: str) -> bool:
-        """Cancel a session of this worker. Return False if it still serves calls."""
+        """Cancel a session if this worker owns it. Return False if it can still serve calls."""
         if not sessions.owns(session_id):
             return True
         try:

@@ -1,4 +1,4 @@
-"""A thread that ships ended sessions from a cell's outbox to the shared store, over separate connections. No turn waits for it."""
+"""A thread that ships ended sessions from a cell's outbox to the shared store. It has its own connections, so no turn waits for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from turngate.store.shipment import ConflictingShipment, RejectedShipment, Shipm
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
-_IDLE_S = 0.05  # between checks of an empty outbox; other workers wait for it when they open a session
+_IDLE_S = 0.05  # between checks of an empty outbox; other workers wait for the next check when they open a session
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # after failed transactions
 _SESSIONS = 32  # per transaction
-_CHECK_S = 5.0  # between checks whether the shared store was restored from a backup
+_CHECK_S = 5.0  # between checks for a shared store that was restored from a backup
 _PAGE = 500  # sessions per query after a restore
 _ANNOUNCED = 256  # open sessions announced at a time
 _BYTES = 16_000_000  # a transaction of this size gets no further session
@@ -27,20 +27,23 @@ class ShipmentTarget(Protocol):
     """Writes sessions to the shared store."""
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write all of them in one transaction. Writing one again changes nothing."""
+        """Write all shipments in one transaction. Writing a shipment again changes nothing."""
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
-        """Register open sessions as attempts that this cell runs. Return those that are superseded."""
+        """Register open sessions as attempts that this cell is running. Return the ids of the sessions whose attempts are superseded."""
 
     def find_history(self, position: ShippingPosition) -> str:
-        """Return the history of the shared store, which changes when the store was restored from a backup."""
+        """Return the id of the shared store's history, which changes when the store is restored from a backup."""
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the sessions that the shared store lacks. Each is given as its id and the number of its newest event."""
+        """Return the ids of the sessions that the shared store lacks.
+
+        Each item of `sessions` is an id and the number of its newest event.
+        """
 
 
 class Shipper:
-    """Ships until `stop`. `connect` opens the target; `store` is the cell's store, and `reader` opens it for reading."""
+    """Announces open sessions and ships ended ones until `stop`. `reader` opens the cell's store, and `connect` opens the target."""
 
     def __init__(self, outbox: OutboxTable, reader: Callable[[], Store], connect: Callable[[], ShipmentTarget]) -> None:
         self.outbox = outbox
@@ -59,12 +62,12 @@ class Shipper:
         self._thread.start()
 
     def wake(self) -> None:
-        """Announce and ship now, unless the shared store does not answer."""
+        """Make the thread announce and ship now, unless it is waiting to retry after a failure."""
         if not self._failures:
             self._wakeup.set()
 
     def stop(self, wait_s: float) -> None:
-        """Ship due sessions for up to `wait_s` seconds, then stop. The others stay in the outbox."""
+        """Ship due sessions for up to `wait_s` seconds, then stop. Sessions that are not shipped by then stay in the outbox."""
         end = time.monotonic() + wait_s
         while time.monotonic() < end and self._thread.is_alive() and not self._failures:
             if not self.outbox.find_due(time.time(), 1):
@@ -89,7 +92,7 @@ class Shipper:
                 self.announce()
                 pause = 0.0 if self.ship() else _IDLE_S
                 if self._failures:
-                    log.info("sessions are shipped again")
+                    log.info("shipping sessions works again")
                 self._failures = 0
             except TurngateError as error:
                 pause = self._back_off(error.message)
@@ -98,7 +101,7 @@ class Shipper:
                 pause = self._back_off(str(error))
 
     def _check_history(self) -> None:
-        """Ship again what the shared store lost when it was restored from an older backup."""
+        """If the shared store was restored from a backup, put the sessions that it lost into the outbox again."""
         if time.monotonic() < self._check_at:
             return
         if self._target is None:
@@ -108,13 +111,13 @@ class Shipper:
         if position.history is not None and history != position.history:
             self.outbox.announce_again()
             lost = sum(self._add_missing(self._target))
-            log.warning("the shared store was restored from a backup; %d sessions are shipped again", lost)
+            log.warning("the shared store was restored from a backup; shipping %d lost sessions again", lost)
         if history != position.history:
             self.outbox.set_history(history)
         self._check_at = time.monotonic() + _CHECK_S
 
     def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
-        """Add the sessions to the outbox that the shared store lacks. Yield their number, page by page."""
+        """Put the sessions that the shared store lacks into the outbox again. Yield their number, page by page."""
         after = 0
         while page := self.outbox.list_shipped(after, _PAGE):
             missing = target.find_missing([(session.id, session.newest) for session in page])
@@ -123,7 +126,7 @@ class Shipper:
             after = page[-1].key
 
     def announce(self) -> None:
-        """Announce open sessions to the shared store, and record which of them are superseded there."""
+        """Announce open sessions to the shared store, and record whose attempts are superseded there."""
         opened = self.outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:
@@ -140,7 +143,7 @@ class Shipper:
         return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
 
     def ship(self) -> int:
-        """Ship the sessions that are due, in one transaction, and return their number."""
+        """Ship a batch of due sessions in one transaction, and return the size of the batch."""
         rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0
