@@ -1,4 +1,4 @@
-"""Conversion between wire formats and our types. To add a dialect, write its module and add it to `DIALECTS`."""
+"""The dialects: conversion between wire formats and our types. To add a dialect, write a module for it and list its class in `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
-    """Decode a stored JSON list of messages in the dialect they arrived in."""
+    """Decode a JSON list of messages from the store. `dialect` names the dialect in which they arrived."""
     history = _by_name[dialect].read_stored_history([bytes(item) for item in _raws.decode(raw)])
     return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
-    """Decode stored tools in the dialect they arrived in. Raise BadRequest if they are invalid."""
+    """Decode tools from the store. `dialect` names the dialect in which they arrived. Raise BadRequest if the tools are invalid."""
     if raw in (b"", b"[]"):
         return ()
     if dialect not in _by_name:

@@ -1,7 +1,7 @@
 """The `Dialect` interface: one wire format, without I/O.
 
-A dialect declares its routes, where callers put their key, what its errors look like and how its streams end. Everything else about a
-call is the same for all dialects. The server iterates over the dialects; the rest of the gateway does not depend on the wire format.
+A dialect declares its routes, where clients put their key, what its errors look like and how its streams end. The server registers the
+routes of every dialect. The rest of the gateway does not depend on the wire format.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Verb = Literal["generate", "stream", "count"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A path relative to a base URL, with `{model}` as a placeholder for a model name. All routes are POST."""
+    """A route of a dialect. `path` may contain `{model}` as a placeholder for the model name. All routes are called with POST."""
 
     path: str
     verb: Verb = "generate"
-    socket: bool = False  # calls may also arrive over a WebSocket, opened with GET
+    socket: bool = False  # a GET of this path opens a WebSocket, over which calls may also arrive
 
 
 class EarlierReply(msgspec.Struct, frozen=True):
-    """A reply of the same session that a request may refer to: the history of its request, and its own items."""
+    """An earlier reply of the session, which a request may refer to: the history of the call that it answered, and its output items."""
 
     history: History
     output: Sequence[bytes]
 
 
 class EarlierReplies(Protocol):
-    """The replies that a request may refer to by id. Both methods return None if nothing has the id."""
+    """The earlier replies that a request may refer to by id. Both methods return None if the id is unknown."""
 
     def find(self, reply_id: str) -> EarlierReply | None: ...
 
@@ -41,36 +41,36 @@ class EarlierReplies(Protocol):
 
 
 class ReplyRecord(msgspec.Struct, frozen=True):
-    """A reply to be stored under its id: `head`, `echo` and `tail` together are its JSON.
+    """A reply to be stored under its id. Its JSON is `head`, `echo` and `tail`, joined.
 
-    `echo` repeats the request and is mostly the same in all replies of a session, so it is stored once.
+    `echo` repeats fields of the request. It is usually the same for all replies of a session, so it is stored only once.
     """
 
     id: str
     head: bytes
     echo: bytes
     tail: bytes
-    output: tuple[bytes, ...]  # its items
-    tools: bytes = b"[]"  # tools from the items of the request rather than from the request itself
+    output: tuple[bytes, ...]  # the reply's output items
+    tools: bytes = b"[]"  # tools that were declared in input items instead of the request's `tools` field
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """One HTTP request. `PrefixCache` may have removed the known items from its body."""
+    """One model call as it arrived. `PrefixCache` may have removed items from its body that it has already decoded."""
 
     body: bytes
     headers: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
     verb: Verb = "generate"
-    model: str = ""  # from the path
+    model: str = ""  # the model name in the path, if the route has one
     known_items: Sequence[bytes] = ()  # items that were removed from the body
-    history: History | None = None  # history of exactly these items, to be extended
-    uncut_body: bytes = b""  # body before items were removed; empty if none were
+    history: History | None = None  # history of exactly the known items, which the new items extend
+    uncut_body: bytes = b""  # the body before items were removed; empty if none were removed
     earlier: EarlierReplies | None = None  # replies that the request may refer to
-    over_socket: bool = False  # it arrived as an event of a WebSocket
+    over_socket: bool = False  # the request arrived as an event over a WebSocket
 
     @property
     def received_body(self) -> bytes:
-        """The body as received."""
+        """The body as received, before any items were removed."""
         return self.uncut_body or self.body
 
 
@@ -82,7 +82,7 @@ class Stream(Protocol):
         """Content type of the reply."""
 
     def begin(self, usage: Usage | None = None) -> bytes:
-        """Encode what precedes the first event. `usage` counts the prompt's tokens, if they are known yet."""
+        """Encode the bytes that precede the first event. `usage` holds the prompt's token count if it is already known."""
 
     def event(self, event: ReplyEvent) -> bytes:
         """Encode one event. `Done` becomes the terminal event."""
@@ -91,19 +91,24 @@ class Stream(Protocol):
 
 
 class StorableStream(Stream, Protocol):
-    """Encoder for a reply that can be stored under its id. Dialects that set `Call.store` or have a WebSocket open only such streams."""
+    """Encoder for a reply that can be stored under its id.
+
+    A dialect that sets `Call.store` or has a WebSocket route must return such a stream from `open_stream`.
+    """
 
     def whole(self, done: Done) -> bytes:
-        """Encode the whole reply."""
+        """Encode the whole reply as one JSON object, for a call that is not streamed."""
 
     def empty(self) -> bytes:
-        """Encode the events of a reply for which nothing is sampled."""
+        """Encode all events of an empty reply, for a request that asks not to generate anything."""
 
     def record(self) -> ReplyRecord:
-        """Return the reply, once it is complete."""
+        """Return the reply to be stored. It must be complete."""
 
 
 class Dialect(Protocol):
+    """One wire format: it decodes requests into calls, and encodes replies and errors."""
+
     @property
     def name(self) -> str: ...
 
@@ -112,44 +117,44 @@ class Dialect(Protocol):
 
     @property
     def path_prefix(self) -> str:
-        """Path prefix of this dialect. Unknown paths below it are answered in its error format."""
+        """Prefix of this dialect's paths. An error about an unknown path is encoded by the dialect with the longest matching prefix."""
 
     @property
     def list_field(self) -> str:
-        """Request field that contains the conversation."""
+        """Name of the request field that contains the conversation: `messages`, `input` or `contents`."""
 
     @property
     def request_type(self) -> type:
-        """The type of a request's body."""
+        """The Python type of a request body, from which the OpenAPI schema is generated."""
 
     @property
     def error_type(self) -> type:
-        """The type of an error's body."""
+        """The Python type of an error body, from which the OpenAPI schema is generated."""
 
     @property
     def key_header(self) -> str:
-        """Request header for the key besides `Authorization`, or empty if there is none."""
+        """Name of a request header that may contain the key instead of `Authorization`, or an empty string if there is none."""
 
     @property
     def request_id_header(self) -> str:
-        """Response header for the provider's request id, or empty if it has none."""
+        """Name of the response header in which the provider sends a request id, or an empty string if it sends none."""
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        """Return the secret that the caller sent, or an empty string."""
+        """Return the key that the client sent, or an empty string if it sent none."""
 
     def decode(self, wire: WireRequest) -> Call: ...
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
-        """Build the call for a request that differs from an earlier one only in its headers and history.
+        """Return the call for a request that differs from an earlier request only in its headers and history.
 
-        `call` is the earlier call. Return None if the whole request must be decoded.
+        `call` is the call that was decoded from the earlier request. Return None if the whole request must be decoded instead.
         """
 
     def read_stored_history(self, raws: Sequence[bytes]) -> History:
-        """Read messages as a trace stores them."""
+        """Return a history of messages that were loaded from a trace."""
 
     def read_stored_tools(self, raw: bytes) -> Tools:
-        """Read tools as a trace stores them."""
+        """Return tools that were loaded from a trace."""
 
     def open_stream(self, call: Call) -> Stream: ...
 
@@ -169,4 +174,4 @@ class Dialect(Protocol):
     def encode_error(self, error: TurngateError) -> bytes: ...
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        """Return whether the provider sends this error inside the stream, even as its first event."""
+        """Return whether the provider reports this error as a stream event with status 200, even if nothing has been streamed yet."""

@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Decoding splits the body into raw messages and decodes only the new ones. Every other field is checked here, so an invalid one is
-rejected by name in OpenAI's own error format.
+Decoding splits the body into raw messages. Each message is decoded later, and only if it is new. All other fields are validated here, so
+that an error in OpenAI's format can name the invalid field.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _SAMPLING = (
 
 
 class ChatHistory:
-    """The messages of one request, decoded one at a time."""
+    """The messages of one request. Each is decoded on demand."""
 
     def __init__(self, raws: Sequence[bytes]) -> None:
         self.raws = list(raws)
@@ -193,7 +193,8 @@ class Chat:
             ),
             max_tokens=_max_tokens(request),
             stop=validate_stops("stop", request.stop),
-            constraint=forced or shape,  # a forced call leaves no text for `response_format` to apply to
+            constraint=forced
+            or shape,  # if a tool call is forced, there is no text to which `response_format` could apply
             parallel_tool_calls=request.parallel_tool_calls is not False and not legacy,
             top_logprobs=_decode_top_logprobs(request),
             template_kwargs=kwargs,
@@ -281,7 +282,7 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
         case "function":
             if not wire.name:
                 raise BadRequest(
-                    f"{where}.name is missing; a function message needs the name of the function that it answers for",
+                    f"{where}.name is missing; a function message needs the name of the function that returned it",
                     param=f"{where}.name",
                 )
             call_id = _function_call_id(wire.name)
@@ -306,19 +307,19 @@ def _decode_call(wire: _WireCall, where: str) -> ToolCall:
 
 
 def _decode_function_call(wire: _Function, where: str) -> ToolCall:
-    """Decode the deprecated form of a call."""
+    """Decode a call in the deprecated field `function_call`."""
     return ToolCall(
         _function_call_id(wire.name), wire.name, decode_arguments(bytes(wire.arguments), f"{where}.arguments")
     )
 
 
 def _function_call_id(name: str) -> str:
-    """Return an id for a call that has none on the wire. A turn has at most one such call, and its result repeats the name."""
+    """Return an id for a call or result in the deprecated format, which has none. It depends only on the name, which both contain."""
     return f"call_{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
-    """Return the text of the content and, if a text-only model cannot read all of it, the reason."""
+    """Return the text of a message's content, and why a text-only model cannot read all of it (empty if it can)."""
     if isinstance(content, str):
         return content, ""
     texts = []
@@ -354,7 +355,7 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 
 
 def _decode_top_logprobs(request: ChatRequest) -> int | None:
-    """Decode how many alternatives to report per token. None means that no log-probabilities are requested."""
+    """Return how many alternatives to report per token, or None if the request does not ask for log-probabilities."""
     count = request.top_logprobs
     if count is not None and not 0 <= count <= _MAX_TOP_LOGPROBS:
         raise field_error("top_logprobs", f"must be between 0 and {_MAX_TOP_LOGPROBS}, not {count}")
@@ -374,7 +375,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
 
 
 def _decode_tools(request: ChatRequest) -> tuple[Constraint | None, ChatTools | None]:
-    """Decode which tool the reply must call, if any, and the tools that the model sees."""
+    """Return the constraint that forces a tool call, if any, and the tools that the model sees."""
     tools = ChatTools(bytes(request.tools)) if _is_list_given(request.tools) else None
     if not is_given(request.functions):
         if is_given(request.function_call):

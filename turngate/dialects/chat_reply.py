@@ -13,14 +13,14 @@ from turngate.errors import TurngateError
 from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, ReplyEvent, TokenScore, ToolCall, Usage
 
 _CALL_ID = "call_"
-_WHOLE_INPUT_ID = "call_args_"  # prefix of custom calls whose input is the model's complete arguments
+_WHOLE_INPUT_ID = "call_args_"  # id prefix of custom-tool calls whose `input` is the model's complete arguments
 
 
 class ChatReplyOptions(msgspec.Struct, frozen=True):
-    """Reply options from the request."""
+    """The fields of a request that affect how its reply is encoded."""
 
     custom_tools: frozenset[str] = frozenset()  # names of tools that take free text
-    legacy: bool = False  # the request uses `functions`, so a call is sent as `function_call`
+    legacy: bool = False  # the request declares `functions`, so the reply sends a call as `function_call`
 
 
 def encode_reply(call: Call, done: Done) -> bytes:
@@ -46,7 +46,7 @@ def encode_reply(call: Call, done: Done) -> bytes:
 
 
 class ChatStream:
-    """One streamed reply as server-sent events."""
+    """Encoder for one reply, streamed as server-sent events."""
 
     media = "text/event-stream; charset=utf-8"
 
@@ -95,7 +95,7 @@ class ChatStream:
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage_to_wire(done.usage)}) + b"\n\n"
 
 
-# ── calls, which agents send back ────────────────────────────────────────────────────────────────────────────────────
+# ── tool calls, which agents send back ────────────────────────────────────────────────────────────────────────────────────
 
 
 def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> dict[str, Json]:
@@ -104,19 +104,19 @@ def call_to_wire(call: ToolCall, custom_tools: frozenset[str] = frozenset()) -> 
     text = read_custom_input(call.arguments)
     if text is not None:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
-    # When the agent sends the call back, this id shows that the input is the complete arguments.
+    # The arguments are not valid for a custom tool, so all of them are sent as its input. The id marks the call for when it comes back.
     whole_id = _WHOLE_INPUT_ID + call.id.removeprefix(_CALL_ID)
     return {"id": whole_id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
 
 
 def custom_call_from_wire(call_id: str, name: str, text: str) -> ToolCall:
-    """Decode a custom-tool call."""
+    """Decode a call of a custom tool. `text` is the call's input."""
     whole = call_id.startswith(_WHOLE_INPUT_ID)
     return ToolCall(call_id_from_wire(call_id), name, text if whole else custom_input_to_arguments(text))
 
 
 def call_id_from_wire(call_id: str) -> str:
-    """Return the recorded id of a call, given the id that the agent sent back."""
+    """Return the id under which a call was recorded, given the id that the agent sent back."""
     return _CALL_ID + call_id.removeprefix(_WHOLE_INPUT_ID) if call_id.startswith(_WHOLE_INPUT_ID) else call_id
 
 

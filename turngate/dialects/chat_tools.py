@@ -1,4 +1,4 @@
-"""Decoding of Chat Completions tools: functions, custom tools, the deprecated `functions`, and which of them the model may call."""
+"""Decoding of Chat Completions tools and of the fields that select which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _names = msgspec.json.Decoder(list[_Named])
 
 
 class ChatTools:
-    """The tools of one request. `allowed` names those that the model sees; None means all."""
+    """The tools of one request. `allowed` contains the names of the tools that the model sees; None means all of them."""
 
     replaceable = False
 
@@ -41,7 +41,7 @@ class ChatTools:
 
     @classmethod
     def from_functions(cls, raw: bytes) -> ChatTools:
-        """Read the deprecated field `functions`."""
+        """Convert the value of the deprecated field `functions` to tools."""
         try:
             functions, names = _raws.decode(raw), _names.decode(raw)
         except DECODE_ERRORS as error:
@@ -61,7 +61,7 @@ class ChatTools:
 
     def custom_names(self) -> frozenset[str]:
         """Return the names of the custom tools."""
-        if b'"custom"' not in self._tools:  # nearly always
+        if b'"custom"' not in self._tools:  # the usual case
             return frozenset()
         return frozenset(
             _decode_tool(wire, f"tools[{n}]").name
@@ -115,7 +115,7 @@ def _decode_custom_tool(wire: dict[str, Any], name: str, where: str) -> Tool:
 def decode_tool_choice(
     choice: Json, tools: ChatTools | None, *, parallel: bool
 ) -> tuple[Constraint | None, ChatTools | None]:
-    """Decode which tool the reply must call, if any, and the tools that the model sees."""
+    """Return the constraint that forces a tool call, if any, and the tools that the model sees."""
     match choice:
         case None | "auto":
             return None, tools
@@ -137,7 +137,7 @@ def decode_tool_choice(
 
 
 def decode_function_call(choice: Json, functions: ChatTools | None) -> tuple[Constraint | None, ChatTools | None]:
-    """Decode the deprecated field `function_call`, which goes with `functions`."""
+    """Decode the old field `function_call`. Return the constraint that forces a call, if any, and the functions that the model sees."""
     match choice:
         case None | "auto":
             return None, functions

@@ -1,7 +1,8 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding splits the body into raw turns and decodes only the new ones (`gemini_history.py`). Every other field is checked here, so an
-invalid one is rejected by name in Google's own error format. As in Google's API, fields may be in `camelCase` or `snake_case`.
+Decoding splits the body into raw turns. Each turn is decoded later, and only if it is new (`gemini_history.py`). All other fields are
+validated here, so that an error in Google's format can name the invalid field. As in Google's API, field names may be in `camelCase` or
+`snake_case`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """The fields of `generationConfig` that matter to a text model."""
+    """The fields of `generationConfig` that the gateway uses or rejects. Others are ignored."""
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -79,7 +80,7 @@ class _Config(msgspec.Struct, rename="camel"):
 
 
 class GeminiRequest(TypedDict, total=False):
-    """The fields of a request. Requests to count tokens may have all of them in `generateContentRequest`."""
+    """The fields of a request. A request that counts tokens may contain all other fields inside `generateContentRequest`."""
 
     contents: msgspec.Raw
     systemInstruction: msgspec.Raw
@@ -227,7 +228,7 @@ def _convert_fields(value: Json, kind: type[T], where: str) -> T:
         raise field_error(where, "must be an object")
     fields = {to_camel(name): field for name, field in value.items() if field is not None}
     try:
-        # Not strict: numbers may be strings, and integers may have a decimal point.
+        # Not strict, because clients may send numbers as strings and integers with a decimal point.
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(
@@ -262,7 +263,7 @@ def _decode_thinking(config: _Config) -> _Thinking:
 
 
 def _template_hints(thinking: _Thinking) -> dict[str, Json]:
-    """Translate the thinking configuration into chat template arguments."""
+    """Translate `thinkingConfig` into chat template arguments."""
     hints: dict[str, Json] = {}
     if thinking.thinking_budget is not None:
         hints["enable_thinking"] = hints["thinking"] = thinking.thinking_budget != 0
@@ -275,7 +276,7 @@ def _template_hints(thinking: _Thinking) -> dict[str, Json]:
 
 
 def _decode_tools(request: GeminiRequest, config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
-    """Decode the offered tools and the required shape of the output."""
+    """Return the tools that the model sees, and the constraint on the reply, if any."""
     raw = bytes(request.get("tools", b"[]"))
     tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
     mode, allowed = _decode_calling_config(request)
@@ -283,7 +284,7 @@ def _decode_tools(request: GeminiRequest, config: _Config) -> tuple[GeminiTools 
     if mode == "NONE":
         return None, shape
     if mode == "ANY":
-        return tools, _require_call(tools, allowed)  # a forced call leaves no text for the schema to apply to
+        return tools, _require_call(tools, allowed)  # there is no text to which the schema could apply
     if mode == "VALIDATED" and allowed and tools is not None:
         _require_declared(tools, allowed)
         tools = GeminiTools(raw, allowed)
@@ -296,7 +297,7 @@ _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
 def _decode_calling_config(request: GeminiRequest) -> tuple[str, dict[str, None]]:
-    """Decode the function calling mode and the names of the allowed functions."""
+    """Return the function calling mode and the names of the allowed functions (empty if all are allowed)."""
     tool_config = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
     if "functionCallingConfig" not in tool_config:
         return "AUTO", {}
@@ -326,7 +327,7 @@ def _require_declared(tools: GeminiTools, allowed: Collection[str]) -> None:
 
 
 def _decode_response_shape(config: _Config) -> Constraint | None:
-    """Decode the required shape of a reply that is not a tool call."""
+    """Return the constraint on a reply that is not a tool call, or None if any text is valid."""
     schema = require_shallow(config.response_json_schema, f"{_CONFIG_FIELD}.responseJsonSchema")
     if config.response_schema is not None:
         schema = to_json_schema(config.response_schema, f"{_CONFIG_FIELD}.responseSchema")

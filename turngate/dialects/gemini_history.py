@@ -1,8 +1,8 @@
-"""Decoding of Gemini conversations: the contents of a request become our messages.
+"""Decoding of Gemini conversations: turns the contents of a request into messages.
 
-A conversation is a list of contents, each with one role and a list of parts. Agents split contents differently: streaming SDKs keep every
-chunk as a separate content, while Gemini CLI joins them. To make the split irrelevant, consecutive contents of one role are treated as one
-turn.
+A conversation is a list of contents, each with a role and a list of parts. Agents split a turn into contents differently: streaming SDKs
+keep every chunk as a separate content, while Gemini CLI joins them. To make this irrelevant, consecutive contents with the same role are
+treated as one turn.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Speaker = Literal["system", "user", "model"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
-# A part is one of these kinds. Its other fields do not matter to a text model.
+# The field that says what kind of part it is, besides media and `_EXTRA_FIELDS`.
 _KINDS = ("text", "functionCall", "functionResponse")
-_MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint may be able to read them
+_MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint can read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
-# How most clients write the role, as the last field. It cannot belong to a nested object, which would be followed by another bracket.
+# Most clients write the role last, in one of these forms. Reading it from the end is safe: a nested object would end in another bracket.
 _ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),
 )
-_OWN_SIGNATURE = b"tg1."  # the prefix of our own thought signatures
-# Gemini requires arguments to be an object. Anything else that a model writes is sent as text under this name.
+_OWN_SIGNATURE = b"tg1."  # prefix of thought signatures that this gateway created
+# Gemini requires the arguments of a call to be an object. If a model writes anything else, it is sent as text in this field.
 RAW_ARGUMENTS = "__arguments__"
 
 
@@ -50,7 +50,7 @@ def to_camel(name: str) -> str:
 
 
 def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
-    """Read an object's non-null fields, each as raw JSON."""
+    """Return the non-null fields of an object as raw JSON, by their `camelCase` names."""
     try:
         fields = _fields.decode(raw)
     except DECODE_ERRORS as error:
@@ -59,7 +59,7 @@ def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
 
 
 def read_items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
-    """Read a list's items. A single object is treated as a list of one."""
+    """Return the items of a list as raw JSON. A single object is treated as a list of one item."""
     plain = bytes(raw)
     if plain.startswith(b"{"):
         return [msgspec.Raw(plain)]
@@ -88,14 +88,14 @@ def read_field(fields: dict[str, msgspec.Raw], name: str, kind: type[T], default
 
 
 def encode_signature(reasoning: str) -> str:
-    """Encode reasoning as our own thought signature, because most agents do not send reasoning back in any other form."""
+    """Encode reasoning as a thought signature. Most agents send signatures back, but not the reasoning itself."""
     return base64.urlsafe_b64encode(_OWN_SIGNATURE + reasoning.encode()).decode()
 
 
 def decode_signature(signature: str) -> str | None:
-    """Return the reasoning in one of our own signatures, or None if the signature is a provider's.
+    """Return the reasoning that `encode_signature` encoded, or None if a provider created the signature.
 
-    An agent can forge a signature, just as it can write any thought. Treat the result as the agent's claim about what the model thought.
+    An agent can forge a signature, so the result is only the agent's claim about what the model thought.
     """
     try:
         plain = base64.b64decode(signature.translate(_STANDARD_ALPHABET), validate=True)
@@ -108,17 +108,18 @@ _STANDARD_ALPHABET = str.maketrans("-_", "+/")
 
 
 class _Turn(msgspec.Struct):
-    """Consecutive contents of one speaker."""
+    """Consecutive contents of the same speaker."""
 
     speaker: Speaker
     contents: list[bytes]
-    at: int  # index of the first content in the request
+    at: int  # index of the turn's first content in the request
 
 
 class GeminiHistory:
-    """The turns of one request, decoded one at a time. The system instruction is the first turn, in our own format.
+    """The turns of one request. Each is decoded on demand. The system instruction, if any, is the first turn.
 
-    `before` is the history of an earlier request whose contents are a prefix of these.
+    `before` is the history of an earlier request whose contents are a prefix of `items`. `stored` means that the items come from a trace,
+    in which the system instruction is an item.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class GeminiHistory:
 
 
 def build_system_content(raw: msgspec.Raw) -> bytes:
-    """Build the first content of a history from the system instruction, ignoring its role."""
+    """Convert the system instruction to a content with the role `system`, whatever role it had."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 
@@ -185,7 +186,7 @@ def _read_speaker(raw: bytes, at: int) -> Speaker:
 
 
 def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Yield the parts of a turn, each with its position in the request."""
+    """Yield the position in the request and the fields of each part of a turn."""
     for offset, raw in enumerate(turn.contents):
         where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
         for n, part in enumerate(
@@ -195,7 +196,10 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 
 
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
-    """Return the kind of a part. A part with only a signature is treated as empty text."""
+    """Return which of the allowed `kinds` a part is. A part with only a signature is treated as empty text.
+
+    `speaker` describes the content in the error for a part of another kind.
+    """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:
             continue
@@ -259,7 +263,7 @@ def _decode_arguments(call: dict[str, msgspec.Raw], where: str) -> str:
 
 
 def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
-    """Decode the user's texts and tool results in their original order."""
+    """Decode the texts and tool results of a user turn, keeping their order. `model_turn` is the turn with the calls that the results answer."""
     messages: list[Message] = []
     texts: list[str] = []
     unsupported = ""
@@ -288,7 +292,7 @@ def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
 
 
 class _OpenCalls:
-    """The unanswered calls of a turn. They are indexed by id and by name, because a turn may contain thousands."""
+    """The unanswered calls of a model turn. They are indexed by id and by name, because a turn may contain thousands of calls."""
 
     def __init__(self, calls: Sequence[ToolCall]) -> None:
         self._open = dict(enumerate(calls))
@@ -299,7 +303,7 @@ class _OpenCalls:
             self._names.setdefault(call.name, deque()).append(n)
 
     def take(self, call_id: str, name: str) -> ToolCall | None:
-        """Remove and return the first call with this id, or else the first with this name. Return None if neither exists."""
+        """Remove and return the first call with this id, or else the first call with this name. Return None if there is no such call."""
         for candidates in (self._ids.get(call_id), self._names.get(name)):
             while candidates:
                 if call := self._open.pop(candidates.popleft(), None):
@@ -308,7 +312,7 @@ class _OpenCalls:
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """Decode the result of a call. Many clients omit the id; the result then answers the first open call with its name."""
+    """Decode a tool result. Many clients omit its id; such a result answers the first unanswered call with its name."""
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):
@@ -322,7 +326,7 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
 
 
 def _response_text(response: dict[str, Json]) -> str:
-    """Return the text of a response that the model sees. Clients wrap plain results as `output`, `result` or `error`."""
+    """Return a tool's response as text for the model. A response with only `output` or `result` and `error` is reduced to their values."""
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
         return _to_text(response)

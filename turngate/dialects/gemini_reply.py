@@ -15,18 +15,18 @@ from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Message, ReplyEvent, ToolCall, Usage
 
 _RPC = "type.googleapis.com/google.rpc."
-_MAX_DEPTH = 64  # deepest nesting of arguments that all clients can read
+_MAX_DEPTH = 64  # the deepest nesting of arguments that every client can read
 
 
 class GeminiReplyOptions(msgspec.Struct, frozen=True):
-    """Reply options from the request."""
+    """The fields of a request that affect how its reply is encoded."""
 
-    thoughts: bool = False  # include thoughts in the reply
-    sse: bool = True  # stream server-sent events instead of a JSON list
+    thoughts: bool = False  # include the model's reasoning in the reply
+    sse: bool = True  # stream server-sent events; otherwise stream a JSON list
 
 
 class GeminiStream:
-    """One streamed reply. Every chunk contains a part, because SDKs discard a reply with an empty chunk."""
+    """Encoder for one streamed reply. Every chunk contains a part, because SDKs discard a reply if one of its chunks has none."""
 
     def __init__(self, call: Call) -> None:
         options = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
@@ -34,7 +34,7 @@ class GeminiStream:
         self._options = options
         self._head = _reply_head(call)
         self._reasoning: list[str] = []
-        self._signed = False  # a signature was sent or is no longer needed
+        self._signed = False  # a signature was sent, or the first call was sent, so none is needed any more
         self._started = False
 
     def begin(self, usage: Usage | None = None) -> bytes:
@@ -55,13 +55,13 @@ class GeminiStream:
                 self._signed = True
                 return self._chunk([_build_call_part(call, signature)])
             case KeepAlive():
-                # Every client accepts whitespace. A comment or a chunk without a part breaks some of them.
+                # Every client accepts whitespace. Some clients fail on a comment or on a chunk without a part.
                 return b"\n"
             case Done() as done:
                 return self._chunk([{"text": ""}], done) + (b"" if self._options.sse else b"]")
 
     def error(self, error: TurngateError) -> bytes:
-        """Encode an error. In a stream of server-sent events it is a bare object, which the SDKs recognize as an error."""
+        """Encode an error. In a stream of server-sent events, it is a JSON object without `data:`, which SDKs recognize as an error."""
         body = orjson.dumps(error_body(error))
         return body + b"\n\n" if self._options.sse else self._comma() + body + b"]"
 
@@ -103,7 +103,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Encode an object exactly as the model wrote it. Anything else, or an object that is nested too deeply, is sent as text."""
+    """Return the arguments of a call exactly as the model wrote them. If they are not an object or nested too deeply, wrap them as text."""
     if not arguments:
         return {}
     try:
@@ -160,7 +160,7 @@ def _reply_head(call: Call) -> dict[str, Json]:
     return {"modelVersion": call.model, "responseId": os.urandom(16).hex()}
 
 
-# Maps our HTTP status to Google's status code and name.
+# Maps our HTTP statuses to Google's codes and status names.
 _STATUS = {
     400: (400, "INVALID_ARGUMENT"),
     401: (400, "INVALID_ARGUMENT"),

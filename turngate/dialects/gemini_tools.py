@@ -1,4 +1,4 @@
-"""Decoding of Gemini function declarations and of Gemini's own schema format."""
+"""Decoding of Gemini function declarations, and conversion of Gemini's schema format to JSON Schema."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from turngate.dialects.gemini_history import read_field, read_fields, read_items
 from turngate.dialects.wire import field_error, function_tool, require_shallow
 from turngate.types import Json, Tool
 
-# Integer fields. They may arrive as strings, the way protocol buffers write 64-bit integers.
+# Integer fields of a schema. They may arrive as strings, because protocol buffers write 64-bit integers as strings in JSON.
 _INTEGER_FIELDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _SCHEMA_LISTS = ("anyOf", "prefixItems")
 _MAX_DEPTH = 64
 
 
 class GeminiTools:
-    """The tools of one request, restricted to `allowed` if it is set."""
+    """The tools of one request. If `allowed` is not empty, only the functions that it names are kept."""
 
     replaceable = False
 
@@ -58,12 +58,12 @@ def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> 
     tool = function_tool(name, description or None, _decode_schema(declaration, "parameters", where))
     returns = _decode_schema(declaration, "response", where)
     if returns is not None:
-        tool.wire["function"]["return"] = returns  # the name that chat templates use
+        tool.wire["function"]["return"] = returns  # chat templates expect this field name
     return tool
 
 
 def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Decode a schema in Gemini's own format or in JSON Schema. Return None if neither is present."""
+    """Return a function's schema as JSON Schema: from `<name>JsonSchema`, or converted from `<name>`. Return None if it has neither."""
     if f"{name}JsonSchema" in declaration:
         place = f"{where}.{name}JsonSchema"
         return require_shallow(read_json(declaration[f"{name}JsonSchema"], place), place)
@@ -73,7 +73,7 @@ def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -
 
 
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
-    """Convert a Gemini schema to a JSON schema: lower-case types, `nullable` as a type, properties in the specified order."""
+    """Convert a Gemini schema to a JSON schema. Types become lower-case, `nullable` becomes a type, and `propertyOrdering` is applied."""
     if depth > _MAX_DEPTH:
         raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep")
     if not isinstance(schema, dict):

@@ -1,8 +1,7 @@
 """Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Decoding splits the body into raw messages and decodes only the new ones. Every other field is checked here, so an invalid one is
-rejected by name in Anthropic's own error format. `messages_history.py` decodes the conversation, and `messages_reply.py` encodes the
-replies.
+Decoding splits the body into raw messages. Each message is decoded later, and only if it is new (`messages_history.py`). All other fields
+are validated here, so that an error in Anthropic's format can name the invalid field. `messages_reply.py` encodes the replies.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from turngate.dialects.wire import (
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json
 
-# Claude Code's note to its provider. It changes with every call, so it is removed from the prompt.
+# A billing header that Claude Code writes into the system prompt. It changes with every call, so it is removed.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
-# Chat templates support no effort above `high`.
+# Efforts above `high`, which chat templates do not support, and their replacements.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -158,7 +157,7 @@ class Messages:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, MessagesHistory) or history.last == "assistant":
-            return None  # `decode` decides whether to reject it
+            return None  # `decode` decides whether to reject a conversation that ends with the assistant
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
@@ -225,7 +224,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
 
 
 def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hidden", "shown"]:
-    """Decode how the reply shows thinking. The model may think unasked, but then the client expects no thinking blocks."""
+    """Return how the reply shows thinking. A model may think even if the request does not ask for it; the reply then shows none."""
     if thinking is None or thinking.type == "disabled":
         return "none"
     return "hidden" if thinking.display == "omitted" else "shown"
@@ -248,7 +247,7 @@ def _template_hints(request: MessagesRequest) -> dict[str, Json]:
 
 
 def _decode_constraint(request: MessagesRequest, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
-    """Decode the required shape of the output."""
+    """Return the constraint on the reply, or None if any reply is valid."""
     forced = _decode_tool_choice(request.tool_choice, tools, parallel=parallel)
     form, field = request.output_format, "output_format"
     if request.output_config is not None and request.output_config.format is not None:
@@ -260,7 +259,7 @@ def _decode_constraint(request: MessagesRequest, tools: MessagesTools | None, *,
     if form.schema is None:
         raise field_error(f"{field}.schema", "is missing")
     shape = Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
-    return forced or shape  # a forced call leaves no text for the format to apply to
+    return forced or shape  # if a tool call is forced, there is no text to which the format could apply
 
 
 def _decode_tool_choice(

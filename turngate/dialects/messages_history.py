@@ -1,4 +1,4 @@
-"""Decoding of Anthropic Messages conversations and tools, on demand."""
+"""Decoding of Anthropic Messages conversations and tools. Messages are decoded on demand."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from turngate.errors import BadRequest
 from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
-# How nearly every client starts a message, so most roles can be read without decoding.
+# Nearly every client starts a message in one of these forms, so most roles can be read without decoding the message.
 _ROLE_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
 _ERROR_PREFIXES = ("error", "<error", "<tool_use_error")
 
 
 class _Block(msgspec.Struct):
-    """A content block of any type."""
+    """A content block of any type, with the fields of all types."""
 
     type: str = ""
     text: str | None = None
@@ -61,7 +61,7 @@ class _WireMessage(msgspec.Struct):
 
 
 class _RoleOnly(msgspec.Struct):
-    """The role of a message, without its other fields."""
+    """A message of which only the role is decoded."""
 
     role: str
 
@@ -81,10 +81,10 @@ _tools = msgspec.json.Decoder(list[_WireTool])
 
 
 class MessagesHistory:
-    """The messages of one request, decoded one turn at a time.
+    """The messages of one request, grouped into turns. Each turn is decoded on demand.
 
-    Consecutive messages of one role form one turn, as in Anthropic's API. `before` is the history of an earlier request whose messages
-    are a prefix of these.
+    As in Anthropic's API, consecutive messages with the same role form one turn. `before` is the history of an earlier request whose
+    messages are a prefix of `items`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class MessagesHistory:
         return MessagesHistory(items, self._tools, self._system, self)
 
     def _add(self, start: int) -> None:
-        """Add the items starting at index `start`."""
+        """Add the messages from index `start` on to the turns."""
         turn = self.raws[-1:]  # the messages of the last turn
         for index in range(start, len(self.items)):
             raw = self.items[index]
@@ -151,7 +151,8 @@ class MessagesHistory:
             for m, block in enumerate(_blocks_of(wire))
         ]
         role = self._roles[index]
-        if any(wire.role != role for wire in wires):  # a second `role` field overrides the one at the start
+        # If a message has two `role` fields, `_read_role` reads the first and the decoder reads the last.
+        if any(wire.role != role for wire in wires):
             raise BadRequest(f"{where}.role is set twice", param=f"{where}.role")
         if role == "assistant":
             return (_decode_assistant(blocks),)
@@ -168,7 +169,7 @@ class MessagesTools:
         self._known: dict[str, tuple[Tool, bool]] | None = None
 
     def decode(self) -> tuple[Tool, ...]:
-        """Return the tools that the prompt declares. Deferred tools are declared when a message refers to them."""
+        """Return the tools to declare at the start of the prompt. A deferred tool is declared later, where a message refers to it."""
         return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
     def find(self, name: str, where: str) -> Tool:
@@ -180,7 +181,7 @@ class MessagesTools:
         return found[0]
 
     def _all(self) -> dict[str, tuple[Tool, bool]]:
-        """Return all tools by name, and whether each is deferred. Cache them, because messages may refer to them thousands of times."""
+        """Return all tools by name, and whether each is deferred. Cache them, because messages may refer to tools thousands of times."""
         if self._known is None:
             try:
                 wires = _tools.decode(self.raw)
@@ -196,7 +197,7 @@ class MessagesTools:
 
 
 def _describe_item_error(error: Exception) -> str:
-    """Describe a decoding error without its leading list index, which may differ from the index in the request."""
+    """Describe a decoding error without the list index at its start, which may differ from the index in the request."""
     return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
@@ -218,7 +219,7 @@ def _read_role(raw: bytes, index: int) -> str:
 
 
 def _is_option_only(raw: bytes) -> bool:
-    """Return whether a system message has no content and only sets an option."""
+    """Return whether a system message has no content and only sets `output_config`. Such a message is ignored."""
     if b'"output_config"' not in raw:
         return False
     try:
@@ -233,7 +234,7 @@ def _blocks_of(wire: _WireMessage) -> list[_Block]:
 
 
 def _why_unsupported(block: _Block, where: str) -> str:
-    """Explain why a block is not supported."""
+    """Return the error message for an unsupported block, which also suggests a fix."""
     match block.type:
         case "image":
             fix = "this model accepts text only; describe the image in a text block"
@@ -256,12 +257,12 @@ def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
                 thoughts.append(block.thinking or decode_signature(block.signature or ""))
                 signature = signature or block.signature or ""
             case "redacted_thinking":
-                pass  # encrypted by a provider; not readable here
+                pass  # encrypted by a provider, so its text is unknown
             case "tool_use":
                 calls.append(_decode_call(block, where))
             case _:
                 unsupported = unsupported or _why_unsupported(block, where)
-    # Text that is interrupted by other blocks continues in the next text block, so it is joined without a separator.
+    # A text that other blocks interrupt continues in the next text block, so texts are joined without a separator.
     reasoning = "\n\n".join(thought for thought in thoughts if thought)
     return Message("assistant", "".join(texts), reasoning, tuple(calls), signature=signature, unsupported=unsupported)
 
@@ -274,7 +275,7 @@ def _decode_call(block: _Block, where: str) -> ToolCall:
 
 
 def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
-    """Decode tool results and text in their original order."""
+    """Decode the blocks of a user turn, keeping their order. Each tool result becomes a message, and so does each sequence of other blocks."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
         if is_result:
@@ -292,7 +293,7 @@ def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Me
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
     text, unsupported = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
     if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
-        text = f"Error: {text}" if text else "Error"  # the model has no other way to recognize an error
+        text = f"Error: {text}" if text else "Error"  # chat templates have no other way to mark a result as an error
     return Message("tool", text, tool_call_id=call_id_from_wire(block.tool_use_id), unsupported=unsupported)
 
 
@@ -302,7 +303,7 @@ def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | 
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
-    """Return the text of the blocks and, if a text-only model cannot read all of them, the reason."""
+    """Return the text of the blocks, and why a text-only model cannot read all of them (empty if it can)."""
     texts, unsupported = [], ""
     for block, where in blocks:
         match block:

@@ -1,6 +1,6 @@
 """Encoding of Anthropic Messages replies (streamed or not), models and errors.
 
-For speed, stream events are templates with placeholders: a reply has about ten events besides its text.
+Even a short reply has about ten stream events. For speed, they are encoded with templates.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Messag
 
 
 class ThreadsUnsupported(BadRequest):
-    """The request continues a stored conversation, which is not supported. Anthropic's tool runner then resends all messages."""
+    """The request continues a stored conversation, which is not supported. After this error, Anthropic's tool runner sends all messages."""
 
     kind = "thread_unsupported_request"
 
 
 class MessagesReplyOptions(msgspec.Struct, frozen=True):
-    """Reply options from the request."""
+    """The fields of a request that affect how its reply is encoded."""
 
-    # none: no thinking blocks, since the request does not ask for thinking; hidden: blocks without their text
+    # none: no thinking blocks; hidden: thinking blocks without text; shown: thinking blocks with text
     thinking: Literal["none", "hidden", "shown"] = "none"
-    edits: bool = False  # report context edits
+    edits: bool = False  # the request sets `context_management`, so the reply reports context edits
 
     @property
     def hides_text(self) -> bool:
@@ -67,7 +67,7 @@ def encode_reply(call: Call, done: Done) -> bytes:
 
 
 def _event(name: str, fields: bytes = b"") -> bytes:
-    """Build an event template. `%b` inserts JSON verbatim and `%d` a number."""
+    """Build the template of an event. In `fields`, `%b` is a placeholder for JSON and `%d` for a number."""
     event = name.encode()
     return b'event: %b\ndata: {"type":"%b"%b}\n\n' % (event, event, fields)
 
@@ -81,7 +81,7 @@ _THINKING_START = _event(
 )
 _THINKING_DELTA = _event("content_block_delta", b',"index":%d,"delta":{"type":"thinking_delta","thinking":%b}')
 _SIGNATURE = _event("content_block_delta", b',"index":%d,"delta":{"type":"signature_delta","signature":%b}')
-_TOOL_USE = (  # a whole call, with its arguments in one delta
+_TOOL_USE = (  # all events of a call; one delta contains the complete arguments
     _event("content_block_start", b',"index":%d,"content_block":{"type":"tool_use","id":%b,"name":%b,"input":{}}')
     + _event("content_block_delta", b',"index":%d,"delta":{"type":"input_json_delta","partial_json":%b}')
 )
@@ -90,7 +90,7 @@ _MESSAGE_STOP = _event("message_delta", b",%b") + _event("message_stop")
 
 
 class MessagesStream:
-    """One streamed reply as server-sent events."""
+    """Encoder for one reply, streamed as server-sent events."""
 
     media = "text/event-stream; charset=utf-8"
 
@@ -99,7 +99,7 @@ class MessagesStream:
         self._options = _options_of(call)
         self._index = 0
         self._open: Literal["", "text", "thinking"] = ""
-        self._thinking: list[str] = []  # thinking in the open block
+        self._thinking: list[str] = []  # the text of the open thinking block
 
     def begin(self, usage: Usage | None = None) -> bytes:
         return _MESSAGE_START % orjson.dumps({**_reply_head(self._call), "usage": _usage_to_wire(usage)})
@@ -201,7 +201,7 @@ def _stop_fields(done: Done) -> dict[str, Json]:
 
 
 def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
-    """Encode usage. Unknown counts are 0, because clients require numbers."""
+    """Encode token counts. If they are unknown, they are 0, because clients require numbers."""
     usage = usage or Usage(0, 0)
     details = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}} if usage.reasoning_tokens else {}
     return {
@@ -214,7 +214,7 @@ def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
 
 
 def _context_management(options: MessagesReplyOptions) -> dict[str, Json]:
-    """Report that no context edits were applied, if the request allowed them."""
+    """Return the field that reports that no context edits were applied, if the request asked for context management."""
     return {"context_management": {"applied_edits": []}} if options.edits else {}
 
 
@@ -243,7 +243,7 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
         case Unauthorized():
             return 401, "authentication_error"
         case Conflict():
-            # Anthropic's clients treat a 409 as a temporary lock and retry, but an ended session stays ended.
+            # Anthropic's clients retry after a 409, because it means a temporary lock there. Here a conflict lasts: the session has ended.
             return 403, "permission_error"
         case Forbidden():
             return 403, "permission_error"
@@ -282,7 +282,7 @@ def error_body(error: TurngateError) -> bytes:
 
 
 def _error_message(error: TurngateError) -> str:
-    """Return the error's message. Agents compact only if an overflow has exactly this wording."""
+    """Return the error's message. Agents recognize a context overflow by exactly this wording, and then compact their history."""
     match error:
         case ContextOverflow(limit=int(limit), size=int(size)):
             return f"prompt is too long: {size} tokens > {limit} maximum"

@@ -1,6 +1,6 @@
-"""Anthropic Messages values that agents send back: each is encoded for a reply and decoded from the next request.
+"""Encoding and decoding of values that agents receive in an Anthropic Messages reply and send back in the next request.
 
-They are call ids, arguments that are not a JSON object, and signatures of thinking.
+The values are call ids, arguments that are not a JSON object, and signatures of thinking.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from turngate.types import Json
 
 _OWN_CALL_ID = re.compile(r"toolu_([0-9a-f]{24})")
 _INVALID_JSON = "INVALID_JSON"  # the key that Anthropic recommends for arguments that are not a JSON object
-_TEXT, _DIGEST = "tg1.p", "tg1.d"  # prefixes of signatures with the thinking itself (if hidden) or with a digest of it
-_PACKED = "tg1.t"  # prefix of an older form that contains compressed thinking
-_MAX_UNPACK_RATIO = 16  # a small request must not decompress into a large one
-_MAX_DEPTH = 100  # deepest nesting of arguments that all clients can read
+# Prefixes of signatures: with the thinking itself, if the agent does not see it, or with a digest of it.
+_TEXT, _DIGEST = "tg1.p", "tg1.d"
+_PACKED = "tg1.t"  # prefix of signatures in an older format, which contain compressed thinking
+_MAX_UNPACK_RATIO = 16  # limits how much memory a small request can use by decompression
+_MAX_DEPTH = 100  # the deepest nesting of arguments that every client can read
 
 
 def call_id_to_wire(call: str) -> str:
-    """Return a call's id in the form that Anthropic's clients expect. Other providers' ids are returned unchanged."""
+    """Return a call's id with the prefix that Anthropic's clients expect. An id that does not start with `call_` is returned unchanged."""
     return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
 
 
 def call_id_from_wire(wire: str) -> str:
-    """Return the recorded id of a call, given the id that the agent sent back."""
+    """Return the id under which a call was recorded, given the id that the agent sent back."""
     ours = _OWN_CALL_ID.fullmatch(wire)
     return f"call_{ours[1]}" if ours else wire
 
 
 def wrap_arguments(arguments: str) -> str:
-    """Return arguments as a JSON object, which clients require. An object is returned verbatim, and other text is wrapped in one."""
+    """Return a call's arguments as a JSON object, which clients require. Arguments that are not an object are wrapped in one as text."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -46,7 +47,7 @@ def wrap_arguments(arguments: str) -> str:
 
 
 def _is_too_deep(value: Json, text: str) -> bool:
-    """Return whether the value is nested too deeply for clients."""
+    """Return whether the value, decoded from `text`, is nested more than `_MAX_DEPTH` levels deep."""
     level = [value] if text.count("[") + text.count("{") > _MAX_DEPTH else []
     depth = 0
     while level and depth <= _MAX_DEPTH:
@@ -67,14 +68,17 @@ def unwrap_arguments(arguments: str) -> str:
 
 
 def encode_signature(thinking: str, *, hidden: bool) -> str:
-    """Build a signature for thinking. It does not need to be secure, because thinking that an agent sends back is only context."""
+    """Return a signature for thinking. If the thinking is hidden from the agent, the signature contains it.
+
+    Signatures need not be secure: the thinking that an agent sends back only becomes part of its prompt.
+    """
     if hidden:
         return _TEXT + base64.urlsafe_b64encode(thinking.encode()).decode()
     return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
 def decode_signature(signature: str) -> str:
-    """Return the hidden thinking that the signature contains, or an empty string."""
+    """Return the hidden thinking that a signature contains, or an empty string if it contains none."""
     if not signature.startswith((_TEXT, _PACKED)):
         return ""
     try:
@@ -84,5 +88,5 @@ def decode_signature(signature: str) -> str:
         unpacking = zlib.decompressobj()
         text = unpacking.decompress(raw, _MAX_UNPACK_RATIO * len(raw) or 1).decode()
     except (binascii.Error, zlib.error, ValueError):
-        return ""  # damaged, or not one of ours
+        return ""  # the signature is damaged, or a provider created it
     return text if unpacking.eof else ""

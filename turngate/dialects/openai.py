@@ -1,4 +1,4 @@
-"""Model lists, error bodies, custom tools and lists of allowed tools, shared by OpenAI's two dialects.
+"""Functions that the chat and responses dialects share: for model lists, error bodies, custom tools and lists of allowed tools.
 
 A custom tool takes free text. The model sees it as a function with a single string argument, `input`.
 """
@@ -43,7 +43,7 @@ class OpenAIErrorBody(TypedDict):
 def error_body(
     error: TurngateError, *, message: str | None = None, param: str | None = None, code: str | None = None
 ) -> OpenAIErrorBody:
-    """Build the body of an error. `message`, `param` and `code` override the error's own values."""
+    """Build the JSON body of an error. `message`, `param` and `code` replace the error's own message, param and kind."""
     return {
         "error": {
             "message": message or error.message,
@@ -67,12 +67,13 @@ def _model(name: str, created: int) -> dict[str, Json]:
 
 
 def custom_tool(name: str, description: str | None, syntax: str = "", grammar: str = "", suffix: str = "") -> Tool:
-    """Build the function that stands for a custom tool.
+    """Build the function that represents a custom tool in the prompt.
 
-    `grammar` is the definition that its input must follow, if any. `suffix` ends the description.
+    `grammar` is the grammar that the tool's input must follow, if any, and `syntax` is the grammar's notation. `suffix` is appended to the
+    description.
     """
     parts = [description] if description else []
-    # These texts are part of recorded prompts. If they change, `turngate verify` finds a difference in every older session that has one.
+    # Recorded prompts contain these texts. If they change, `turngate verify` reports differences in older sessions with custom tools.
     parts.append("The input is free text: give it, as it is, as the string `input`.")
     if grammar:
         parts.append(f"It has to follow this {syntax or 'formal'} grammar:\n{grammar.strip()}")
@@ -88,7 +89,7 @@ _CUSTOM_INPUT_SCHEMA: Json = {
 
 
 def read_custom_input(arguments: str) -> str | None:
-    """Return the input of a custom tool, or None if the arguments contain anything else."""
+    """Return the input of a custom tool's call, or None unless `arguments` is an object with `input`, a string, as its only field."""
     try:
         match orjson.loads(arguments):
             case {"input": str(text), **rest} if not rest:
@@ -103,21 +104,21 @@ def custom_input_to_arguments(text: str) -> str:
 
 
 class _AllowedTools(msgspec.Struct):
-    """The stored form of a list of tools, only some of which are allowed."""
+    """How a trace stores a list of tools of which only some are allowed."""
 
     allowed_tools: list[str]
     tools: msgspec.Raw
 
 
 def encode_allowed_tools(tools: bytes, allowed: Collection[str] | None) -> bytes:
-    """Encode tools as a trace stores them: as sent, or together with the names of those that the model sees."""
+    """Encode tools for a trace: unchanged if all are allowed (None), or else together with the names of the allowed ones."""
     if allowed is None:
         return tools
     return b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), tools)
 
 
 def decode_allowed_tools(raw: bytes) -> tuple[bytes, list[str] | None]:
-    """Decode the output of `encode_allowed_tools`."""
+    """Decode what `encode_allowed_tools` returned: the tools, and the names of the allowed ones (None means all)."""
     if not raw.lstrip().startswith(b"{"):
         return raw, None
     stored = msgspec.json.decode(raw, type=_AllowedTools)

@@ -1,15 +1,16 @@
 """Incremental decoding of requests: only the new part of each request is decoded.
 
-An agent sends its whole conversation with every call, so a session's requests share a prefix. Bytes that were decoded before are not
-decoded again.
+An agent sends its whole conversation with every call, so the requests of a session share a prefix. Bytes that have been decoded once are
+not decoded again.
 
-A request is a list (`messages`, `input` or `contents`) inside a frame, which is all the other fields before and after it. The list is
-compared with the lists of the session's latest requests. There are three ways to decode a request, and all produce the same call:
+A request consists of a list (`messages`, `input` or `contents`) and a frame, which is the part of the body before and after the list. The
+list is compared with the lists of the session's latest requests. There are three ways to decode a request, and all produce the same call:
 
-- The list extends a known list and the frame is the same: only the new items are decoded. Everything else is taken from the earlier call.
-- The list shares a prefix with a known list, but something else changed: the known items are removed from the body, and the dialect
-  decodes the shorter request.
-- The list is unknown, formatted unusually or invalid: the whole request is decoded.
+- If the list extends a known list and the frame is the same, only the new items are decoded. Everything else is copied from the earlier
+  call.
+- If the list and a known list share only a prefix, or if the frame is different, the shared items are removed from the body, and the
+  dialect decodes the shorter body.
+- If the list has no known prefix, has unusual formatting or is invalid, the whole body is decoded.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from turngate.dialects.wire import DECODE_ERRORS, without_lone_surrogates
 from turngate.errors import BadRequest
 from turngate.types import Call, History, Message
 
-_MAX_LISTS = 4  # conversations remembered per session, as in the trace
+_MAX_LISTS = 4  # number of conversations that are remembered per session
 _MAX_FRAMES = 64  # shared by all sessions
-_MAX_SHARED_FRAME = 256_000  # bytes; larger ones are not shared
+_MAX_SHARED_FRAME = 256_000  # bytes; larger frames are not shared
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list. The list is known to be between `head` and `tail`, and to be the only field with its name."""
+    """A request without its list, which was between `head` and `tail`. It has been checked that no other field has the list's name."""
 
     head: bytes
     tail: bytes
-    key: tuple[object, ...]  # other parts of the request that affect decoding: verb, model, query
-    call: Call  # the call without its history
+    key: tuple[object, ...]  # the parts of the request outside its body that affect decoding: verb, model and query
+    call: Call  # the decoded call, without its history
 
 
 class _KnownList(msgspec.Struct, frozen=True):
-    """The list of an earlier request."""
+    """The list of an earlier request, with its history and frame."""
 
     items: Sequence[bytes]
     history: History
@@ -50,7 +51,7 @@ class _KnownList(msgspec.Struct, frozen=True):
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """The known part of a body's list: where the list starts, how many items match, and where the first new item starts."""
+    """A match of a body's list with a known list: where the list starts, how many items match, and where the first new item starts."""
 
     list_start: int
     count: int
@@ -59,7 +60,7 @@ class _Match(msgspec.Struct, frozen=True):
 
 
 class FrameCache:
-    """Frames shared between sessions. The sessions of a run mostly send the same tools and system prompt, so these are stored once."""
+    """A cache of frames for all sessions. Sessions of one run usually send the same tools and system prompt, so they share a frame."""
 
     def __init__(self) -> None:
         self._frames: OrderedDict[tuple[object, ...], _Frame] = OrderedDict()
@@ -76,7 +77,7 @@ class FrameCache:
 
 
 class PrefixCache:
-    """Decoder for one session's requests in one dialect. It remembers the lists of the latest requests."""
+    """Decoder for one session's requests in one dialect. It remembers the lists of the latest requests to avoid decoding them again."""
 
     def __init__(self, dialect: Dialect, frames: FrameCache) -> None:
         self._dialect = dialect
@@ -86,10 +87,10 @@ class PrefixCache:
         self._lists: list[_KnownList] = []  # newest last
 
     def decode(self, wire: WireRequest) -> Call:
-        """Decode a request, reusing the results for the part that is already known."""
+        """Decode a request. Reuse what was decoded from earlier requests where the bytes are the same."""
         match = self._find(wire.body)
         if match is not None:
-            with suppress(BadRequest):  # decoding the whole body raises the error with the right positions
+            with suppress(BadRequest):  # decoding the whole body below raises the error again, with the right positions
                 call = self._extend_known(wire, match) or self._decode_shortened(wire, match)
                 if call is not None:
                     return call
@@ -99,7 +100,7 @@ class PrefixCache:
         return call
 
     def _find(self, body: bytes) -> _Match | None:
-        """Find the known list that shares the longest prefix with the body's list. Return None if none matches."""
+        """Find the known list that shares the longest prefix with the body's list. Return None if no known list shares any item."""
         best: _Match | None = None
         start = self._find_list(body) if self._lists else 0
         for known in reversed(self._lists if start else ()):
@@ -109,7 +110,7 @@ class PrefixCache:
         return best
 
     def _extend_known(self, wire: WireRequest, match: _Match) -> Call | None:
-        """Build the call if only the end of the list is new. Return None otherwise."""
+        """Build the call from the earlier call if the request only adds items to a known list. Return None otherwise."""
         known, body = match.known, wire.body
         frame = known.frame
         if frame is None or match.count < len(known.items) or frame.key != _request_key(wire):
@@ -146,23 +147,23 @@ class PrefixCache:
         return None if frame is None else call
 
     def _remember(self, history: History, frame: _Frame | None, match: _Match | None = None) -> None:
-        """Remember a decoded request, because the next one will start with the same items."""
+        """Remember the list of a decoded request, because the next request will probably start with the same items."""
         known = 0 if match is None else match.count
         if not all(item.startswith(b"{") for item in history.items[known:]):
-            return  # a number may be a prefix of a longer one, but the end of an object is unambiguous
-        # Drop the list that this one extends or mostly repeats, because it will not be sent again.
+            return  # prefixes are only compared between objects: a number could also match the start of a longer number
+        # Drop the matched list if this one repeats more than half of it, because the agent will not send the older list again.
         kept = [old for old in self._lists if match is None or old is not match.known or known * 2 <= len(old.items)]
         self._lists = [*kept[1 - _MAX_LISTS :], _KnownList(history.items, history, frame)]
 
     def _find_list(self, body: bytes) -> int:
-        """Return where the list seems to start, or 0 if it is not found."""
+        """Return where the list seems to start, or 0 if it is not found. This is only a text search, which `_build_frame` verifies."""
         for mark in self._marks:
             if (at := body.find(mark)) >= 0:
                 return at + len(mark)
         return 0
 
     def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
-        """Build the frame of a request. Return None if its list is not where it seems to be, or is not the only field with its name."""
+        """Build the frame of a request. Return None if the list is not where `_find_list` found it, or if two fields have its name."""
         body, items, start = wire.body, call.history.items, self._find_list(wire.body)
         if not start or not items:
             return None
@@ -177,7 +178,10 @@ class PrefixCache:
         return self._frames.intern(_Frame(head, tail, _request_key(wire), plain))
 
     def _opens_list(self, head: bytes) -> bool:
-        """Return whether the list starts where `head` ends: closed there, it must be the last, empty field of a valid request."""
+        """Return whether the list starts where `head` ends.
+
+        If the list and the request are closed at that point, the list must be the last field of a valid object, and it must be empty.
+        """
         try:
             fields = _fields.decode(head + b"]}")
         except DECODE_ERRORS:
@@ -186,7 +190,7 @@ class PrefixCache:
 
 
 class _EmptyHistory:
-    """A history without messages, for the call in a frame."""
+    """A history without messages. It replaces the history of the call that a frame keeps."""
 
     raws: list[bytes] = []
     items: Sequence[bytes] = ()
@@ -202,12 +206,15 @@ _EMPTY_HISTORY = _EmptyHistory()
 
 
 def _request_key(wire: WireRequest) -> tuple[object, ...]:
-    """Return the parts of a request besides body and headers. The secret key is excluded, because sessions share frames."""
+    """Return the verb, model and query of a request. A key in the query is left out, because sessions with different keys share frames."""
     return wire.verb, wire.model, *sorted(item for item in wire.query.items() if item[0] != "key")
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """Return how many of the items appear consecutively at `at`, each followed by a further item, and where the next item starts."""
+    """Return how many of the items the list in the body starts with, and where its first other item starts. The list starts at `at`.
+
+    An item only matches if another item follows it in the body.
+    """
     joined = b",".join(items)
     if body.startswith(joined, at) and (following := _next_item(body, at + len(joined))):
         return len(items), following
@@ -220,7 +227,7 @@ def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int
 
 
 def _next_item(body: bytes, end: int) -> int:
-    """Return the start of the item after the one that ends at `end`, or 0 if there is none or the separator is unusual."""
+    """Return where the next item starts after the one that ends at `end`. Return 0 unless a comma and at most one space separate them."""
     if not body.startswith(b",", end):
         return 0
     return end + 2 if body.startswith(b" ", end + 1) else end + 1

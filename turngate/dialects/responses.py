@@ -1,7 +1,8 @@
-"""OpenAI Responses: `POST /v1/responses` (or a WebSocket there) and, to count tokens, `POST /v1/responses/input_tokens`.
+"""OpenAI Responses: `POST /v1/responses` (or a WebSocket at this path) and `POST /v1/responses/input_tokens`, which counts tokens.
 
-Every field of a request is checked here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
-`responses_reply.py` encodes the replies. Unless `store` is false, later requests may refer to a response and to its items by id.
+The fields of a request are validated here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
+`responses_reply.py` encodes the replies. Unless a request sets `store` to false, later requests may refer to its response, and to the
+response's items, by id.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
 class PreviousResponseNotFound(BadRequest):
-    """The request continues a response that is not stored in its session."""
+    """The request continues a response that is not stored in the session."""
 
     kind = "previous_response_not_found"
 
@@ -160,7 +161,7 @@ class Responses:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, ResponsesHistory) or history.offered or history.search_outputs:
-            return None  # the items contain tools, which are part of the call
+            return None  # some items contain tools, so the call's tools must be decoded again
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
@@ -196,7 +197,7 @@ class Responses:
         return orjson.dumps(error_body(error, code="model_not_found" if missing else None))
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        # Agents detect an overflow in the stream and then compact. They recognize every other error by its HTTP status.
+        # Agents look for a context overflow in the stream, and then compact. They recognize every other error by its HTTP status.
         return isinstance(error, ContextOverflow)
 
 
@@ -224,7 +225,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def _find_previous(request: ResponsesRequest, wire: WireRequest) -> EarlierReply | None:
-    """Find the response that the request continues. Return None if it continues none."""
+    """Find the stored response that the request continues. Return None if the request does not continue one."""
     response_id = request.previous_response_id
     if not response_id:
         return None
@@ -262,12 +263,12 @@ def _decode_history(request: ResponsesRequest, wire: WireRequest, previous: Earl
 
 
 def _build_message_item(role: str, text: str) -> bytes:
-    """Build a message item for text that is not in the list of items."""
+    """Build a message item with this text, for instructions and for an `input` that is a string."""
     return msgspec.json.encode({"role": role, "content": text})
 
 
 def _collect_tools(request: ResponsesRequest, items: ResponsesHistory) -> bytes | None:
-    """Collect the tools of the request and of its items in one list. Return None if there are none."""
+    """Return the tools of the request and of its items as one JSON list, or None if there are none."""
     raw = bytes(request.tools) if is_given(request.tools) else b"[]"
     if items.offered:
         try:
@@ -307,7 +308,7 @@ def _decode_text(request: ResponsesRequest) -> _Text:
 def _decode_constraint(
     request: ResponsesRequest, text: _Text, offered: bytes | None, *, replaceable: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
-    """Decode the required shape of the output and the tools that the model sees."""
+    """Return the constraint on the reply, if any, and the tools that the model sees."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
@@ -390,9 +391,9 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
-    """Encode the response fields that repeat the request, or that state what the gateway did instead.
+    """Encode the response fields that repeat the request. A setting that the gateway ignores gets the value it used instead.
 
-    The result is a JSON object without its braces. Calls with the same frame share it.
+    The result is a JSON object without its braces. Requests that differ only in their items share it.
     """
 
     def as_sent(field: str, default: Json) -> Json:

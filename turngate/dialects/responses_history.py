@@ -1,8 +1,8 @@
-"""Decoding of OpenAI Responses conversations: items become messages, on demand.
+"""Decoding of OpenAI Responses conversations: turns items into messages, on demand.
 
-The format spreads one turn of the model over several items: reasoning, text and calls. They are grouped again here, so that a turn is
-compared and decoded as one message. Consecutive items belong together, unless the ids that we assigned show that they are from
-different replies. The same ids also reunite calls that an agent has interleaved with their results.
+The format splits one turn of the model into several items: reasoning, text and calls. They are grouped here, so that a turn is compared and
+decoded as one message. Consecutive items belong to the same turn, unless the ids that the gateway assigned show that they come from
+different replies. The ids also show which calls belong to the same turn if an agent has moved their results between them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from turngate.dialects.wire import ABSENT, DECODE_ERRORS, decode_arguments, desc
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Role, ToolCall
 
-REASONING_PREFIX = "tg1."  # prefix of reasoning that we encode for the agent to send back
-WHOLE_INPUT_PREFIX = "ctcw"  # id prefix of custom calls whose input is the model's complete arguments
+REASONING_PREFIX = "tg1."  # prefix of `encrypted_content` that this gateway created
+WHOLE_INPUT_PREFIX = "ctcw"  # id prefix of custom-tool calls whose `input` is the model's complete arguments
 
 _CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
-# Items of tools that the provider runs. Only the provider can read them.
+# Items of tools that the provider runs. The gateway cannot read them.
 _HOSTED = frozenset(
     {
         "web_search_call",
@@ -65,7 +65,7 @@ class InvalidEncryptedContent(BadRequest):
 
 
 class ItemNotFound(BadRequest):
-    """The request refers to an item by an id that names no stored item of its session."""
+    """The request refers to an item by an id, but no item with this id is stored in the session."""
 
     status = 404
     kind = "item_not_found"
@@ -110,7 +110,7 @@ class _Item(msgspec.Struct):
 
 
 class _ToolsItem(msgspec.Struct):
-    """An item that contains tools."""
+    """An item of which only the tools are decoded."""
 
     tools: list[msgspec.Raw] = []
 
@@ -121,10 +121,11 @@ _tools_item = msgspec.json.Decoder(_ToolsItem)
 
 
 class ResponsesHistory:
-    """The messages of one request, decoded one group of items at a time.
+    """The items of one request, grouped into messages. Each message is decoded on demand.
 
-    `instructions` is an item that precedes the others. `before` is the history of an earlier request whose items are a prefix of these.
-    `earlier` holds the items that references may name. The first `offset` items are not in the request, but in the response it continues.
+    `instructions` is a system message that precedes the items. `before` is the history of an earlier request whose items are a prefix of
+    `items`. `earlier` finds stored items, to which the request may refer by id. The first `offset` items are not in the request itself but
+    come from the response that it continues.
     """
 
     def __init__(
@@ -140,13 +141,13 @@ class ResponsesHistory:
         self._instructions = instructions
         self._earlier = earlier
         self._offset = offset
-        self.offered: list[bytes] = []  # tools from the items rather than from the request itself
+        self.offered: list[bytes] = []  # tools that were declared in items instead of the request's `tools` field
         self.search_outputs: list[bytes] = []  # items with results of the agent's own tool searches
         self._groups: list[tuple[int, ...]] = []  # item indexes of each group; the instructions have index -1
         self.raws: list[bytes] = []
-        self._turn: int | None = None  # the group that is an open turn, to which items may be added
+        self._turn: int | None = None  # index of the group that is the open turn, to which items may be added
         self._mark = ""  # reply mark of the open turn
-        self._adjacent = False  # the previous item was part of a turn
+        self._adjacent = False  # whether the previous item was part of a turn of the model
         if isinstance(before, ResponsesHistory) and before._instructions == instructions:
             self.offered, self.search_outputs = before.offered.copy(), before.search_outputs.copy()
             self._groups, self.raws = before._groups.copy(), before.raws.copy()
@@ -161,10 +162,10 @@ class ResponsesHistory:
         return ResponsesHistory(items, self._instructions, self)
 
     def _add(self, start: int) -> None:
-        """Add the items starting at index `start`."""
-        grown: dict[int, list[int]] = {}  # items added to existing groups
-        resolved: dict[int, bytes] = {}  # items that references name, by the index of the reference
-        named: set[str] = set()  # their ids
+        """Add the items from index `start` on to the groups."""
+        grown: dict[int, list[int]] = {}  # indexes of the items to add to each existing group
+        resolved: dict[int, bytes] = {}  # the items that references stand for, by the index of the reference
+        named: set[str] = set()  # the ids of the resolved references
         for n in range(start, len(self.items)):
             item = self.items[n]
             head = self._read(item, n)
@@ -196,7 +197,7 @@ class ResponsesHistory:
             self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
 
     def _resolve(self, n: int, item_id: str, named: set[str]) -> bytes:
-        """Return the item that a reference names, and add its id to `named`, the ids that earlier references name."""
+        """Return the stored item with this id, and add the id to `named`, the ids to which the request has already referred."""
         if item_id in named:
             where = self._place(n)
             raise BadRequest(f"{where}: item {item_id!r} is referenced twice; leave this reference out", param=where)
@@ -212,7 +213,7 @@ class ResponsesHistory:
         return item
 
     def _belongs_to_turn(self, own: str) -> bool:
-        """Return whether an item belongs to the open turn. `own` is the reply mark in the item's id."""
+        """Return whether an item of the model belongs to the open turn. `own` is the reply mark in the item's id."""
         mark = self._mark
         same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
         self._adjacent = True
@@ -235,7 +236,7 @@ class ResponsesHistory:
         return (_decode_other(items[0], places[0]),)
 
     def list_searched_tools(self) -> list[bytes]:
-        """Return the lists of tools that the agent's searches returned."""
+        """Return a JSON list of tools for each of the agent's tool searches."""
         return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.search_outputs]
 
     def _read(self, item: bytes, n: int) -> _Head:
@@ -249,7 +250,7 @@ class ResponsesHistory:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Encode reasoning as an opaque value. It is not secret: the agent may see it."""
+    """Encode reasoning for `encrypted_content`. It is not encrypted, because the agent may read it."""
     raw = reasoning.encode("utf-8", "surrogatepass")
     return REASONING_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode()
 
@@ -273,12 +274,12 @@ def _checksum(raw: bytes) -> bytes:
 
 
 def _default_type(role: str | None) -> str:
-    """Return the type of an item that does not specify one."""
+    """Return the type of an item without a `type` field, given its role."""
     return "message" if role else "item_reference"
 
 
 def reply_mark(item_id: str) -> str:
-    """Return the mark that all ids in one of our replies share, or an empty string for other ids."""
+    """Return the part of an item's id that all ids of the same reply share, or an empty string if the gateway did not assign the id."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -290,7 +291,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """Build an error from msgspec's message and the position of the item in the request."""
+    """Convert a decoding error. `places` contains the positions in the request of the items that were decoded together."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])
@@ -330,7 +331,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
-    """Return the reasoning and the provider's signature for it."""
+    """Return the reasoning in an item, and the provider's signature of it (empty if the gateway encoded the reasoning)."""
     kept = item.encrypted_content or ""
     if kept.startswith(REASONING_PREFIX):
         return decode_reasoning(kept, where), ""
@@ -408,7 +409,7 @@ def _require_call_id(item: _Item, where: str) -> str:
 
 
 def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
-    """Return the texts of the content and, if a text-only model cannot read all of it, the reason."""
+    """Return the texts of an item's content, and why a text-only model cannot read all of it (empty if it can)."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []
@@ -419,7 +420,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
                 texts.append(part.text or "")
             case "refusal":
                 texts.append(part.refusal or "")
-            case "encrypted_content":  # in a message between agents: an argument that one of our models wrote
+            case "encrypted_content":  # in a message between agents: plain text that the model wrote as an argument
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
@@ -431,7 +432,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
 
 
 def _join_texts(texts: list[str]) -> str:
-    """Join texts, each starting on a new line."""
+    """Join texts so that each starts on a new line."""
     text = ""
     for more in texts:
         text += ("\n" if text and not text.endswith("\n") else "") + more

@@ -1,4 +1,4 @@
-"""Items of stored OpenAI Responses: rebuild them from a recorded path, name them, and list them page by page."""
+"""Items of stored OpenAI responses: rebuild them from a trace, assign ids to them, and list them page by page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class ItemPage(msgspec.Struct, frozen=True):
-    """The requested page of a list."""
+    """Which page of a list of items the client requests: up to `limit` items after the item with the id `after`."""
 
     after: str = ""
     limit: int = PAGE_SIZE
@@ -47,23 +47,23 @@ class ItemPage(msgspec.Struct, frozen=True):
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response that an item belongs to, or "" if the id is not one of ours."""
+    """Return the id of the response that an item belongs to, or an empty string if the gateway did not assign the item's id."""
     mark = reply_mark(item_id) or item_id.partition(_INPUT_MARK)[2][:24]
     return RESPONSE_PREFIX + mark if len(mark) == 24 else ""
 
 
 def split_items(raw: bytes) -> list[bytes]:
-    """Split a JSON list of items."""
+    """Split a JSON list into its items, each as raw JSON."""
     return [bytes(item) for item in _raws.decode(raw)]
 
 
 def read_output(tail: bytes) -> list[bytes]:
-    """Return the output items of a stored response. `tail` is the end of its JSON, which starts with a comma."""
+    """Return the output items of a stored response. `tail` is the last part of its JSON (see `ReplyRecord`), which starts with a comma."""
     return [bytes(item) for item in _output.decode(b'{"":0' + tail).output]
 
 
 def rebuild_reply(echo: bytes, tools: bytes, path: Sequence[bytes], output: Sequence[bytes]) -> EarlierReply:
-    """Rebuild a stored response from the items on its path. The instructions are the first item there, if it had any."""
+    """Rebuild a stored response. `path` contains the recorded input items. If the request had instructions, they are the first of them."""
     own = _echo.decode(b"{" + echo + b"}").instructions
     items = list(path[1:] if own else path)
     if tools != b"[]":
@@ -73,18 +73,18 @@ def rebuild_reply(echo: bytes, tools: bytes, path: Sequence[bytes], output: Sequ
 
 
 def list_input(reply: EarlierReply, response_id: str) -> list[bytes]:
-    """Return the input items of a stored response, oldest first. Items without an id get one."""
+    """Return the input items of a stored response, oldest first. An item without an id gets one."""
     mark = response_id.removeprefix(RESPONSE_PREFIX)
     return [_add_id(item, f"{mark}{n:02x}") for n, item in enumerate(reply.history.items)]
 
 
 def index_items(items: Sequence[bytes]) -> dict[str, bytes]:
-    """Return the items by id. If several have the same id, the first one counts."""
+    """Return the items by id. If several items have the same id, keep the first one."""
     return {item_id: item for item in reversed(items) if (item_id := _item_id.decode(item).id)}
 
 
 def encode_message(message: Message) -> list[bytes]:
-    """Encode a message that did not arrive in this dialect, or whose items are not stored."""
+    """Encode a message as items. This is for a message that arrived in another dialect, or whose own items are not stored."""
     if message.role == "tool":
         return [
             orjson.dumps({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content})
@@ -125,7 +125,7 @@ def read_page(after: str = "", limit: int = PAGE_SIZE, order: Literal["asc", "de
 
 
 def encode_page(items: Sequence[bytes], page: ItemPage) -> bytes:
-    """Encode one page of a list of items, which are ordered oldest first."""
+    """Encode one page of a list of items. `items` are ordered oldest first."""
     ordered = list(items if page.order == "asc" else reversed(items))
     ids = [_item_id.decode(item).id or "" for item in ordered]
     start = 0
@@ -153,7 +153,7 @@ def encode_deleted(response_id: str) -> bytes:
 
 
 def _add_id(item: bytes, suffix: str) -> bytes:
-    """Add an id to an item that has none, and turn plain text content into parts, as the API lists it."""
+    """Complete an item for a list: add a missing type or id, and convert content that is a string to a list of parts."""
     fields: dict[str, Json] = msgspec.json.decode(item)
     if not fields.get("type"):
         fields = {"type": "message", **fields}

@@ -1,13 +1,13 @@
-"""Encoding of OpenAI Responses replies, event by event. A reply that is not streamed is the response in the last event.
+"""Encoding of OpenAI Responses replies, event by event. A reply that is not streamed consists of the response in the last event.
 
     created, in_progress → per item: added, its parts and deltas, done → completed, incomplete or failed
 
-An item stays open while text of its kind arrives. A call arrives complete. Item ids contain the mark of their reply, which identifies
-the turn when the agent sends it back (`responses_history.py`).
+An item stays open while text of its kind arrives. A call arrives complete. Each item id contains a mark that all ids of the reply share, so
+that `responses_history.py` recognizes the items of one turn when the agent sends them back.
 
-A reply has about a dozen events besides its text, and three of them repeat the request. For speed, events are templates with placeholders:
-constant parts are encoded once, the request's part once for all calls that share it, and a text or an item once for all events that
-contain it.
+Even a short reply has about a dozen events, three of which repeat fields of the request. For speed, events are encoded with templates. The
+constant parts are encoded once, the fields of the request once for all calls that share them, and a text or an item once for all events
+that contain it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, ReplyE
 
 
 class OfferedTools:
-    """The lists of tools that determine the kind of each call. They are decoded when the first call arrives."""
+    """The tools that the agent offered, which determine how each call is encoded. They are decoded when the model first calls a tool."""
 
     def __init__(self, lists: tuple[bytes, ...] = ()) -> None:
         self._lists = lists
@@ -40,17 +40,17 @@ class OfferedTools:
 
 
 class ResponsesReplyOptions(msgspec.Struct, frozen=True):
-    """Reply options from the request."""
+    """The fields of a request that affect how its reply is encoded."""
 
     echo: bytes  # response fields that repeat the request, as a JSON object without its braces
     tools: OfferedTools
-    summary: bool = False  # return reasoning as a summary
-    encrypt_reasoning: bool = False  # return reasoning as `encrypted_content`, which the agent sends back
+    summary: bool = False  # send reasoning as a summary
+    encrypt_reasoning: bool = False  # also send reasoning as `encrypted_content`, which the agent sends back
     previous: str = ""  # id of the response that this one continues
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# `%b` inserts JSON verbatim (or an id, between quotes) and `%d` a number. The first placeholder of an event is its sequence number.
+# `%b` is a placeholder for JSON (or, between quotes, for an id) and `%d` for a number. The first one in an event is its sequence number.
 
 
 def _event(name: str, fields: bytes) -> bytes:
@@ -76,7 +76,7 @@ _PLACE = b'"item_id":"%b","output_index":%d,'  # the position of an event inside
 
 
 class _TextForm(msgspec.Struct, frozen=True):
-    """The templates of one kind of text."""
+    """The templates for the items and events of one kind of text: message, reasoning or summary."""
 
     prefix: bytes  # prefix of the item's id
     item: bytes  # placeholders: id, status and parts of a message; id, parts and signature of reasoning
@@ -90,7 +90,7 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """Build the templates. `events` names the text event and the part event. `index` is the field for the part's index, always 0."""
+    """Build the templates. `events` contains the names of the text and part events. `index` is the field for the part's index, always 0."""
     place = _PLACE + b'"%b":0,' % index
     text_event, part_event = events
     return _TextForm(
@@ -129,7 +129,7 @@ _SUMMARY = _build_text_form(
 
 
 class _CallForm(msgspec.Struct, frozen=True):
-    """The templates of one kind of call."""
+    """The templates for the items and events of one kind of call: function or custom."""
 
     item: bytes  # placeholders: id, status, call fields, arguments
     delta: bytes
@@ -151,7 +151,7 @@ _SEARCH = b'{"id":"%b","type":"tool_search_call","status":"completed","call_id":
 
 
 class _OpenItem(msgspec.Struct):
-    """The item being written."""
+    """The item to which text is being added."""
 
     form: _TextForm
     id: bytes
@@ -160,7 +160,7 @@ class _OpenItem(msgspec.Struct):
 
 
 class ResponsesStream:
-    """One reply, streamed or not."""
+    """Encoder for one reply, streamed or not."""
 
     media = "text/event-stream; charset=utf-8"
 
@@ -201,7 +201,7 @@ class ResponsesStream:
         )
 
     def whole(self, done: Done) -> bytes:
-        """Encode the whole reply."""
+        """Encode the whole reply as one JSON object, for a call that is not streamed."""
         message = done.message
         for event in (
             Delta("reasoning", message.reasoning),
@@ -213,13 +213,13 @@ class ResponsesStream:
         return self._finish(done)[2]
 
     def empty(self) -> bytes:
-        """Encode the events of a response for which nothing is sampled."""
+        """Encode all events of an empty response, for a request that asks not to generate anything."""
         begin = self.begin()
         self._whole = self._response("completed", usage=Usage(0, 0))
         return begin + _STATUS_EVENTS["completed"] % (self._next(), self._whole)
 
     def record(self) -> ReplyRecord:
-        """Return the response, once it is complete."""
+        """Return the response to be stored. It must be complete."""
         assert self._whole, "the response is not complete"
         tools = self._history.offered if isinstance(self._history, ResponsesHistory) else ()
         return ReplyRecord(
@@ -247,12 +247,12 @@ class ResponsesStream:
 
     def _sign(self, signature: str) -> bytes:
         item, opening = self._item, b""
-        if item is None or item.form is _MESSAGE:  # signed reasoning without any text
+        if item is None or item.form is _MESSAGE:  # the signature belongs to reasoning without any text
             opening = self._close()
             item, added = self._open(self._reasoning_form())
             opening += added
         item.signature = signature
-        return opening + self._close()  # later reasoning has its own signature
+        return opening + self._close()  # close the item, because later reasoning has another signature
 
     def _open(self, form: _TextForm) -> tuple[_OpenItem, bytes]:
         self._item = item = _OpenItem(form, self._id(form.prefix))
@@ -276,14 +276,14 @@ class ResponsesStream:
         return data + self._add_item(form.item % (item.id, part if plain else b"", self._encode_encrypted(item, plain)))
 
     def _encode_encrypted(self, item: _OpenItem, reasoning: str) -> bytes:
-        """Encode the opaque form of the reasoning, which the agent sends back."""
+        """Return the field `encrypted_content`: the provider's signature, or the reasoning if the request asks for it."""
         signature = item.signature or (
             encode_reasoning(reasoning) if reasoning and self._options.encrypt_reasoning else ""
         )
         return b',"encrypted_content":' + orjson.dumps(signature) if signature else b""
 
     def _call(self, call: ToolCall) -> bytes:
-        """Encode a call as the kind of item that its tool expects."""
+        """Encode a call as the kind of item that fits its tool: function, custom or tool search."""
         tool = self._options.tools.by_name.get(call.name) or AgentTool("function", call.name)
         fields = _CALL_FIELDS % (orjson.dumps(call.id), orjson.dumps(tool.name))
         if tool.namespace:
@@ -314,18 +314,18 @@ class ResponsesStream:
         return b"%b_tg%b%02x" % (kind, self._mark, len(self._output))
 
     def _next(self) -> int:
-        """Return the next sequence number."""
+        """Return the sequence number of the next event, and advance it."""
         self._sequence += 1
         return self._sequence - 1
 
     # ── the response ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, done: Done) -> tuple[bytes, str, bytes]:
-        """Finish the reply. Return the remaining events, the final status and the whole response."""
+        """Finish the reply. Return the remaining item events, the final status and the whole response."""
         cut = done.finish == "length"
         data = b""
         if self._item is None and not self._output:
-            # Add an empty message to an empty reply, so that the agent can send the turn back.
+            # Add an empty message to an empty reply. Otherwise the agent could not send the turn back.
             data = self._open(_MESSAGE)[1]
         data += self._close(b"incomplete" if cut else b"completed")
         status, reason = ("incomplete", _MAX_TOKENS_REACHED) if cut else ("completed", b"null")
@@ -355,7 +355,7 @@ def error_message(error: TurngateError) -> str:
 
 
 def _error_code(error: TurngateError) -> str:
-    """Return the code of a failed response. Agents retry after `server_error`, but not after an invalid request."""
+    """Return the error code of a failed response. Agents retry after `server_error`, but not after `invalid_prompt`."""
     if isinstance(error, ContextOverflow):
         return error.kind
     if error.status == 429:
@@ -364,7 +364,7 @@ def _error_code(error: TurngateError) -> str:
 
 
 def _encode_arguments(arguments: str) -> bytes:
-    """Encode arguments as a JSON object, or as text if they are not one."""
+    """Encode a call's arguments as a JSON object, or as a JSON string if they are not an object."""
     try:
         value: Json = orjson.loads(arguments)
     except orjson.JSONDecodeError:

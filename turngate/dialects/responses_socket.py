@@ -1,6 +1,6 @@
-"""The WebSocket transport of OpenAI Responses: the client's events, and the frames of a reply.
+"""The WebSocket transport of OpenAI Responses: decode the client's events, and encode the frames of a reply.
 
-Every `response.create` event is a request with the fields of `POST /v1/responses`. The frames of its reply are the events of a stream.
+Each `response.create` event is a request with the fields of `POST /v1/responses`. The reply consists of one frame per stream event.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from turngate.dialects.responses_reply import error_message
 from turngate.dialects.wire import DECODE_ERRORS, describe_error, error_field, field_error
 from turngate.errors import BadRequest, TurngateError
 
-MAX_LANES = 32  # on one connection, as in OpenAI's API
+MAX_LANES = 32  # per connection, as in OpenAI's API
 _MAX_LANE_NAME = 200
 _DATA = b"\ndata: "
 
 
 class EventUnsupported(BadRequest):
-    """A client's event is not a model call: its type is not `response.create`."""
+    """The type of a client's event is not `response.create`, the only type that is supported."""
 
 
 class SocketEvent(msgspec.Struct, frozen=True):
-    """A client's event, apart from the fields that it shares with a request over HTTP."""
+    """The fields of a client's event that a request over HTTP does not have."""
 
     type: str = ""
-    stream_id: str | None = (
-        None  # names a lane; calls of one lane are served one after another, those of different lanes in parallel
-    )
-    generate: bool | None = None  # if false, nothing is sampled: the next request can continue the response
+    stream_id: str | None = None  # name of a lane; calls of one lane run one after another, and lanes run in parallel
+    generate: bool | None = None  # if false, the response stays empty; a later request can continue it
 
     @property
     def lane(self) -> str:
@@ -58,7 +56,7 @@ def decode_event(raw: bytes) -> SocketEvent:
 
 
 def split_frames(data: bytes, lane: str) -> list[str]:
-    """Split the events of a stream into frames. The frames of a named lane carry its name."""
+    """Split encoded stream events into WebSocket frames. If the lane has a name, add it to each frame."""
     frames = [block.partition(_DATA)[2] for block in data.split(b"\n\n") if block]
     if lane:
         name = orjson.dumps(lane)
@@ -67,13 +65,13 @@ def split_frames(data: bytes, lane: str) -> list[str]:
 
 
 def encode_error_frame(error: TurngateError, status: int, lane: str = "") -> str:
-    """Encode an error that ends a request before its reply starts."""
+    """Encode the error frame for a request that failed before its reply started."""
     body = error_body(error, message=error_message(error))["error"]
     frame = {
         "type": "error",
         "status": status,
         "error": body,
-        # The same as in the error event of a stream, which SDKs read.
+        # SDKs read these fields, which are the same as in the error event of a stream.
         "code": body["code"],
         "message": body["message"],
         "param": body["param"],

@@ -1,8 +1,8 @@
-"""Conversion between OpenAI Responses tools and functions that a chat template can render.
+"""Conversion of OpenAI Responses tools to functions that a chat template can render.
 
-The model sees plain functions. A custom tool becomes a function with a single string argument, `input`. A function in a namespace is named
-`namespace__name`. The agent's own `tool_search` becomes a function too. `index_tools` maps a function that the model called back to the
-kind of item that the agent expects.
+The model sees only functions. A custom tool becomes a function with a single string argument, `input`. A function in a namespace is named
+`namespace__name`. A `tool_search` that the agent runs itself also becomes a function. When the model calls a function, `index_tools` finds
+the agent's tool, which determines the kind of item to send.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _WireTool(msgspec.Struct):
 
 
 class _Name(msgspec.Struct):
-    """The name of a tool and, for a namespace, of its tools."""
+    """A tool of which only the type and name are decoded. A namespace contains further tools."""
 
     type: str = ""
     name: str = ""
@@ -56,7 +56,7 @@ class _Name(msgspec.Struct):
 
 
 class AgentTool(msgspec.Struct, frozen=True):
-    """The agent's tool behind a function that the model sees."""
+    """The tool of the agent that a function of the model represents."""
 
     kind: Literal["function", "custom", "tool_search"]
     name: str
@@ -70,8 +70,8 @@ _names = msgspec.json.Decoder(list[_Name])
 class ResponsesTools:
     """The tools of one request.
 
-    `allowed` names the tools that the model sees; None means all. With `replaceable`, a tool may replace an earlier one with the same
-    name, because some tools arrived during the conversation.
+    `allowed` contains the names of the tools that the model sees; None means all of them. If `replaceable` is set, a tool may replace an
+    earlier tool with the same name, because an agent may declare a tool again during the conversation.
     """
 
     def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, replaceable: bool = False) -> None:
@@ -93,12 +93,12 @@ class ResponsesTools:
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
-        """Read stored tools: a list of tools, or a list of tools with the names of the allowed ones."""
+        """Decode the tools in a trace, which `encode_allowed_tools` encoded."""
         return cls(*decode_allowed_tools(raw), replaceable=True)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the function name that the model sees."""
+    """Return the name under which the model sees a tool: `namespace__name`, or only the name in a default namespace."""
     return name if (namespace or "") in DEFAULT_NAMESPACES else f"{namespace}__{name}"
 
 
@@ -111,7 +111,7 @@ def decode_tools(raw: bytes, where: str) -> list[Tool]:
 
 
 def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
-    """Index the tools of these lists by the names that the model sees. They were validated before, so no error is raised here."""
+    """Return the agent's tools by the names that the model sees. The lists have already been validated, so no error is raised here."""
     found: dict[str, AgentTool] = {}
     for raw in raws:
         try:
@@ -130,7 +130,7 @@ def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
 
 
 def is_ignored(kind: str) -> bool:
-    """Return whether a tool is hidden from the model, because agents always offer it and only the provider can run it."""
+    """Return whether to hide a tool of this kind. Agents always offer such tools, but only the provider can run them."""
     return kind.startswith("web_search") or kind == "image_generation"
 
 
@@ -143,7 +143,7 @@ def _decode_tool(wire: _WireTool, where: str) -> Iterator[Tool]:
         case "namespace":
             yield from _decode_namespace(wire, where)
         case "tool_search":
-            # A search run by the provider would only find tools in this list, which the model sees anyway.
+            # Ignore a search that the provider runs: it would only find tools in this list, and the model sees all of those.
             if wire.execution == "client":
                 parameters = require_shallow(wire.parameters, f"{where}.parameters")
                 yield function_tool(SEARCH, wire.description, parameters)

@@ -1,4 +1,4 @@
-"""Decoding and validation of model calls, shared by all dialects, and the text of their errors."""
+"""Functions that all dialects share: decode and validate fields, and describe what is wrong with them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from turngate.errors import BadRequest
 from turngate.types import Constraint, Json, Sampling, Tool
 
-# The default of raw fields, so an absent field is treated as null.
+# The default of raw fields: an absent field is treated like null.
 ABSENT = msgspec.Raw(b"null")
-# Exceptions raised by decoding: wrong types or syntax, invalid UTF-8, excessive nesting.
+# What a decoder may raise: for a wrong type or syntax, for invalid UTF-8, and for excessive nesting.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_DEPTH = 200  # nesting levels of a schema; encoders fail at 254
+_MAX_DEPTH = 200  # nesting levels; JSON encoders fail at 254
 
 
-_SHORT_BODY = 4_000  # bytes; below this, a regex search is faster
+_SHORT_BODY = 4_000  # bytes; a regex search is faster for bodies shorter than this
 _SURROGATE_START = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
@@ -29,14 +29,17 @@ _SURROGATES = re.compile(
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
-    """Replace lone surrogates in JSON with the replacement character. JavaScript programs may cut a string inside a character."""
+    """Replace lone surrogates in JSON with U+FFFD. JavaScript programs send them when they cut a string in the middle of a character."""
     if not _has_surrogates(body):
         return body
     return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
 
 
 def _has_surrogates(body: bytes) -> bool:
-    r"""Return whether the body contains `\ud` or `\uD`. A long body is searched two bytes at a time, far faster than with a regex."""
+    r"""Return whether the body contains `\ud` or `\uD`, with which every escaped surrogate starts.
+
+    A long body is searched two bytes at a time with NumPy, which is far faster than a regex.
+    """
     if len(body) < _SHORT_BODY:
         return _SURROGATE_START.search(body) is not None
     for start in (0, 1):
@@ -70,18 +73,18 @@ def error_field(error: msgspec.DecodeError) -> str | None:
 
 
 def body_error(error: msgspec.ValidationError) -> BadRequest:
-    """Build the error about a request with a field of the wrong type, or with a body that is not an object."""
+    """Build the error for a body that is not a JSON object, or that has a field of the wrong type."""
     field, problem = error_field(error), describe_error(error)
     return BadRequest(problem if field else f"The body must be a JSON object: {problem}", param=field)
 
 
 def field_error(field: str, problem: str) -> BadRequest:
-    """Build an error about a field. `problem` completes a sentence that starts with the field's name."""
+    """Build the error for an invalid field. The message is the field's name followed by `problem`, such as "n must be 1"."""
     return BadRequest(f"{field} {problem}", param=field)
 
 
 def decode_text(raw: bytes, field: str) -> str:
-    """Decode raw JSON to text. The decoder of a request does not check values that it keeps raw."""
+    """Decode raw JSON as UTF-8. Raw values need this check, because msgspec does not validate their encoding."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -89,7 +92,7 @@ def decode_text(raw: bytes, field: str) -> str:
 
 
 def decode_arguments(raw: bytes, field: str) -> str:
-    """Decode the arguments of a call, which are either JSON text in a string or the JSON value itself."""
+    """Return the arguments of a call as JSON text. Clients send them either as a string of JSON text or as a JSON value."""
     if not raw.startswith(b'"'):
         text = decode_text(raw, field)
     else:
@@ -112,7 +115,7 @@ def require_shallow(value: Json, field: str) -> Json:
 
 
 def one_line(json: str) -> str:
-    """Put JSON on one line, as stream events require. Raw line breaks never occur inside a JSON string."""
+    """Replace line breaks in JSON with spaces, because a stream event must be on one line. JSON strings never contain raw line breaks."""
     return json.translate(_ONE_LINE)
 
 
@@ -125,14 +128,17 @@ def bearer_token(headers: Mapping[str, str]) -> str:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Return whether the client is retrying a call, according to a header set by the providers' SDKs or by our relay."""
+    """Return whether the client is retrying a call, according to the headers that the providers' SDKs and our relay send."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
         "x-turngate-attempt", "1"
     ) not in ("", "1")
 
 
 def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, Any]:
-    """Build the call fields that are derived from headers. `forwarded` names the headers sent to a provider of the same dialect."""
+    """Return the fields of a `Call` that are derived from request headers.
+
+    `forwarded` contains the names of the headers to forward to a provider of the same dialect.
+    """
     return {
         "retried": is_retry(headers),
         "idempotency_key": headers.get("idempotency-key", ""),
@@ -141,9 +147,12 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 
 
 def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Check that `Sampling` fields are in range. `names` maps fields to the dialect's own names where they differ."""
+    """Return the sampling values, or raise BadRequest if one is out of range.
+
+    `names` maps fields of `Sampling` to their names in the dialect where the two differ.
+    """
     if values.get("top_k") == -1:
-        values = {**values, "top_k": 0}  # -1 and 0 both disable it
+        values = {**values, "top_k": 0}  # both -1 and 0 disable top_k
     try:
         msgspec.convert(values, Sampling)
     except msgspec.ValidationError as error:
@@ -163,7 +172,7 @@ def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, .
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """Return text that stands in for content that is not text. Different data gives different text."""
+    """Return text to replace content that is not text, such as an image. It contains a hash, so different data gives different text."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 
@@ -177,14 +186,14 @@ def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
 
 
 def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
-    """Build the constraint that the reply is one or more calls to these tools."""
+    """Build the constraint that the reply must be a call to one of these tools, or several calls if `parallel` is set."""
     calls = [_build_call_schema(tool) for tool in tools]
     most = {} if parallel else {"maxItems": 1}
     return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
 
 
 def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
-    """Build the constraint that the reply is a call to this tool."""
+    """Build the constraint that the reply must be a call to the named tool. `field` is the request field that contains the name."""
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
         raise field_error(field, f"refers to {name!r}, which is not one of the tools")
