@@ -1,7 +1,7 @@
-"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and compare the results.
+"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and check what was recorded.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
-If a check fails, the result names the cause, such as greedy sampling or a tool that the agent does not offer.
+If a promise is broken, its result names the cause, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AFTER = "alpha\ncolor\nomega\n"
 
 
 class PromiseResult(msgspec.Struct, frozen=True):
-    """The result of checking one promise."""
+    """Whether the gateway kept one of its promises about an agent, such as that the trace contains every model call."""
 
     name: str
     ok: bool
@@ -51,7 +51,7 @@ class PromiseResult(msgspec.Struct, frozen=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """The results of a check, and the data they are based on."""
+    """The results of a check, with the outcome, trace and training rows that they are based on."""
 
     outcome: Outcome
     results: tuple[PromiseResult, ...]
@@ -66,13 +66,12 @@ class CheckReport(msgspec.Struct, frozen=True):
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a check."""
+    """How to check an agent: its sandbox, its task, the model's limits, and the replies of the scripted engine."""
 
     image: str = ""
     network: Network = "none"
-    scenes: Callable[[str], tuple[Scene, ...]] | None = (
-        None  # a function of the working folder; None: the agent's own steps
-    )
+    # Called with the working folder; None: the agent's own steps.
+    scenes: Callable[[str], tuple[Scene, ...]] | None = None
     instruction: str = INSTRUCTION
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
@@ -84,14 +83,14 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run. Its parts are public, so that tests can observe and modify it."""
+    """A check that is ready to run. Its fields are public, so that tests can observe and modify them."""
 
     engine: Scripted
     gateway: GatewayClient
     rollout: Rollout
     folder: Path
     log: CallLog
-    steps: AgentSpec | None  # the agent whose own steps the engine replies with; None: other scenes
+    steps: AgentSpec | None  # the agent whose [[check]] steps are the engine's replies; None: `CheckOptions.scenes` are
 
     async def run(self) -> CheckReport:
         """Run the rollout, and return the report."""
@@ -99,7 +98,7 @@ class AgentCheck(msgspec.Struct, frozen=True):
         return await self.build_report()
 
     async def build_report(self) -> CheckReport:
-        """Evaluate the recording so far."""
+        """Check every promise against what has been recorded so far."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
@@ -135,7 +134,7 @@ async def check_agent(
     options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> CheckReport:
-    """Run a check. The recording and the agent's files are kept in `folder`."""
+    """Check an agent, and return the report. The recorded data and the agent's files are kept in `folder`."""
     async with prepare_check(agent, installed, backend, folder, options, watch) as prepared:
         return await prepared.run()
 
@@ -149,7 +148,7 @@ async def prepare_check(
     options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> AsyncIterator[AgentCheck]:
-    """Start a gateway with the scripted engine, and yield a check that is ready to run on it."""
+    """Start a gateway with the scripted engine, and yield a check that is ready to run. The gateway stops at the end of the block."""
     if not agent.check and options.scenes is None:
         raise AgentError(f"{agent.name}: the agent's description has no [[check]] steps; add some", param="check")
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
@@ -221,7 +220,7 @@ def _check_work(folder: Path, agent: AgentSpec, log: CallLog) -> PromiseResult:
 
 
 def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
-    """Return why the steps could not do the task, or "" if the agent could have followed them."""
+    """Return why the agent could not follow the [[check]] steps, or "" if no reason is known."""
     if not log.model_calls:
         return "the agent made no model call: does it read the base URL and the key that its file sets?"
     called = {call.tool: None for step in agent.check for call in step.calls}
@@ -247,7 +246,7 @@ def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResu
 
 
 def _explain_rows(nodes: list[TraceNode]) -> str:
-    """Name the main turns that begin a branch, with their causes."""
+    """Return which turns of the main conversation begin a branch, each with the cause of its fork."""
     by_id = {node.id: node for node in nodes}
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     number_of = {turn.id: number for number, turn in enumerate(turns, 1)}
@@ -265,7 +264,7 @@ def _explain_rows(nodes: list[TraceNode]) -> str:
 
 
 def _explain_edit(replaced: TraceTurn, number: int) -> str:
-    """Say which answer the agent changed in its history and, if it had several tool calls, what to try."""
+    """Say which turn's answer the agent changed in its history. If that answer has several tool calls, add a suggestion."""
     calls = len(replaced.decode_message().tool_calls)
     changed = f": the agent changed the answer of turn {number} in its history"
     hint = f"; turn {number} has {calls} calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
@@ -281,7 +280,7 @@ def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> 
 
 
 def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
-    """Compare the recorded prompts and log-probabilities with the engine's."""
+    """Check that the recorded prompts and log-probabilities equal those of the engine."""
     by_id = {node.id: node for node in nodes}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
     recorded, scored = [], True
@@ -300,7 +299,7 @@ def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scr
 
 
 def _check_training(spans: list[RowSpan], log: CallLog) -> PromiseResult:
-    """Check that every turn whose role is trained is trained, and explain those that are not."""
+    """Check that every turn with a trained role is trained, and give the reasons for those that are not."""
     due = [span for span in spans if span.role in TrainingPolicy().roles and not span.reason.startswith("trained in")]
     reasons = list(dict.fromkeys(span.reason for span in due if not span.trained))
     seen = f"{len(due)} turns" if not reasons else f"not trained: {'; '.join(reasons)}"
@@ -311,7 +310,7 @@ def _check_training(spans: list[RowSpan], log: CallLog) -> PromiseResult:
 
 
 def _describe_sampling(log: CallLog) -> str:
-    """Describe the sampling settings that the agent asked for if they would bias its samples."""
+    """Return the sampling settings that the agent asked for and that would bias its samples, or "" if there are none."""
     asked = {
         f"{name} {value:g}": None
         for call in log.model_calls

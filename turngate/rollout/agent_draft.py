@@ -1,4 +1,4 @@
-"""Write a first description of an agent from one watched run (`agent_watch.py`). No I/O."""
+"""Draft the TOML description of an agent from one watched run (`agent_watch.py`). No I/O."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LAST_STEP = "Done: colour is color now."
 
 
 class ShellTool(msgspec.Struct, frozen=True):
-    """A tool that runs a shell command."""
+    """A tool of the agent that runs shell commands, and the arguments of a call to it."""
 
     name: str
-    arguments: dict[str, Json]  # with {command}
+    arguments: dict[str, Json]  # {command} is the placeholder for the shell command
 
 
 def explain_failure(run: WatchedRun) -> str:
@@ -68,7 +68,7 @@ def explain_failure(run: WatchedRun) -> str:
 
 
 def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
-    """Return the tool that most likely runs a shell command, with arguments for a call."""
+    """Return the tool that most likely runs shell commands, or None if no tool takes a command."""
     ranked = sorted(tools, key=lambda tool: _SHELL_NAME.search(tool.name) is None)
     for tool in ranked:
         schema = tool.wire.get("function", {}).get("parameters") or {}
@@ -83,7 +83,7 @@ def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
 
 
 def write_description(name: str, command: Sequence[str], env: Mapping[str, str], run: WatchedRun) -> str:
-    """Return the TOML description of the agent in a watched run, without secrets (`find_secrets`).
+    """Return the TOML description of the watched agent. Values that look like secrets are left out (`find_secrets`).
 
     Raise `AgentError` if the run did not reach the model.
     """
@@ -136,7 +136,7 @@ def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, doe
 
 
 def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
-    """Keep the variables that the agent read, and the model's variable of the same provider."""
+    """Write the [env] table: `env`, the variables that the agent read, and the model variables of the same providers."""
     used = {name: VARIABLES[name] for name in VARIABLES if name in run.variables}
     providers = {name.partition("_")[0] for name in used if name in URL_VARIABLES or name in KEY_VARIABLES}
     used |= {name: value for name, value in MODEL_VARIABLES.items() if name.partition("_")[0] in providers}
@@ -179,7 +179,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
 
 
 def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
-    """Write the steps of `turngate agents check`: the whole task if the agent has a shell tool."""
+    """Write the [[check]] steps for `turngate agents check`. They do the whole task if the agent has a shell tool."""
     names = ", ".join(_key(tool.name) for tool in tools)
     offered = ["", f"# Tools that the agent offered: {names or 'none'}"]
     if shell is None:
@@ -204,7 +204,7 @@ def _is_text(schema: Json) -> bool:
 
 
 def _example(schema: Json) -> Json:
-    """Return a value for a required argument."""
+    """Return an example value for a required argument with this JSON schema."""
     found = schema if isinstance(schema, dict) else {}
     if found.get("enum"):
         return found["enum"][0]

@@ -16,12 +16,12 @@ from turngate.rollout.classify import DISK_LIMIT, SESSION_LIMITS, Ending
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Job, Sandbox
 
-GRACE_S = 30.0  # for an agent to exit on its own after its session reached a limit
+GRACE_S = 30.0  # time for an agent to exit on its own after its session has reached a limit
 _FIND_PROGRAM = 'command -v -- "$1" >/dev/null'
 
 
 def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, base_url: str, key: str) -> Launch:
-    """Plan the agent's command, environment and settings files. `installed` contains paths inside the sandbox."""
+    """Plan the agent's command, environment and settings files. The paths in `installed` are paths inside the sandbox."""
     launch = plan_launch(
         spec.agent,
         installed,
@@ -38,7 +38,7 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 
 
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
-    """Check that the sandbox has the agent's program, and that it starts."""
+    """Raise `AgentError` if the agent's program is not in the sandbox or does not start."""
     name = spec.agent.name
     lookup = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
     if lookup.exit_code:
@@ -66,7 +66,7 @@ async def run_agent(
     ending: Ending,
     note: Callable[[str], None],
 ) -> None:
-    """Run the agent until it exits, it times out or its session ends. Record how it ended in `ending`."""
+    """Run the agent until it exits, it times out or its session ends. Record in `ending` how the run ended."""
     job = await sandbox.start(
         launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
     )
@@ -88,7 +88,7 @@ async def run_agent(
 
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
-    """Record that the agent was killed because it used too much disk space. Raise the error if the machine's disk was full."""
+    """Record in `ending` if the agent was killed for using too much disk space. Raise an error if the machine's disk was full."""
     if sandbox.disk_error is None:
         return
     if not isinstance(sandbox.disk_error, SandboxTooLarge):

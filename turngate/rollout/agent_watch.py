@@ -1,7 +1,7 @@
 """Run an agent's command once against the scripted engine, and observe how it reaches the model.
 
-The command runs in a local sandbox with an empty HOME, as it would in a rollout. Every variable in which programs look for an endpoint is
-set, each to its own address and key, so the requests show which variables the agent read.
+The command runs in a local sandbox with an empty HOME, as it would in a rollout. All environment variables in which programs look for an
+endpoint or a key are set, each to a different value. The requests therefore show which variables the agent read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MARKED_PATH = re.compile(r"/from/([A-Za-z_][A-Za-z0-9_]*)(/.*|$)")
 
 
 class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of a command did."""
+    """What was observed while a command ran: its requests, the variables it read, its exit code and its output."""
 
     calls: tuple[LoggedCall, ...]
     variables: tuple[str, ...]  # the variables that the agent read its endpoint and key from
@@ -63,7 +63,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Marks:
-    """Finds out where each request's address and key came from, and removes the marks before the gateway sees them."""
+    """Marks each URL and key with the name of its variable. Collects the marks from requests, and removes them for the gateway."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
@@ -102,7 +102,7 @@ class _Marks:
 async def watch_command(
     name: str, command: Sequence[str], env: Mapping[str, str], backend: Backend, *, timeout_s: float
 ) -> WatchedRun:
-    """Run a command once. Its words and `env` may contain placeholders; without {prompt} it gets the prompt on standard input."""
+    """Run a command once. `command` and `env` may contain placeholders. Without {prompt}, the prompt is sent on standard input."""
     spec = draft_command(name, command, env)
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     engine = Scripted(Playbook(renderer, []), model=MODEL, max_context=131072, keep=1000)
@@ -117,7 +117,7 @@ async def watch_command(
         ):
             opened = await gateway.open({"model": MODEL})
             marks.key = opened.key
-            log.calls.clear()  # from here on, only the agent's
+            log.calls.clear()  # keep only the agent's calls
             sandbox = await backend.create(SandboxSpec(network="open", life_s=2 * timeout_s))
             try:
                 launch = _plan(spec, sandbox, address.url, marks)
@@ -130,7 +130,7 @@ async def watch_command(
 
 
 def draft_command(name: str, command: Sequence[str], env: Mapping[str, str]) -> AgentSpec:
-    """Describe the command as an agent. It gets the prompt on standard input, unless a word contains it."""
+    """Return the description of an agent that runs this command. Without {prompt} in it, the prompt is sent on standard input."""
     spec = AgentSpec(name=name, title=name, dialect="any", command=tuple(command), env=dict(env))
     takes_prompt = spec.uses("prompt") or spec.uses("prompt_file")
     return spec if takes_prompt else msgspec.structs.replace(spec, stdin="{prompt}")

@@ -27,11 +27,11 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
-_MAX_LOST = 10  # after this many lost machines, a rollout may be what breaks them: it fails like any other
+_MAX_LOST = 10  # if more attempts are lost, the rollout itself may break the machines, so the loss counts as an infrastructure fault
 
 
 class AttemptRunner:
-    """Runs single attempts, and settles each one: the rollout is finished, will be retried, or will be recorded later."""
+    """Runs single attempts, and decides after each whether the rollout is finished, will be retried, or must be recorded later."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AttemptRunner:
         self._health = BatchHealth(plan, gateway, executor, results)
 
     async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
-        """Run one attempt, and write its result to the ledger. `take_slot` is called when the rollout starts."""
+        """Run one attempt, and write its result to the ledger. `take_slot` is called just before the attempt starts."""
         ledger = self._results.ledger
         if self._results.is_invalid(item.task):
             await self._results.skip(item)
@@ -86,7 +86,7 @@ class AttemptRunner:
     async def _execute(
         self, item: RolloutItem, started: AttemptStarted, take_slot: Callable[[], Slot]
     ) -> AttemptResult:
-        """Make the order, and run it."""
+        """Make the order for an attempt, and run it. Failures are part of the result."""
         slot = take_slot()
         order = self._make_order(item, started, PackedTask(task=item.task))
         attempt: Attempt | None = None
@@ -103,7 +103,7 @@ class AttemptRunner:
         except TurngateError as error:
             return fail_attempt(order, Fault("files", error.boundary, error.message))
         except Exception as error:
-            # A bug in an executor fails this attempt, not the batch.
+            # A bug in an executor fails only this attempt, not the batch.
             log.exception("unexpected error in rollout %s, attempt %d", item.id, started.attempt)
             return fail_attempt(order, Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}"))
         finally:
@@ -115,7 +115,7 @@ class AttemptRunner:
         )
 
     def _watch_tokens(self) -> ProgressCallback:
-        """Return a callback that adds the tokens of one attempt to the batch's progress."""
+        """Return a progress callback for one attempt. It adds newly sampled tokens to the progress of the batch."""
         seen = 0
 
         def watch(progress: RolloutProgress) -> None:
@@ -163,7 +163,7 @@ class AttemptRunner:
 
 
 class Workers:
-    """Workers that take rollouts from the schedule and run them, until all are done or the batch stops."""
+    """Runs workers, which take rollouts from the schedule and run them until all are done or the batch stops."""
 
     def __init__(
         self,
@@ -178,10 +178,11 @@ class Workers:
         self._concurrency = concurrency
         self._attempts = attempts
         self._stop = stop
-        self._slots: dict[asyncio.Task[object], Slot | None] = {}  # by worker, for those with a rollout
+        # Worker → slot of its current rollout; None until the slot is taken.
+        self._slots: dict[asyncio.Task[object], Slot | None] = {}
 
     async def run(self, count: int, supply: Awaitable[None]) -> None:
-        """Run `count` workers, and `supply`, which fills their schedule."""
+        """Run `count` workers and, in the background, `supply`, which adds rollouts to their schedule."""
         self._schedule.start_workers(count)
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stop.wait())
@@ -210,7 +211,7 @@ class Workers:
         worker = asyncio.current_task()
         assert worker is not None
         while True:
-            # While others run, so that a batch always makes progress.
+            # Wait only while other rollouts are running, so that the batch always makes progress.
             await self._pressure.wait(lambda: bool(self._slots) and not self._stop)
             item = await self._schedule.next()
             if item is None:

@@ -1,4 +1,4 @@
-"""Run a batch: n rollouts of each task, despite failures, crashes and Ctrl-C. Each rollout ends in exactly one class.
+"""Run a batch: n rollouts of each task, each of which ends in exactly one class. A batch survives failures, crashes and Ctrl-C.
 
     result = await run_batch(plan, gateway, connector)
 
@@ -9,11 +9,11 @@
     schedule        decides what runs next: groups, as the throttle allows, and retries
     attempts        workers that make an order for each attempt, and write its result to the ledger
     executor        runs the orders: in this process, or elsewhere
-    results         the ledger, and the progress and groups that follow from it
+    results         the ledger, and the progress and groups that are derived from it
     group_closer    closes complete groups at the gateway
     retry_listener  handles requests to retry a rollout
     lost_attempts   settles the attempts that an earlier run left open
-    health          detects what stops a batch: a full disk, no sandboxes, no gateway
+    health          detects when a batch cannot continue: a full disk, no sandboxes, no gateway
 
 A few workers share one schedule, so memory use does not grow with the batch. After an infrastructure fault, the rollout is retried later
 with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same plan on the same folder
@@ -52,7 +52,7 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.rollout.summary import Summary, summarize
 from turngate.rollout.throttle import Throttle, no_throttle
 
-_FLUSH_S = 5.0  # time to send the last replies, and to close the last groups of a batch that stops early
+_FLUSH_S = 5.0  # time to send the last replies to retry requests, and to close the last groups of a stopped batch
 
 
 class BatchStopped(TurngateError):
@@ -84,7 +84,7 @@ async def run_batch(
     throttle: Throttle = no_throttle,
     executor: AttemptExecutor | None = None,
 ) -> BatchResult:
-    """Run a batch until it is complete or must stop. Cancelling ends the running rollouts cleanly; running the same plan resumes it."""
+    """Run a batch until it is complete or must stop. Cancelling ends its running rollouts cleanly. To resume it, run the same plan."""
     return await Batch(plan, gateway, connector, watch, throttle=throttle, executor=executor).run()
 
 
@@ -99,8 +99,7 @@ async def rollouts(
 ) -> AsyncGenerator[FinishedRollout, None]:
     """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
-    A rollout that is retried on request is yielded again: the result with the higher `attempt` replaces the earlier one with the same
-    `rollout`.
+    A rollout that is retried on request is yielded again, with a higher `attempt`. The new result replaces the one with the same `rollout`.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
     batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait, executor=executor)
@@ -118,7 +117,7 @@ async def rollouts(
 
 
 class Batch:
-    """Runs one plan, once. `result` can be read at any time."""
+    """Runs the batch of one plan, once. `result` can be read at any time."""
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class Batch:
 
     @property
     def result(self) -> BatchResult:
-        """The result so far."""
+        """The rollouts finished so far, and their summary."""
         plan, state = self._plan, self._results.state
         position = {task.id: n for n, task in enumerate(plan.tasks)}
         finished = tuple(sorted(state.finished.values(), key=lambda one: (one.round, position[one.task], one.index)))
@@ -226,7 +225,7 @@ class Batch:
         self._results.batch = header.batch
 
     async def _resume(self, ledger: Ledger) -> None:
-        """Continue from an earlier run: count finished rollouts, record outcomes that the gateway does not have, and end open attempts."""
+        """Continue from an earlier run: count finished rollouts, record outcomes that the gateway lacks, and settle open attempts."""
         state, results, progress = ledger.state, self._results, self.progress
         requests = await self._retries.read_earlier() if state.attempts else {}
         accepted = await self._retries.accept_earlier(requests)
@@ -250,7 +249,7 @@ class Batch:
         await self._workers.run(count, supply)
 
     async def _flush(self) -> None:
-        """Send the last replies, and close the last groups."""
+        """Send the last replies to retry requests, and close the last groups."""
         if self._retries.tasks:
             await asyncio.wait(self._retries.tasks, timeout=_FLUSH_S)
         if not await self._closer.flush(_FLUSH_S if self._stop.reason else health.RESTART_S):

@@ -1,6 +1,6 @@
-"""Let the scripted engine play a batch: it replays the reference solution in every second rollout of a group.
+"""Run a batch with the scripted engine: it replays the reference solution in every second rollout of each group.
 
-The rewards of a group differ, so its advantages are not zero, and a trainer can be tried without a model.
+The rewards within a group therefore differ, so its advantages are not zero. This makes it possible to try a trainer without a model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ BATCH_REPLAY_NOTE = (
 
 
 class BatchReplay:
-    """The scripted replies of a batch: the rollouts of a group with an even index solve the task."""
+    """The scripted replies of a batch. Rollouts with an even index in their group solve the task; the others change nothing."""
 
     def __init__(self, replays: Mapping[str, ReferenceReplay]) -> None:
         self._replays = replays  # by task
-        self._rollouts: dict[
-            str, tuple[ReferenceReplay, str, bool]
-        ] = {}  # by session: with working folder and whether it solves
+        # Session → its replay, its working folder, and whether it solves the task.
+        self._rollouts: dict[str, tuple[ReferenceReplay, str, bool]] = {}
 
     def add_rollout(self, order: RolloutOrder, workdir: str) -> None:
-        """Write the replies for a rollout in a sandbox with this working folder."""
+        """Prepare the replies for a rollout. `workdir` is the working folder in its sandbox."""
         solves = int(order.rollout.rpartition(".")[2]) % 2 == 0
         self._rollouts[order.session_id] = (self._replays[order.task.task.id], workdir, solves)
 
@@ -63,14 +62,14 @@ class BatchReplay:
 
 
 def mark_replay(plan: BatchPlan) -> BatchPlan:
-    """Mark the sessions of a plan as replays, and add the folders that the commands need."""
+    """Return the plan with its sessions marked as replays, and with the folders that the solutions' commands need."""
     metadata = {**plan.session.get("metadata", {}), REPLAYED: "reference solution in every second rollout"}
     session = {**plan.session, "metadata": metadata}
     return msgspec.structs.replace(plan, session=session, folders=solution_folders(plan.backend))
 
 
 def play_references(plan: BatchPlan, config: ServeConfig) -> BatchReplay:
-    """Plan the replay of the reference solutions of a batch. Raise `ConfigError` if a task or the agent does not allow it."""
+    """Plan the replay of the tasks' reference solutions. Raise `ConfigError` if a task or the agent does not support it."""
     replays = {}
     for task in plan.tasks:
         try:

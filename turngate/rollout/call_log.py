@@ -1,7 +1,7 @@
-"""A log of the model calls that an agent makes: what each one asked for, and how the gateway answered.
+"""A log of the requests that an agent sends to the gateway, and of the gateway's responses.
 
-It wraps the gateway's application and changes nothing. The trace contains only calls that were answered, with the sampling settings that
-were applied; the log also contains refused calls, and the settings and tools that the agent sent.
+The log wraps the gateway's application without changing any request. It complements the trace, which contains only answered calls with the
+sampling settings that were applied. The log also contains refused calls, and the settings and tools that the agent sent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _ERROR_FRAME = '{"type":"error"'
 
 
 class LoggedCall(msgspec.Struct, kw_only=True):
-    """One request to the gateway."""
+    """One request to the gateway and, for a model call, the model, tools and sampling settings in it."""
 
     method: str
     path: str
     dialect: str = ""  # empty if it is not a model call
-    samples: bool = False  # it asks for a reply, not for a token count
+    samples: bool = False  # whether it asks for a reply, rather than for a token count
     model: str = ""
     tools: tuple[Tool, ...] = ()
-    sampling: dict[str, Any] = {}  # as the agent sent it
-    headers: tuple[str, ...] = ()  # their names
-    status: int = 0  # 0 while no response was sent
+    sampling: dict[str, Any] = {}  # the settings that the agent sent
+    headers: tuple[str, ...] = ()  # the names of the headers
+    status: int = 0  # 0 until a response is sent
     error: str = ""  # the message of a refusal
 
     @property
@@ -44,7 +44,7 @@ class LoggedCall(msgspec.Struct, kw_only=True):
 
 
 class CallLog:
-    """Records the requests that pass through `wrap`."""
+    """Records all requests to the applications that it wraps."""
 
     def __init__(self) -> None:
         self.calls: list[LoggedCall] = []
@@ -82,7 +82,7 @@ class CallLog:
         return serve
 
     async def _serve_socket(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket. Each of the client's events is logged as a call."""
+        """Serve a WebSocket. Every event from the client is logged as a call."""
         headers = tuple(name.decode("latin-1") for name, _ in scope["headers"])
 
         async def receive_and_log() -> MutableMapping[str, Any]:
@@ -109,7 +109,7 @@ class CallLog:
 
     @property
     def model_calls(self) -> list[LoggedCall]:
-        """The calls that asked for a reply."""
+        """The calls that asked for a reply, rather than for a token count."""
         return [call for call in self.calls if call.samples]
 
     @property
@@ -118,11 +118,11 @@ class CallLog:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools that the agent offered in any call, each once."""
+        """The tools that the agent offered in any of its calls, without duplicates."""
         return tuple({tool.name: tool for call in self.model_calls for tool in call.tools}.values())
 
     def describe_refusals(self) -> str:
-        """Return the number of refused calls and the first message, or "" if there are none."""
+        """Return the number of refused calls and the first error message, or "" if no call was refused."""
         if not self.refused:
             return ""
         first = self.refused[0]
@@ -130,7 +130,7 @@ class CallLog:
 
 
 def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
-    """Read what a model call asks for. A body that is not valid leaves the fields empty; the gateway refuses it."""
+    """Fill in the fields of a model call from its body. They stay empty if the body is invalid, in which case the gateway refuses it."""
     match = _ROUTES.match(scope["path"])
     if match is None:
         return
@@ -151,7 +151,7 @@ def _decode(match: RouteMatch, scope: Scope, body: bytes) -> Call | None:
 
 
 class _AnyReplies:
-    """Stands for every reply that a call may refer to. Only the call's own fields are read here."""
+    """Returns an empty reply for any id, so that calls that refer to earlier replies can be decoded."""
 
     def find(self, reply_id: str) -> EarlierReply:
         return EarlierReply(ResponsesHistory(()), ())
@@ -161,7 +161,7 @@ class _AnyReplies:
 
 
 def _is_warm_up(scope: Scope, body: bytes) -> bool:
-    """Return whether an event of a WebSocket asks for a reply without output."""
+    """Return whether a request is a WebSocket event that asks for a reply without output (`generate` is false)."""
     if scope["type"] != "websocket":
         return False
     try:
@@ -183,7 +183,7 @@ def _decode_tools(call: Call) -> tuple[Tool, ...]:
 
 
 def _read_error(body: bytes) -> str:
-    """Return the message of an error response in any dialect, or the body if it has none."""
+    """Return the message in the body of an error response of any dialect, or the whole body if it contains no message."""
     try:
         found = msgspec.json.decode(body)
         return str(found["error"]["message"])

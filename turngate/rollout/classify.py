@@ -1,7 +1,7 @@
-"""Classify how a rollout ended: what was at fault, its class and reward, and whether to retry it. Pure, without I/O.
+"""Classify a rollout by how it ended: determine what was at fault, its class and reward, and whether to retry it. No I/O.
 
     a stage failed         `invalid task` if the task was at fault, `agent failed` if the agent was, otherwise `infrastructure fault`
-    it was cancelled       `cancelled` if the caller or someone at the gateway ended it, `stale` if it had become too old to train on
+    it was cancelled       `stale` if the gateway ended it because it was too old to train on, otherwise `cancelled`
     the engine failed      `infrastructure fault`, even if the engine only stopped responding until the agent gave up or timed out
     the agent ended        on its own, by timeout or at a limit: the work is graded, excluded or scored 0, depending on the policy
     the work is missing    `agent failed` if there was no turn, or if the agent destroyed its work (excluded or scored 0, depending on
@@ -34,12 +34,12 @@ from turngate.trace.session import CallError
 from turngate.types import STALE, Limits
 
 SILENT_SHARE = 0.5  # if the engine was silent for more than this share of the agent's time, the engine is at fault
-PATIENCE_S = 60.0  # an agent that failed after a shorter silence gave up too early
-DISK_LIMIT = "disk_space"  # of the sandbox
+PATIENCE_S = 60.0  # if the agent failed after a shorter silence, it gave up too early, and the engine is not at fault
+DISK_LIMIT = "disk_space"  # the `limit` of an agent that used too much of its sandbox's disk space
 SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(Limits))
-# The class of a fault by the boundary at fault. Engine, sandbox, store and gateway are infrastructure.
+# The class of a fault, by boundary. All other boundaries (engine, sandbox, store, gateway) are infrastructure.
 _FAULT_CLASSES: Mapping[Boundary, OutcomeClass] = {"task": "invalid task", "agent": "agent failed"}
-# The error types for stages that take too long. In all other stages, it is `SandboxError`.
+# The type of error to raise if a stage takes too long. For all other stages, it is `SandboxError`.
 _TIMEOUT_ERRORS: Mapping[Stage, type[TurngateError]] = {
     "setup": TaskError,
     "session": TurngateError,
@@ -50,7 +50,7 @@ Retry = Literal["", "fault", "stale"]
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The facts about how a rollout ended. They are filled in as they become known, and `classify` evaluates them."""
+    """The facts about how a rollout ended. The rollout fills them in as it runs, and `classify` evaluates them."""
 
     cancelled: bool = False  # the caller cancelled the rollout
     complete: bool = False  # the agent's run is over, and its work was collected
@@ -59,10 +59,10 @@ class Ending(msgspec.Struct, kw_only=True):
     exit_code: int | None = None  # None if the agent did not exit on its own
     limit: str = ""  # the limit that the session or the sandbox reached while the agent was running
     session_ended: bool = False  # the session ended while the agent was running
-    stop: str = ""  # why the session ended: a limit, `STALE`, or a sentence
+    stop: str = ""  # why the session ended: the name of a limit, `STALE`, or a sentence
     sealed_stop: str = ""  # why the session ended, as reported by the gateway after sealing it
     last_error: CallError | None = None
-    silent_s: float = 0.0  # how long the agent was last waiting for the engine without receiving a token
+    silent_s: float = 0.0  # how long the agent's calls have waited since the engine last responded
     turns: int = 0
     graded: bool = True  # the task has a grader, and the caller wants a grade
     work_lost: str = ""  # how the agent destroyed its work
@@ -71,11 +71,11 @@ class Ending(msgspec.Struct, kw_only=True):
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on a rollout."""
+    """The verdict on a rollout: its status, class and grade, the fault if there was one, and whether to retry it."""
 
     status: Status
     kind: RolloutClass | None = None  # None if the work must be graded first
-    grade: Grade | None = None  # None if no outcome is recorded for the class
+    grade: Grade | None = None  # None if the rollout is cancelled, stale, not graded, or not graded yet
     fault: Fault | None = None
     stop: str = ""
     retry: Retry = ""  # whether a new attempt may help, and which budget it uses
@@ -94,7 +94,7 @@ class _Cause(msgspec.Struct, frozen=True):
 
 
 def classify(ending: Ending, policy: EndPolicy) -> Classification:
-    """Classify a rollout by the facts known so far."""
+    """Classify a rollout from the facts known so far."""
     cause = _find_cause(ending)
     status: Status = cause.status
     if ending.cancelled and (
@@ -115,7 +115,7 @@ def classify(ending: Ending, policy: EndPolicy) -> Classification:
 
 
 def timeout_error(stage: Stage, limit_s: float) -> TurngateError:
-    """Build the error for a stage that took too long. Its type states what is at fault."""
+    """Build the error for a stage that took too long. The type of the error determines what is at fault."""
     return _TIMEOUT_ERRORS.get(stage, SandboxError)(f"stage {stage} took longer than {limit_s:.0f} s")
 
 
@@ -154,7 +154,10 @@ def _find_run_status(ending: Ending) -> Status:
 
 
 def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
-    """Determine the cause if the agent's last call failed. The agent is at fault only if the call itself was."""
+    """Determine the cause if the agent's last call failed.
+
+    The cause is a limit if the call was too long, the agent if the engine rejected only this call, and otherwise the error's boundary.
+    """
     if error.kind == ContextOverflow.kind:
         return _Cause("limit", error.kind)
     if error.kind == EngineRejected.kind and ending.turns:  # the engine accepted other calls
@@ -163,7 +166,7 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
 
 
 def _was_engine_silent(ending: Ending, status: Status) -> bool:
-    """Return whether the engine used up the agent's time without an error. A slow engine is not silent: it still sends tokens."""
+    """Return whether the agent spent most of its time waiting for an engine that sent no tokens, until it failed or timed out."""
     if ending.silent_s <= SILENT_SHARE * (ending.ran_s or 0.0):
         return False
     return status == "timed out" or (status == "failed" and ending.silent_s > PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Copy an agent's output, transcript and logs out of its sandbox. Their names and contents are untrusted.
+"""Copy an agent's output, transcript and logs out of its sandbox. The names and contents of these files are untrusted.
 
 <folder>/stdout, stderr     the agent's output
 <folder>/home/…             its transcript and logs
@@ -22,8 +22,8 @@ from turngate.sandboxes.base import Sandbox
 _MAX_FILES = 500
 _MAX_FILE_BYTES = 64_000_000
 _MAX_BYTES = 512_000_000  # total size of transcripts and logs
-_MAX_LIST_BYTES = 4_000_000  # total size of their names
-_TAIL_BYTES = 4000  # how much of the output's end the outcome includes
+_MAX_LIST_BYTES = 4_000_000  # total size of the names of these files
+_TAIL_BYTES = 4000  # the outcome includes this much of the end of each output
 # Regular files only: a link could point anywhere. Paths are separated by null bytes, because names may contain newlines.
 _FIND = """
 PATH="$PATH:/usr/bin:/bin"; most=$1 home=$2; shift 2
@@ -33,7 +33,7 @@ _READ_TAIL = 'PATH="$PATH:/usr/bin:/bin"; [ -f "$1" ] && exec tail -c "$2" -- "$
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """The files that were copied, and those that are missing."""
+    """What was copied from a sandbox, what is missing, and how the agent's transcript compares with the trace."""
 
     folder: str = ""
     stdout: str = ""  # only the end
@@ -48,7 +48,7 @@ class Collected(msgspec.Struct, frozen=True):
 async def collect(
     sandbox: Sandbox, launch: Launch, folder: Path, redact: Callable[[bytes], bytes] = bytes
 ) -> Collected:
-    """Copy everything except the work to `folder`. Files that cannot be copied are listed as missing and do not fail the rollout.
+    """Copy the agent's output, transcript and logs to `folder`. A file that cannot be copied is listed as missing, without an error.
 
     `redact` removes secrets from the agent's output."""
     missing: list[str] = []
@@ -126,7 +126,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
 
 
 async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
-    """Write a file on the host, and return whether that succeeded. The sandbox chose its name, so it may conflict with other files."""
+    """Write a file on the host, and return whether that succeeded. It can fail because the name comes from the sandbox."""
     try:
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)
@@ -137,7 +137,7 @@ async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
 
 
 def _relative_to_home(name: str, home: str) -> PurePosixPath | None:
-    """Return the path relative to the home folder, or None if it is outside. The name is untrusted: the sandbox chose it."""
+    """Return an untrusted path relative to the home folder, or None if it is outside that folder."""
     path = PurePosixPath(name)
     if not path.is_relative_to(home) or ".." in path.parts or "\0" in name or str(path) == home:
         return None

@@ -1,9 +1,9 @@
-"""Limit how many rollouts of a batch are in each phase at the same time. Each rollout has a `Slot`.
+"""Limit how many rollouts of a batch are in each phase at the same time. Each rollout has a `Slot`, which passes through these states:
 
     waiting → start → ready → run → done → grade
 
-A sandbox exists from `start` until the agent is done. There are at most `running + warm` sandboxes, so up to `warm` of them can be
-prepared before their agents may run. Rollouts that wait for grading have no sandbox, so they do not block others.
+A sandbox exists from `start` until the agent is done. There are at most `running + warm` sandboxes, so up to `warm` of them can be prepared
+in advance. Rollouts that are waiting for grading have no sandbox, so they do not keep others from starting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _count_cores() -> int:
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The maximum number of rollouts in each phase. None means that it depends on the number of CPU cores."""
+    """The maximum number of rollouts in each phase. None means a default that depends on the number of CPU cores."""
 
     running: int = 8
     starting: int | None = None  # None: twice the number of cores
@@ -60,12 +60,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollouts(self) -> int:
-        """The maximum number of rollouts in all phases: those with sandboxes, and those that are being graded."""
+        """The maximum number of rollouts in progress: those with a sandbox, and those that are being graded."""
         return self.sandboxes + self.max_grading
 
 
 class Concurrency:
-    """The semaphores of one batch. `states` counts the rollouts in each state."""
+    """The semaphores that limit the phases of one batch. `states` counts the rollouts in each state."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.states: Counter[SlotState] = Counter()
@@ -81,7 +81,7 @@ class Concurrency:
 
 
 class Slot:
-    """The slot of one rollout, called to enter a phase. Call `leave` when the rollout ends, even if it failed."""
+    """The slot of one rollout. Call the slot to enter a phase, and call `leave` when the rollout ends, even if it has failed."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self._concurrency = concurrency
@@ -112,12 +112,12 @@ class Slot:
         return self._state in ("done", "grade")
 
     def leave(self) -> None:
-        """Release the slot."""
+        """Release the slot when its rollout has ended."""
         self._release_sandbox()
         self._set_state(None)
 
     def _release_sandbox(self) -> None:
-        """Release the semaphore of the sandbox, which has already been removed."""
+        """Let another rollout create a sandbox. The sandbox of this one has already been removed."""
         if self._has_sandbox:
             self._has_sandbox = False
             self._concurrency.sandboxes.release()

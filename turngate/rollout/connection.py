@@ -1,4 +1,4 @@
-"""Connect a rollout's sandbox to the gateway: through a separate door, or at a public URL if the sandbox is remote."""
+"""Connect a rollout's sandbox to the gateway: a local sandbox through its own door, a remote one at a public URL."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from turngate.sandboxes import door, egress, tunnel
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
 
-_TOKEN_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")  # paths of calls that do not sample
+_TOKEN_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")  # endings of paths that only count tokens
 _SOCKET = ("GET", "/v1/responses")  # opens a WebSocket
-_TOOLS = "/v1/tools/"  # prefix of further calls that do not sample
+_TOOLS = "/v1/tools/"  # prefix of paths that call host tools, without sampling
 
 
 class Connection(msgspec.Struct):
-    """An agent's connection to the gateway."""
+    """An agent's connection to the gateway: the URL that it uses, and the number of its model calls."""
 
-    base_url: str  # that the agent uses
-    # Requested so far; None if the calls do not pass through a door on this host, or if they are frames of a WebSocket.
+    base_url: str  # the URL that the agent uses
+    # Model calls so far; None if the calls do not pass through a door on this host, or if they are sent over a WebSocket.
     generations: int | None = None
 
     def count_call(self, method: str, path: str) -> None:
-        """Count a call through the door, if it is one that samples tokens."""
+        """Count a request through the door if it asks the model to sample."""
         if (method, path) == _SOCKET:
             self.generations = None
         samples = method == "POST" and not path.endswith(_TOKEN_COUNTS) and not path.startswith(_TOOLS)
@@ -83,7 +83,7 @@ class GatewayConnector:
     @asynccontextmanager
     async def connect(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
         """Run a relay in the sandbox for the duration of the block, and yield the connection."""
-        python = python or sys.executable  # saves a search if the sandbox can access this interpreter
+        python = python or sys.executable  # if the sandbox can access this interpreter, it need not search for one
         if sandbox.shared is None:
             async with egress.connect_sandbox(
                 sandbox, self._find_remote_target(), python=python, node=node

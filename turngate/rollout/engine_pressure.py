@@ -1,4 +1,4 @@
-"""Start fewer rollouts while the gateway's engines are saturated, instead of letting agents wait or fail."""
+"""Start no more rollouts while the gateway's engines are saturated, so that running agents do not have to wait or fail."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 
-_PAUSE_S = 2.0  # between looks at the engines
+_PAUSE_S = 2.0  # between two requests to the gateway
 
 
 class EnginePressure:
-    """Asks the gateway whether its engines are saturated. One answer serves all workers of a batch for two seconds."""
+    """Asks the gateway whether its engines are saturated. All workers of a batch share each answer for two seconds."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
@@ -21,7 +21,7 @@ class EnginePressure:
         self._answer = (-_PAUSE_S, False)
 
     async def wait(self, is_held: Callable[[], bool]) -> None:
-        """Wait while the engines are saturated and `is_held` returns True."""
+        """Wait until the engines are no longer saturated, or until `is_held` returns False."""
         while True:
             if not is_held() or not await self._is_saturated():
                 return
@@ -34,7 +34,7 @@ class EnginePressure:
                 return saturated
             try:
                 saturated = (await self._gateway.engines()).saturated
-            except TurngateError:  # an older gateway, or one that is restarting; rollouts notice that themselves
+            except TurngateError:  # the gateway is too old to report this, or it is down, and rollouts will fail
                 saturated = False
             self._answer = time.monotonic(), saturated
             return saturated

@@ -1,6 +1,6 @@
-"""Run attempts: the interface between a batch, which decides what runs, and the machine on which it runs.
+"""The interface between a batch, which decides which attempts to run, and the executor that runs them on some machine.
 
-A batch makes an order for each attempt (`order.py`) and passes it to an executor. `LocalExecutor` runs it in this process.
+A batch makes an order for each attempt (`order.py`) and passes it to an executor. `LocalExecutor` runs orders in this process.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ SandboxCallback = Callable[[RolloutOrder, str], None]
 
 
 class AttemptResult(msgspec.Struct, frozen=True):
-    """How an attempt ended. It is plain data."""
+    """How an attempt ended, as plain data that can be sent between machines."""
 
     outcome: Outcome
     verdict: Classification
-    is_lost: bool = False  # its machine was lost, so it does not use up a retry
+    is_lost: bool = False  # the attempt was lost with its machine, so it does not use up a retry
 
 
 class Attempt(Protocol):
-    """One attempt at a rollout."""
+    """One attempt at a rollout, prepared by an executor."""
 
     async def run(self) -> AttemptResult:
         """Run the attempt to its end. Failures are part of the result.
 
-        If cancelled, end the attempt where it runs before the cancellation propagates.
+        Cancelling ends the attempt on the machine that runs it, before the cancellation propagates.
         """
 
     @property
     def result(self) -> AttemptResult | None:
-        """The result so far, or None if nothing is known. After a cancellation, it says whether the gateway has the outcome."""
+        """The result so far, or None if it is unknown. After a cancellation, it shows whether the gateway has recorded the outcome."""
 
 
 class AttemptExecutor(Protocol):
-    """Runs attempts on this machine or on others."""
+    """Runs attempts, on this machine or on others."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable`, with the cause and a fix, if attempts cannot run."""
+        """Raise `SandboxUnavailable` if attempts cannot run. Its message states the cause and how to fix it."""
 
     async def sweep(self) -> None:
-        """Remove what dead executors left behind."""
+        """Remove the sandboxes that earlier executors left behind when they were killed."""
 
     def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
-        """Prepare an attempt. `watch` is called with its progress. `gate` limits how many attempts are in a phase at the same time."""
+        """Prepare an attempt. `watch` is called with its progress, and `gate` limits how many attempts are in each phase at once."""
 
 
 class OrderResolver(Protocol):
-    """Turns orders into specs: supplies the parts that belong to the machine that runs them."""
+    """Turns orders into specs, by adding the parts that depend on the machine, such as the agent's installation."""
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
-        """Build the spec of an attempt. Raise `TurngateError` if this machine cannot run it."""
+        """Build the spec of the rollout from an order. Raise `TurngateError` if this machine cannot run it."""
 
     def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
-        """Keep the files of an order's task on this machine while the block runs."""
+        """Keep the files of an order's task on this machine for the duration of the block."""
 
     @property
     def backends(self) -> Collection[Backend]:
-        """The backends of all specs so far, and those that will be needed."""
+        """The sandbox backends that are known to be needed so far."""
 
 
 class LocalExecutor:
@@ -164,7 +164,7 @@ class _LocalAttempt:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # A bug in Turngate fails this attempt, not the batch, and does not count against the agent.
+            # A bug in Turngate fails only this attempt, not the batch, and the agent is not at fault.
             log.exception("unexpected error in rollout %s, attempt %d", order.rollout, order.attempt)
             rollout.fail(error)
         return AttemptResult(rollout.outcome, rollout.verdict)
@@ -180,7 +180,7 @@ def fail_attempt(order: RolloutOrder, fault: Fault) -> AttemptResult:
 
 
 def build_result(order: RolloutOrder, verdict: Classification) -> AttemptResult:
-    """Build the result of an attempt from its order and how it ended. The caller adds what else it knows to the outcome."""
+    """Build the result of an attempt from its order and verdict. The caller fills in further fields of the outcome."""
     grade = verdict.grade
     outcome = Outcome(
         rollout=order.rollout,

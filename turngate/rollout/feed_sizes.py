@@ -1,4 +1,4 @@
-"""Compare the size of a batch's groups with what the gateway's feeds expect."""
+"""Compare the group size of a batch with the group sizes that the gateway's feeds expect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.plan import BatchPlan, group_name
 
-_EVERY_S = 30.0  # a feed may be opened while the batch runs
+_EVERY_S = 30.0  # pause between checks, since a feed may be opened while the batch runs
 
 
 class FeedSizeCheck:
-    """Adds a note to a batch for each feed that expects groups of another size."""
+    """Adds a note to the batch for each feed that expects groups of a different size."""
 
     def __init__(self, plan: BatchPlan, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._plan = plan
@@ -28,10 +28,10 @@ class FeedSizeCheck:
             await asyncio.sleep(_EVERY_S)
 
     async def check(self, batch: str) -> None:
-        """Add a note for each feed that accepts groups of this batch but expects a different size. Each feed is noted once."""
+        """Add a note for each feed that accepts groups of this batch but expects a different size. Do this once for each feed."""
         try:
             feeds = await self._gateway.feeds()
-        except TurngateError:  # reported elsewhere
+        except TurngateError:  # other requests report a gateway that does not respond
             return
         groups = [group_name(batch, task.id, 0) for task in self._plan.tasks]
         for feed in feeds:

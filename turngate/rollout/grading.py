@@ -1,4 +1,4 @@
-"""Grade an agent's work, and retry the grading after infrastructure faults. The agent is not run again."""
+"""Grade an agent's work. After an infrastructure fault, the grading is retried, but the agent does not run again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.task import Task
 
 MAX_TRIES = 3
-BACKOFF_S = 1.0  # before the second try; four times as long before the third
+BACKOFF_S = 1.0  # pause before the second try; the pause before the third is four times as long
 
 
 async def grade_with_retries(task: Task, work: Work, environment: GradingEnvironment) -> Grade:
-    """Run the task's grader on the work. Retry after an infrastructure fault, up to `MAX_TRIES` tries in total."""
+    """Grade the work with the task's grader. Try again after an infrastructure fault, up to `MAX_TRIES` times in total."""
     tries = 1
     while True:
         result = await grade(task, work, environment)

@@ -15,26 +15,29 @@ from turngate.client.retry import retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.rollout.ledger import FinishedRollout
 
-_RETRY_S = 0.5  # between two tries, while the gateway does not respond
-RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway includes these outcomes in a group
+_RETRY_S = 0.5  # pause between two tries while the gateway does not respond
+RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway includes only these classes in a group
 
 
 class GroupCloser:
-    """Closes the groups of one batch in the background. Start `run` as a task. If the gateway refuses to close a group,
-    `on_rejected` is called with the reason."""
+    """Closes the groups of one batch in the background, in the task that runs `run`.
+
+    If the gateway refuses to close a group, `on_rejected` is called with the reason.
+    """
 
     def __init__(self, gateway: GatewayClient, n: int, on_rejected: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._n = n
         self._on_rejected = on_rejected
-        self._incomplete: defaultdict[str, list[bool]] = defaultdict(list)  # by group: whether each member is recorded
+        # Group → whether each of its finished rollouts is recorded.
+        self._incomplete: defaultdict[str, list[bool]] = defaultdict(list)
         self._closed: dict[str, list[bool]] = {}  # the same, for complete groups
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self.empty_groups = 0  # complete groups without a recorded member, which trainers never see
         self.empty_group_added = asyncio.Event()
 
     def add(self, finished: FinishedRollout) -> None:
-        """Count a finished rollout of any class."""
+        """Count a finished rollout. When it completes its group, queue the group to be closed."""
         group = _group_name(finished)
         members = self._incomplete[group]
         members.append(_is_recorded(finished))
@@ -47,7 +50,7 @@ class GroupCloser:
             self.empty_group_added.set()
 
     def reopen(self, finished: FinishedRollout) -> None:
-        """Remove a finished rollout that will run again. Its group is closed again when the rollout has finished."""
+        """Remove a finished rollout that will run again. Its group is closed again once the rollout has finished again."""
         group = _group_name(finished)
         members = self._closed.pop(group, None)
         if members is not None:
@@ -72,7 +75,7 @@ class GroupCloser:
         return True
 
     async def _close(self, group: str) -> None:
-        """Close a group. Keep trying while the gateway is restarting or temporarily cannot write."""
+        """Close a group at the gateway. Keep trying while the gateway is restarting or temporarily unable to write."""
         try:
             await retry_while_unreachable(lambda: self._gateway.close_group(group), limit_s=math.inf, pause_s=_RETRY_S)
         except TurngateError as error:

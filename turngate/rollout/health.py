@@ -1,4 +1,4 @@
-"""Check whether a batch can continue: free disk space, a working sandbox backend, a gateway that responds, and few faults in a row."""
+"""Check whether a batch can continue: it needs disk space, working sandboxes, a gateway that responds, and few faults in a row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from turngate.rollout.results import BatchResults
 
 RESTART_S = 15.0  # how long to wait for a gateway that does not respond
 _PROBE_S = 5.0  # how long the result of a probe stays valid
-_MIN_IN_A_ROW = 20  # the batch stops after at least this many infrastructure faults in a row
+_MIN_IN_A_ROW = 20  # the batch does not stop before this many infrastructure faults in a row
 
 
 class BatchHealth:
-    """Health checks for one batch. Each returns why the batch cannot continue, or an empty string."""
+    """Checks whether one batch can continue. Each check returns the reason why it cannot, or an empty string."""
 
     def __init__(
         self, plan: BatchPlan, gateway: GatewayClient, executor: AttemptExecutor, results: BatchResults
@@ -37,7 +37,7 @@ class BatchHealth:
         self._faults_in_a_row = 0
 
     async def check_after_fault(self, message: str) -> str:
-        """Return why other rollouts would fail too, or an empty string if the batch can continue."""
+        """Count an infrastructure fault. Return why the other rollouts would fail, too, or an empty string if the batch can continue."""
         self._faults_in_a_row += 1
         if self._faults_in_a_row >= max(_MIN_IN_A_ROW, 2 * self._plan.bounds.running):
             return f"the last {self._faults_in_a_row} attempts were all infrastructure faults; the most recent was: {message}"
@@ -63,7 +63,7 @@ class BatchHealth:
         except SandboxUnavailable as error:
             return f"sandboxes cannot be created: {error.message}"
         except TurngateError:
-            pass  # may be temporary
+            pass  # the problem may be temporary
         try:
             await retry_while_unreachable(self._gateway.check, limit_s=RESTART_S)
         except TurngateError as error:

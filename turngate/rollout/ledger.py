@@ -1,15 +1,15 @@
 """The durable record of a batch: `ledger.jsonl` in its folder.
 
     {"type":"batch", …}      the first line, which identifies the batch
-    {"type":"begun", …}      an attempt started; written before its session is opened, and includes the session's id
+    {"type":"begun", …}      an attempt is starting; written before its session is opened, with the session's id
     {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or the runner crashed
     {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
     {"type":"finished", …}   a rollout is finished
     {"type":"reopened", …}   a finished rollout without a verdict will run again, on request
 
-Lines are only appended, and each is synced to disk. The ledger is a JSON Lines file, not a database: it is read only once, at the start,
-an incomplete last line has no newline, and people and programs can read the file while the batch runs. The file is locked, so that two
-runners cannot use the same folder. Some disk space is reserved, so that finished rollouts can be written even if the disk is full.
+Lines are only appended, and each is synced to disk. A JSON Lines file is sufficient, because the runner reads it only once, at the start.
+People and programs can read it while the batch runs. A last line without a newline is incomplete and is ignored. The file is locked, so
+that two runners cannot use the same folder. Some disk space is reserved, so that finished rollouts can be written even if the disk is full.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """Identity of the batch. Its folder is never used for a different batch."""
+    """The identity of a batch. A folder that contains one batch is never used for another."""
 
     batch: str
-    terms: Mapping[str, str]  # settings by name that must not change between runs of the batch
+    terms: Mapping[str, str]  # setting → value, for the settings that must not change between runs of the batch
     tasks: Mapping[str, str]  # task id → digest of the task
     made: float
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
-    """The start of an attempt."""
+    """An attempt that has been started."""
 
     rollout: str
     round: int = 0
@@ -57,7 +57,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omi
 
 
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
-    """The end of an attempt that did not finish its rollout."""
+    """An attempt that ended without finishing its rollout."""
 
     rollout: str
     attempt: int
@@ -68,16 +68,16 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
 
 
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """A finished rollout. It is in exactly one class, and has a reward only if the grader or the policy assigned one."""
+    """A finished rollout. It belongs to exactly one class. It has a reward only if the grader or the end policy assigned one."""
 
     rollout: str
     task: str
     round: int = 0
-    index: int  # within the group
+    index: int  # position within the group
     kind: RolloutClass
     reward: float | None = None  # None means unknown, which is not 0
     resolved: bool | None = None
-    attempt: int = 0  # 0 if it was not run
+    attempt: int = 0  # number of the last attempt; 0 if the rollout was skipped
     session: str = ""
     status: Status | None = None  # how the agent ended
     turns: int = 0
@@ -86,23 +86,23 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
     trained_tokens: int | None = None  # None if the gateway did not report it
     warnings: tuple[str, ...] = ()  # about the training data
     refused_calls: int = 0
-    seconds: Mapping[str, float] = {}  # per stage
+    seconds: Mapping[str, float] = {}  # duration of each stage
     stage: str = ""  # the stage that failed
-    boundary: Boundary | Literal[""] = ""  # where the fault was
+    boundary: Boundary | Literal[""] = ""  # the boundary at fault
     message: str = ""
     at: float
 
     @property
     def passed(self) -> bool | None:
-        """Whether the rollout passed, or None if unknown."""
+        """Whether the rollout passed, or None if that is unknown."""
         return has_passed(self.reward, self.resolved)
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that finished without a verdict and will run again."""
+    """A rollout that finished without a verdict and will run again, on request."""
 
     rollout: str
-    attempt: int  # the last attempt
+    attempt: int  # number of the last attempt
     at: float
 
 
@@ -110,7 +110,7 @@ class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecord
     """A rollout that is done, but whose outcome the gateway has not recorded yet. Its agent does not run again."""
 
     finished: FinishedRollout
-    recorded: RecordedOutcome  # must not change: the gateway may already have it, and rejects a different one
+    recorded: RecordedOutcome  # must not change: the gateway may already have it, and would reject a different one
     why: str
 
 
@@ -125,7 +125,7 @@ class LedgerError(TurngateError):
 
 
 class LedgerState(msgspec.Struct):
-    """The state of a batch after applying all lines. The dictionaries are keyed by rollout."""
+    """The state of a batch, built by applying the entries of its ledger. The dictionaries are keyed by rollout."""
 
     head: LedgerHeader | None = None
     finished: dict[str, FinishedRollout] = {}
@@ -162,12 +162,12 @@ class LedgerState(msgspec.Struct):
 
 
 class Ledger:
-    """The ledger of a running batch. Create it with `open`. `state` reflects the entries on disk."""
+    """The ledger of a running batch. Call `open` to create it. `state` reflects the entries on disk."""
 
     def __init__(self, folder: Path, fd: int, state: LedgerState, size: int) -> None:
         self.folder = folder
         self.state = state
-        self.full = False  # the disk is full, and the reserved space is in use
+        self.full = False  # whether the disk is full, so that the reserved space is in use
         self._fd = fd
         self._size = size
         self._waiting: list[tuple[LedgerEntry, asyncio.Future[None]]] = []
@@ -194,7 +194,7 @@ class Ledger:
             raise
 
     async def add(self, entry: LedgerEntry) -> None:
-        """Write an entry. It is on disk when this returns. Cancelling does not undo the write."""
+        """Write an entry, and return when it is on disk. Cancelling does not undo the write."""
         if self._broken is not None:
             raise self._broken
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -214,7 +214,7 @@ class Ledger:
             self._fd = -1
 
     async def _write(self) -> None:
-        """Write all waiting entries together, with one sync for all lines that were added during the previous sync."""
+        """Write the waiting entries. Entries that were added during one sync are written and synced together in the next."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             data = b"".join(msgspec.json.encode(entry) + b"\n" for entry, _ in batch)
@@ -227,7 +227,7 @@ class Ledger:
                 for _, done in batch:
                     if not done.done():
                         done.set_exception(error)
-                        done.exception()  # mark it as retrieved: the caller may have been cancelled
+                        done.exception()  # mark the exception as retrieved, since the caller may have been cancelled
                 continue
             for entry, done in batch:
                 self.state.apply(entry)
@@ -235,7 +235,7 @@ class Ledger:
                     done.set_result(None)
 
     def _append(self, data: bytes) -> None:
-        """Write all lines or none: after a failed write, the file is truncated to its previous size."""
+        """Append all lines or none. After a failed write, the file is truncated to its previous size."""
         try:
             try:
                 self._write_and_sync(data)
@@ -246,7 +246,9 @@ class Ledger:
                 (self.folder / RESERVE_NAME).unlink(missing_ok=True)
                 self._write_and_sync(data)
         except OSError as error:
-            raise LedgerError(f"{self.folder / LEDGER_NAME} cannot be written: {error.strerror}", param="out") from None
+            raise LedgerError(
+                f"{self.folder / LEDGER_NAME} cannot be written to: {error.strerror}", param="out"
+            ) from None
 
     def _write_and_sync(self, data: bytes) -> None:
         try:
@@ -272,7 +274,7 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def _reserve(folder: Path) -> None:
-    """Reserve disk space, to be released when the disk is full."""
+    """Reserve disk space in a separate file, which is deleted when the disk is full."""
     try:
         fd = os.open(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -297,7 +299,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_complete_lines(fd: int) -> bytes:
-    """Read all complete lines, and cut an incomplete last line off the file."""
+    """Return all complete lines, and remove an incomplete last line from the file."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         data = file.read()
@@ -321,7 +323,7 @@ def _parse_ledger(data: bytes, path: Path) -> LedgerState:
 
 
 def read_ledger(folder: Path) -> LedgerState:
-    """Read the state of a batch. The batch may be running."""
+    """Read the state of a batch, which may be running."""
     path = folder / LEDGER_NAME
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Settle what an earlier run of a batch left open: unfinished attempts, and outcomes that the gateway has not recorded."""
+"""Settle attempts that ended unseen by the runner, and record outcomes that the gateway does not have yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def supersede_after_lease(
     session: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> SupersededAttempt[SessionOutcome]:
-    """Give up an attempt as soon as the lease of the cell that runs it has ended. `note` is called once if it has not."""
+    """Supersede an attempt as soon as the lease of its cell has ended. `note` is called once if that requires waiting."""
     is_noted = False
     while True:
         try:
@@ -42,8 +42,8 @@ async def supersede_after_lease(
 class LostAttempts:
     """Settles the lost attempts of one batch.
 
-    A lost attempt may still be running where it cannot be reached. It is superseded at the gateway, so that it cannot be trained even if it
-    returns, and was not opened yet.
+    A lost attempt may still be running on a machine that cannot be reached. It is superseded at the gateway, so that its rollout is never
+    trained twice, even if that machine comes back.
     """
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:
@@ -52,11 +52,11 @@ class LostAttempts:
         self._stop = stop
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
-        """End an attempt whose end the runner did not see. If the gateway has its outcome, use it instead of running the rollout again."""
+        """Settle an attempt that ended unseen by the runner. Finish the rollout if the gateway has its outcome, else end the attempt."""
         identity = started.rollout, started.attempt, started.session
         if why == "lost":
             settled = await supersede_after_lease(self._gateway, *identity, self._results.note)
-        else:  # the batch is stopping; if the cell holds its lease, the next run settles the attempt
+        else:  # the batch is stopping; if the cell still holds its lease, the next run settles the attempt
             settled = await self._gateway.supersede(*identity)
         recorded = settled.outcome
         if recorded is None or settled.attempt.state == "superseded":
@@ -68,7 +68,7 @@ class LostAttempts:
             await self._results.finish(build_adopted(started, recorded, shown))
 
     async def record(self, unrecorded: UnrecordedRollout) -> None:
-        """Record the outcome of a rollout that is done. Stop the batch if that fails again."""
+        """Record an outcome that the gateway has not recorded yet. Stop the batch if that fails again."""
         finished = unrecorded.finished
         try:
             excluded = await record_outcome(

@@ -7,11 +7,12 @@
 An order contains no live objects, no paths of the machine that made it, and no secrets:
 
     task      its fields, and the SHA-256 of the archive with its files (`tasks/archive.py`)
-    agent     its whole description; the machine that runs it installs it
+    agent     its whole description; the machine that runs the order installs the agent
     sandbox   its name and settings, from which the machine creates the backend
     env       the names of variables; each machine takes the values from its own environment
 
-Whatever a user writes into a task, an agent's description, its options or the session's settings is sent unchanged.
+The task, the agent's description and options, and the session's settings are sent exactly as the user wrote them. A secret that the user
+wrote there is sent, too.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from turngate.sandboxes.base import Network, Resources
 from turngate.tasks.archive import PackedTask
 from turngate.types import Json
 
-FORMAT = 1  # increment it when an older machine would misread an order
+FORMAT = 1  # increase this when machines with an older version would misread an order
 
 
 class SandboxChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kind of sandbox, and the settings of its backend."""
+    """The kind of sandbox to use, and the settings of its backend."""
 
     name: str
     settings: Mapping[str, Json] = {}
 
 
 class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One attempt at a rollout, as data."""
+    """Everything that one attempt at a rollout needs, as plain data."""
 
     format: int = FORMAT
     rollout: str
     attempt: int
     group: str
-    session_id: str  # of the session that the attempt opens
-    project: str = ""  # of the session; empty for the project of the gateway's key
+    session_id: str  # the id of the session that the attempt opens
+    project: str = ""  # the session's project; empty for the project of the gateway's key
     task: PackedTask
     agent: AgentSpec
     options: Mapping[str, str] = {}  # the agent's options
@@ -69,7 +70,7 @@ class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def encode_order(order: RolloutOrder) -> bytes:
-    """Encode an order as JSON."""
+    """Encode an order as JSON. Raise `BadRequest` if JSON cannot represent a value in it."""
     try:
         return msgspec.json.encode(order, enc_hook=_encode_path)
     except (UnicodeEncodeError, TypeError, ValueError) as error:
@@ -86,7 +87,7 @@ def decode_order(data: bytes) -> RolloutOrder:
         version = msgspec.json.decode(data, type=_Version)
         if version.format != FORMAT:
             raise BadRequest(
-                f"order: its format is {version.format}, but this machine reads format {FORMAT}; install the same version of Turngate "
+                f"order: it has format {version.format}, but this machine reads format {FORMAT}; install the same version of Turngate "
                 "on all machines",
                 param="format",
             )
@@ -109,7 +110,7 @@ def _encode_path(value: object) -> str:
 
 
 def _decode_path(kind: type, value: object) -> Path:
-    """Decode a path in a task's archive. It must stay inside the archive."""
+    """Decode a path in a task's archive. Raise `ValueError` if it leads outside the archive."""
     if kind is not Path or not isinstance(value, str):
         raise NotImplementedError(kind)
     path = PurePosixPath(value)

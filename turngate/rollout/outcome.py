@@ -1,4 +1,4 @@
-"""The progress and the outcome of a rollout, from the runner's point of view."""
+"""The progress and the outcome of a rollout, as the runner sees them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from turngate.trace.tree import RefusedCalls
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
 ]
-Phase = Literal["start", "run", "grade"]  # each phase limits the number of concurrent rollouts
+Phase = Literal["start", "run", "grade"]  # the number of concurrent rollouts is limited separately for each phase
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 PhaseGate = Callable[[Phase], AbstractAsyncContextManager[None]]
-# `not graded`: the task has no grader. `cancelled`: someone ended the session at the gateway. `stale`: the gateway ended the session,
-# because the policy had changed too much to train on it.
+# `not graded`: the task has no grader, or the caller wants no grade. `cancelled`: the caller cancelled the rollout, or someone ended the
+# session at the gateway. `stale`: the gateway ended the session, because its policy version had become too old to train on.
 RolloutClass = OutcomeClass | Literal["not graded", "cancelled", "stale"]
 ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
     "graded",
@@ -36,7 +36,7 @@ ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A failure: the stage in which it occurred, and the boundary at fault."""
+    """A failure: its stage, the boundary at fault, and a message."""
 
     stage: Stage
     boundary: Boundary
@@ -68,18 +68,18 @@ class Outcome(msgspec.Struct, kw_only=True):
     roles: dict[str, int] = {}
     rows: int | None = None  # None if the gateway did not respond
     training: TrainingReport | None = None  # None if the gateway did not respond
-    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of their content
     # The agent's model calls; None if they did not pass through a door on this host, or if they came over a WebSocket.
     calls: int | None = None
     collected: Collected = Collected()
-    unrecorded: str = ""  # why the gateway has not recorded this yet; empty if it has, or does not need to
-    excluded: str = ""  # why the recorded outcome does not count: its attempt was superseded, or its session cancelled
+    unrecorded: str = ""  # why the gateway has not recorded the outcome yet; empty if it has, or need not
+    excluded: str = ""  # why the recorded outcome does not count: superseded attempt, or cancelled session
     not_enforced: tuple[str, ...] = ()  # limits that the sandbox does not enforce
     notes: tuple[str, ...] = ()
 
     @property
     def exclusion(self) -> str:
-        """Why the rollout is neither trained nor part of its group's baseline, although it has a reward; empty if it is not excluded."""
+        """Why the rollout is not trained and does not affect its group's baseline, or an empty string if it is not excluded."""
         if self.excluded:
             return self.excluded
         is_excluded = self.refused is not None and self.training is not None and not self.training.trained_tokens
@@ -87,13 +87,13 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with the training data, one line each. Empty for a rollout that has none because it failed."""
+        """Problems with the training data, one line each. A failed rollout has no training data, so only its refused calls are listed."""
         has_failed = self.status in ("error", "cancelled") or self.kind in ("infrastructure fault", "invalid task")
         return list_warnings(None if has_failed else self.training, self.refused)
 
 
 class RolloutProgress(msgspec.Struct):
-    """The progress of a rollout, as passed to a progress callback."""
+    """The progress of a rollout, which is passed to progress callbacks."""
 
     stage: Stage | Literal["done"] = "sandbox"
     turns: int = 0

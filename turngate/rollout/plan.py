@@ -1,4 +1,4 @@
-"""The plan of a batch: its tasks, agent, sandbox and limits, and the settings that identify it when it is resumed."""
+"""The plan of a batch: its tasks, agent, sandbox and limits. Most of its settings identify the batch when it is resumed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from turngate.tasks.task import Task
 from turngate.types import BATCH_STREAM, Json
 
 _AGENT_TERM = "agent's description"
-_RUN_DIGEST = "run:"  # begins the digest of the fields of an agent that affect a rollout
+_RUN_DIGEST = "run:"  # prefix of a digest that covers only the agent's fields that affect a rollout
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DEFAULT_TIMEOUT_S = 1800.0  # if neither the plan nor the task sets a timeout
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a batch."""
+    """The settings of a batch: what to run, how often, and with which limits."""
 
     tasks: tuple[Task, ...]
     agent: AgentSpec
@@ -46,8 +46,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 1  # how many times all tasks are run; may be raised when the batch is resumed
     bounds: Bounds = Bounds()
     retries: int = 2  # after infrastructure faults
-    stale_retries: int = 2  # for a rollout that became stale; 0 excludes it
-    back_off_s: float = 2.0  # before the first retry; doubles before each further one
+    stale_retries: int = 2  # how often a stale rollout is retried; with 0, it is excluded
+    back_off_s: float = 2.0  # pause before the first retry after a fault; it doubles before each further retry
     seed: int | None = None  # determines the order of the tasks and the sampling seed of each rollout
     timeout_s: float | None = None  # None: the task's timeout
     image: str = ""
@@ -62,7 +62,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     policy: EndPolicy = EndPolicy()
     grade: bool = True
     keep_work: bool = False  # keep the agents' working folders after grading
-    invalid_after: int = 3  # after this many rollouts found a task invalid, its remaining rollouts are skipped
+    invalid_after: int = 3  # once this many rollouts have found a task invalid, its remaining rollouts are skipped
     min_free_bytes: int = 64_000_000  # with less free disk space, no rollout starts
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """Return the settings that identify the batch, by flag name. Settings that only affect its speed or length are not included."""
+        """Return the settings that identify the batch, by flag name. Settings that affect only its speed or length are left out."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             _AGENT_TERM: _RUN_DIGEST + _digest(_run_fields(self.agent)),
@@ -116,19 +116,19 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def new_id(self) -> str:
-        """Create an id for a new batch. It is unique even among batches with the same name."""
+        """Create a unique id for a new batch. It begins with the name of the batch, if it has one."""
         return f"{self.name}.{uuid.uuid4().hex[:8]}" if self.name else uuid.uuid4().hex[:8]
 
     def digests(self) -> dict[str, str]:
-        """Compute a digest of each task, by task id."""
+        """Return a digest of each task, by task id."""
         return {task.id: _digest(_task_fields(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
-        """Return a name that depends only on the batch's settings and tasks. It is used for the default folder."""
+        """Return a name that depends only on the batch's settings and tasks. The default folder of the batch has this name."""
         return _digest([self.terms(), self.digests()])[:12]
 
     def order_tasks(self, round: int = 0) -> tuple[Task, ...]:
-        """Return the tasks in the order in which their groups run. With a seed, they are shuffled, differently in each round."""
+        """Return the tasks in the order in which their groups run. If the plan has a seed, each round has a different random order."""
         if self.seed is None:
             return self.tasks
         generator = random.Random(f"{self.seed} {round}" if round else self.seed)
@@ -137,7 +137,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     def rollout_order(
         self, packed: PackedTask, index: int, batch: str, attempt: int, round: int = 0, *, session_id: str = ""
     ) -> RolloutOrder:
-        """Make the order for one attempt. By default, its session has a new id."""
+        """Make the order for one attempt. If `session_id` is empty, a new session id is generated."""
         task = packed.task
         group = group_name(batch, task.id, round)
         return RolloutOrder(
@@ -165,7 +165,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
-        """Add a sampling seed to the session settings. Each rollout has a different seed, so that the rollouts of a group differ."""
+        """Return the session settings of a rollout. If the plan has a seed, they include a sampling seed that differs for each rollout."""
         if self.seed is None:
             return self.session
         source = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
@@ -174,7 +174,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _with_batch_id(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Add the batch id to the session's metadata, so that the web UI can send retry requests to the batch."""
+    """Return the session settings with the batch id in the metadata, so that the web UI can send retry requests to the batch."""
     return {**session, "metadata": {"batch": batch, **session.get("metadata", {})}}
 
 
@@ -184,18 +184,18 @@ def batch_stream(batch: str) -> str:
 
 
 def group_name(batch: str, task: str, round: int) -> str:
-    """Return the name of a group for trainers and the gateway. Task ids do not contain @."""
+    """Return the name of a group. It is unambiguous, because task ids do not contain @."""
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
 def _task_fields(task: Task) -> dict[str, Json]:
-    """Return a task without its source path, because moving a folder does not change its tasks, and without the origin of its values."""
+    """Return the fields of a task that affect a rollout. Its source path and `host_env` are left out."""
     fields = msgspec.structs.asdict(msgspec.structs.replace(task, source=""))
     return {name: value for name, value in fields.items() if name != "host_env"}
 
 
 def _run_fields(agent: AgentSpec) -> dict[str, Json]:
-    """Return an agent without the fields that do not affect a rollout, and without `sampling`, which is compared separately."""
+    """Return the fields of an agent that affect a rollout, except `sampling`, which is compared separately."""
     options = {name: msgspec.structs.replace(option, about="") for name, option in agent.options.items()}
     fields = msgspec.structs.asdict(
         msgspec.structs.replace(
@@ -206,7 +206,7 @@ def _run_fields(agent: AgentSpec) -> dict[str, Json]:
 
 
 def _digest(value: object) -> str:
-    """Hash a value. A path is hashed by the content of its files."""
+    """Return a hash of a value. For a path, the names and contents of its files are hashed."""
     data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_hash_path), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -229,7 +229,7 @@ def _to_json(value: object) -> str:
 
 
 def describe_changes(before: LedgerHeader, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
-    """List how a plan differs from the batch in a folder, each as "setting: change"."""
+    """Return the differences between a plan and the batch in a folder, each in the form "setting: change"."""
     return [*_describe_changed_terms(before.terms, terms), *_describe_changed_tasks(before.tasks, tasks)]
 
 
@@ -238,7 +238,7 @@ def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str])
         f"{name}: was {before.get(name) or 'not set'}, is now {after.get(name) or 'not set'}"
         for name in {**before, **after}
         if before.get(name) != after.get(name)
-        # Earlier versions hashed the agent's documentation, too. Its name and version are separate terms.
+        # Earlier versions also hashed the agent's documentation, so their digests cannot be compared.
         and not (name == _AGENT_TERM and not before.get(name, "").startswith(_RUN_DIGEST))
     ]
 

@@ -1,7 +1,7 @@
 """A script for the scripted engine that chooses each reply by the content of the agent's prompt.
 
-An agent controls its own loop, so a fixed list of replies is not enough: requests for titles, sub-agents and retries come in between. A
-scene is recognized by words in the prompt, and the number of turns in the prompt determines its next step.
+A fixed list of replies is not enough, because an agent controls its own loop: it also makes calls for titles, sub-agents and retries. A
+scene is recognized by words in the prompt. The number of turns in the prompt determines which of its steps comes next.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer
 
-_TURN = "<|im_start|>assistant"  # in the built-in template, for which these replies are written
+_TURN = "<|im_start|>assistant"  # marks a turn in the built-in chat template, for which the replies are written
 _TOOLS = "<tools>"
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """A conversation, and the model's reply to each of its turns. The last reply is repeated."""
+    """A scripted conversation: how to recognize its prompts, and the reply in each turn. The last reply is repeated."""
 
-    words: str  # text that identifies the scene's prompts
+    words: str  # text that occurs in all prompts of the scene
     steps: tuple[CheckStep, ...]
     tools: bool = True  # match only prompts that offer tools
-    begins: int = 0  # number of turns in the prompt before the scene's first one, from a parent or a summary
+    begins: int = 0  # number of turns in the prompt before the scene, such as those of a parent agent or a summary
     pace_s: float = 0.0  # delay before each sampled chunk
-    finds: Mapping[
-        str, str
-    ] = {}  # placeholder → pattern; the pattern's last match in the prompt replaces the placeholder in the steps
+    # Placeholder → pattern. The placeholder is replaced by the pattern's last match in the prompt.
+    finds: Mapping[str, str] = {}
 
 
 class Playbook:
-    """A script that replies with the first scene that matches, or with `otherwise`."""
+    """A script for the scripted engine. It replies with the next step of the first scene that matches, or with `otherwise`."""
 
     def __init__(self, renderer: Renderer, scenes: Sequence[Scene], otherwise: str = "All right.") -> None:
         self._renderer = renderer
         self._scenes = scenes
         self._otherwise = otherwise
-        self.matches = 0  # calls that a scene answered
+        self.matches = 0  # number of calls that a scene has answered
 
     def __call__(self, request: Generate, index: int) -> ScriptedTurn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
@@ -65,7 +64,7 @@ def _fill_from_prompt(step: CheckStep, patterns: Mapping[str, str], text: str) -
 
 
 def fill_steps(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
-    """Replace the placeholders in all strings of the steps."""
+    """Return the steps with all placeholders replaced by their values."""
     return tuple(msgspec.convert(_fill_value(msgspec.to_builtins(step), values), CheckStep) for step in steps)
 
 

@@ -28,12 +28,12 @@ class Bar(msgspec.Struct, frozen=True):
 class Panel(msgspec.Struct, frozen=True):
     title: str
     bars: tuple[Bar, ...]
-    note: str = ""  # below the title
+    note: str = ""  # shown below the title
     full: float | None = None  # value of a full-length bar; None: the largest value
 
 
 def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
-    """Build the panels for a batch."""
+    """Build the panels of a batch: rewards, pass@k, turns, tokens, and time per stage."""
     ran = [rollout for rollout in finished if "agent" in rollout.seconds]
     return (
         _build_rewards(summary),
@@ -63,7 +63,7 @@ def _build_pass_at(summary: Summary) -> Panel:
 
 
 def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
-    """Build a histogram with one value per rollout."""
+    """Build a histogram of `values`, which contains one value for each rollout."""
     if not values:
         return Panel(title, ())
     low, high = min(values), max(values)
@@ -88,7 +88,7 @@ def _build_stages(summary: Summary) -> Panel:
 
 
 def render_lines(panel: Panel, width: int = 40) -> list[str]:
-    """Draw one line per bar, with a resolution of an eighth of a character."""
+    """Draw a panel for a terminal: one line for each bar, with a resolution of an eighth of a character."""
     if not panel.bars:
         return [f"{panel.title}: no data"]
     label = max(len(bar.label) for bar in panel.bars)
@@ -107,7 +107,7 @@ def _render_bar(share: float, width: int) -> str:
 
 
 def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
-    """Draw all panels into one SVG. Labels are text elements, so they can be searched, and names are escaped."""
+    """Draw all panels into one SVG image. Labels are text elements, so they can be searched. Names are escaped."""
     rewards, passes, turns, tokens, stages = build_panels(summary, finished)
     overall = summary.overall
     mean = "no rewards" if overall.mean_reward is None else f"mean reward {overall.mean_reward:.3f}"
@@ -128,7 +128,7 @@ def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
 
 
 def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """Draw horizontal bars."""
+    """Return the SVG elements of a panel with horizontal bars."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
         parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))
@@ -152,7 +152,7 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
 
 
 def _render_curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """Draw a line plot of values between 0 and 1, by k."""
+    """Return the SVG elements of a line plot of values between 0 and 1, with k on the horizontal axis."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
         parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))

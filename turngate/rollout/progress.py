@@ -16,11 +16,11 @@ _WINDOW_S = 30.0  # period over which tokens per second are averaged
 
 
 class BatchProgress(msgspec.Struct, kw_only=True):
-    """Counters that the batch keeps up to date. A progress callback receives the same object each time."""
+    """The progress of a batch, in counters that it keeps up to date. A progress callback receives the same object each time."""
 
     total: int
-    before: int = 0  # finished in an earlier run of the same batch
-    done: int = 0  # finished, including those of earlier runs
+    before: int = 0  # rollouts that finished in earlier runs of the same batch
+    done: int = 0  # finished rollouts, including those of earlier runs
     kinds: Counter[RolloutClass] = msgspec.field(default_factory=Counter)
     graded: int = 0
     passed: int = 0
@@ -44,7 +44,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
             self.passed += bool(finished.passed)
 
     def remove(self, finished: FinishedRollout) -> None:
-        """Remove a rollout that will run again."""
+        """Subtract a finished rollout that will run again."""
         self.done -= 1
         self.kinds[finished.kind] -= 1
         if finished.reward is not None:
@@ -76,7 +76,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """The remaining seconds at the speed of this run, or None if not known yet."""
+        """How many more seconds the batch will take at its current speed, or None if no rollout has finished in this run."""
         new = self.done - self.before
         elapsed = time.monotonic() - self.started
         return (self.total - self.done) * elapsed / new if new > 0 else None

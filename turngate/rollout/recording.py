@@ -1,4 +1,4 @@
-"""Record an outcome at the gateway, together with the trace."""
+"""Record the outcome of a rollout at the gateway, which stores it with the trace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from turngate.client.retry import retry_while_unreachable
 from turngate.rollout.outcome import Outcome
 from turngate.store.outcomes import RecordedOutcome
 
-_LOG_CHARS = 4000  # how much of each log's end is recorded
+_LOG_CHARS = 4000  # how many characters from the end of each log are recorded
 
 
 def build_record(outcome: Outcome) -> RecordedOutcome:
-    """Build the record that the gateway stores: enough to build samples and to diagnose failures. Files stay on the runner's host.
+    """Build the record that the gateway stores. It has what is needed to build samples and to diagnose failures, but no files.
 
-    The same outcome must always produce the same record, because the gateway rejects a second record that differs."""
+    The same outcome must always produce the same record, because the gateway rejects a second record that differs from the first."""
     assert outcome.kind is not None
     grade, fault = outcome.grade, outcome.fault
     logs = {

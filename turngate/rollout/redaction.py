@@ -1,4 +1,4 @@
-"""Remove an agent's secrets from its output, because an agent may print any secret it can read, and from its command."""
+"""Remove secrets from an agent's output and command. An agent may print any secret that it can read."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes the secrets of one agent: those in its environment, its session key, and the machine's values that its task uses."""
+    """Removes the secrets of one agent: those in its environment, its session key, and the host's values that its task uses."""
 
     def __init__(self, env: Mapping[str, str], host_values: Sequence[str] = ()) -> None:
-        """`host_values` are treated as secrets, whatever the names of their variables."""
+        """Collect the values in `env` whose names are those of secrets, and all `host_values`."""
         self._secrets = [value for name, value in env.items() if _SECRET_NAMES.search(name)]
-        self._secrets += sorted(host_values, key=len, reverse=True)  # one may contain another
+        self._secrets += sorted(host_values, key=len, reverse=True)  # longest first: one may contain another
 
     def add(self, secret: str) -> None:
-        """Add a secret to remove."""
+        """Add a secret that is to be removed."""
         self._secrets.insert(0, secret)
 
     def redact_text(self, text: str) -> str:
-        """Redact text that is shown to others. This also removes anything that looks like one of Turngate's own keys."""
+        """Return text without the secrets, and without anything that looks like one of Turngate's keys. For text that people see."""
         for secret in self._list_secrets():
             text = text.replace(secret, REDACTED)
         return redact(text)
 
     def redact_bytes(self, data: bytes) -> bytes:
-        """Redact stored output. This removes only the known secrets."""
+        """Return data without the secrets. For output that is stored."""
         for secret in self._list_secrets():
             data = data.replace(secret.encode("utf-8", "surrogatepass"), REDACTED.encode())
         return data
@@ -48,13 +48,13 @@ class Redactor:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a variable or flag has the name of a secret, and a value that is neither a placeholder nor a small number."""
+    """Return whether the name of a variable or flag suggests a secret, and its value is neither a placeholder nor a short number."""
     plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
     return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """Replace the values of variables and flags with the name of a secret, and any text that looks like a secret."""
+    """Return a command without secrets: the values of variables and flags named like secrets, and text that looks like a secret."""
     words: list[str] = []
     for n, word in enumerate(command):
         flag = command[n - 1] if n and _FLAG.fullmatch(command[n - 1]) else ""

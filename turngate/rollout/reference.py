@@ -1,7 +1,7 @@
 """Let the scripted engine solve a task: it replays the reference solution through the agent's own shell tool.
 
-The agent runs as it would with any model. Only the model's replies are known in advance, so a first rollout needs no model and still earns
-its reward.
+The agent runs as it would with a real model, but the model's replies are known in advance. A first rollout can therefore earn a reward
+without a model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ REPLAY_NOTE = (
     "a scripted model replayed the task's reference solution, so the reward is not a model's, and the log-probabilities are "
     "synthetic; for a real model, pass --engine, --engine-url, --model and --tokenizer"
 )
-REPLAYED = "replayed"  # the session's metadata that marks a replay; exports leave such a session out
-_WORDS = 60  # characters of the instruction that identify its prompts
+REPLAYED = "replayed"  # metadata key that marks a session as a replay; exports leave such sessions out
+_WORDS = 60  # how many characters of the instruction identify its prompts
 
 
 class ReferenceReplay:
-    """The scripted replies of one rollout. If there are no commands, the usual scripted engine replies instead."""
+    """The scripted replies of one rollout. If there are no commands to replay, the default replies of the scripted engine are used."""
 
     def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
-        """Prepare a replay. `reason` states why there are no commands; it is empty if the user did not expect any."""
+        """Prepare a replay. If there are no commands, `reason` says why. It is empty if the user did not expect a replay."""
         self._instruction = instruction
         self._agent = agent
         self.commands = commands
@@ -43,7 +43,7 @@ class ReferenceReplay:
 
     @property
     def note(self) -> str:
-        """A note for the user on what the scripted replies mean for the outcome."""
+        """A note for the user that explains what the scripted replies mean for the reward."""
         if self.commands and self._playbook is not None and not self._playbook.matches:
             return f"{SYNTHETIC_NOTE}; the reference solution was not replayed, because no prompt contained the instruction"
         if self.commands:
@@ -56,26 +56,26 @@ class ReferenceReplay:
         )
 
     def note_for_running(self, gateway: str) -> str:
-        """The note for a rollout on the scripted engine of a gateway that was already running at this URL."""
+        """Return the note for a rollout whose replies came from the scripted engine of a gateway that was already running at this URL."""
         note = f"{SYNTHETIC_NOTE}; the gateway at {gateway} chose the replies"
         if not self.commands:
             return note
         return f"{note}, and not the task's reference solution; to replay that, stop this gateway, or choose a different --data folder"
 
     def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine | None:
-        """Build the engine that replays the solution, or return None if there is nothing to replay."""
+        """Return an engine that replays the solution, or None if there is nothing to replay."""
         if not self.commands:
             return None
         self._playbook = Playbook(renderer, self._scenes)
         return build_scripted(config, self._playbook)
 
     def set_workdir(self, workdir: str) -> None:
-        """Write the replies for a sandbox with this working folder."""
+        """Prepare the replies, which depend on the working folder in the sandbox."""
         if self.commands:
             self._scenes[:] = [self.write_scene(workdir)]
 
     def write_scene(self, workdir: str, *, solves: bool = True) -> Scene:
-        """Write the replies for a sandbox with this working folder. If they do not solve the task, they only list its files."""
+        """Return the replies for a sandbox with this working folder. Unless `solves` is set, they only list the files."""
         shell = self._agent.shell_call
         assert shell is not None, "an agent without [shell_call] has no replay"
         call = CheckCall(tool=shell.tool, arguments=shell.arguments)
@@ -91,7 +91,7 @@ class ReferenceReplay:
 
 
 def build_scripted(config: ServeConfig, script: Script) -> Scripted:
-    """Build a scripted engine for a gateway with this configuration."""
+    """Build a scripted engine with the model name and context length of this configuration."""
     return Scripted(
         script,
         model=config.model or "scripted",
@@ -100,7 +100,10 @@ def build_scripted(config: ServeConfig, script: Script) -> Scripted:
 
 
 def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:
-    """Plan the replay of a task's reference solution, for a gateway with this configuration."""
+    """Plan the replay of a task's reference solution on a gateway with this configuration.
+
+    Without a replayable solution, the result has no commands. Raise `ConfigError` if the configuration requires the replay.
+    """
 
     def without_replay(reason: str) -> ReferenceReplay:
         if config.script == REFERENCE_SCRIPT:

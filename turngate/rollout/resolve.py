@@ -1,11 +1,11 @@
-"""Turn an order into the spec of a rollout: add the parts that belong to the machine that runs it.
+"""Turn an order into the spec of a rollout, by adding the parts that depend on the machine that runs it.
 
-    task      its files, unpacked from the archive of that name; a missing archive is fetched from the machine that made the order
+    task      its files, unpacked from their archive; a missing archive is fetched from the machine that made the order
     agent     its installation, in this machine's cache
     sandbox   a backend, with this machine's own folders
     env       values from this machine's environment; the order has only their names
 
-A failure here is never the agent's fault: another machine may be able to run the order.
+The agent is never at fault for a failure here, and another machine may be able to run the order.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class MachineParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a rollout that belong to one machine."""
+    """The parts of a rollout's spec that depend on the machine."""
 
-    task: Task  # with paths on this machine
+    task: Task  # its paths are on this machine
     installed: Installation
     backend: Backend
     env: Mapping[str, str]
@@ -47,7 +47,7 @@ class MachineParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
-    """Build the spec of an attempt from its order and the machine's parts."""
+    """Build the spec of a rollout from its order and the machine's parts."""
     return RolloutSpec(
         task=parts.task,
         agent=order.agent,
@@ -75,7 +75,7 @@ def build_spec(order: RolloutOrder, parts: MachineParts) -> RolloutSpec:
 
 
 class PlanResolver:
-    """Resolves the orders of a batch in the process that made them. The plan has all parts, so nothing is unpacked or installed."""
+    """Resolves the orders of a batch in the process that made them. It takes all parts from the plan, and unpacks or installs nothing."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
@@ -86,7 +86,7 @@ class PlanResolver:
         return (self._plan.backend,)
 
     def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
-        return nullcontext()  # the tasks' own files are used
+        return nullcontext()  # the task's original files are used
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         plan = self._plan
@@ -104,12 +104,12 @@ ArchiveFetcher = Callable[[str], Awaitable[bytes]]  # SHA-256 → archive
 
 
 async def refuse_to_fetch(digest: str) -> bytes:
-    """Fetch no archives: the machine must already have them."""
+    """Raise `ArchiveError`. This fetcher is for machines that must already have all archives."""
     raise ArchiveError(f"archive {digest[:12]} is not on this machine, and there is no machine to fetch it from")
 
 
 class MachineResolver:
-    """Resolves orders that were made on any machine."""
+    """Resolves orders that were made on this machine or another: unpacks tasks and installs agents as necessary."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class MachineResolver:
         environment: Mapping[str, str] = os.environ,
         install: Callable[[AgentSpec], Installation] = lambda agent: ensure_installed(agent, log.info),
     ) -> None:
-        """Prepare a resolver. `folder` is for the agents' files; `environment` has the values that orders refer to by name."""
+        """Prepare a resolver. Agents' files are stored in `folder`. Orders refer to variables in `environment` by name."""
         self._folder = folder
         self._archives = archives
         self._fetch = fetch
@@ -155,7 +155,7 @@ class MachineResolver:
         except ArchiveError:
             if self._archives.has(packed.archive):
                 raise
-            await self._fetch_missing(packed.archive)  # it was damaged
+            await self._fetch_missing(packed.archive)  # the archive was damaged and has been removed
             task = await asyncio.to_thread(self._archives.open_task, packed, self._environment)
         _check_modules(task)
         return task
@@ -169,7 +169,7 @@ class MachineResolver:
                 await asyncio.to_thread(self._archives.add, digest, data)
 
     async def _install_agent(self, agent: AgentSpec) -> Installation:
-        """Install the agent once. `ensure_installed` starts processes, so it is too slow to call for each attempt."""
+        """Return the agent's installation, and install it if necessary. The result is cached, because `ensure_installed` is slow."""
         key = msgspec.json.encode([agent.name, agent.install, agent.uses("node")])
         async with self._installing.setdefault(key, asyncio.Lock()):
             if key not in self._installations:
@@ -189,7 +189,7 @@ class MachineResolver:
 
 
 def _check_modules(task: Task) -> None:
-    """Check that this machine has the modules of grading functions, which are not sent with the task."""
+    """Raise `ConfigError` if a Python module of a grading function is not installed here. Modules are not sent with the task."""
     for name in function_names(task.grader):
         location = name.rpartition(":")[0]
         module = location.partition(".")[0]

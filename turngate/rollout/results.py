@@ -41,7 +41,7 @@ EndReason = Literal["fault", "cancelled", "lost", "stale"]
 
 
 class BatchResults:
-    """The results of one batch. `batch` is its id, which is empty until the batch's folder is claimed."""
+    """The results of one batch. `batch` is the batch's id, which is empty until its folder is claimed."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class BatchResults:
         self._on_finished = on_finished
         self._ledger: Ledger | None = None
         self._invalid: Counter[str] = Counter()  # number of rollouts that found the task invalid, by task
-        self._noted: set[str] = set()  # warnings that were reported while the batch runs
+        self._noted: set[str] = set()  # warnings that have been reported since the batch started
         self._valid: set[str] = set()  # tasks with a graded rollout, which are therefore valid
 
     async def open(self) -> Ledger:
-        """Open and lock the ledger. Cancelling releases the lock."""
+        """Open and lock the ledger. If this is cancelled, the lock is released."""
         opening = asyncio.ensure_future(asyncio.to_thread(Ledger.open, self._plan.folder))
         try:
             self._ledger = await asyncio.shield(opening)
@@ -82,7 +82,7 @@ class BatchResults:
         return LedgerState() if self._ledger is None else self._ledger.state
 
     def report(self) -> None:
-        """Call the progress callback."""
+        """Call the progress callback with the current progress."""
         self._watch(self.progress)
 
     def note(self, text: str) -> None:
@@ -93,7 +93,7 @@ class BatchResults:
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def end_attempt(self, started: AttemptStarted, why: EndReason, message: str = "") -> None:
-        """Write the end of an attempt that did not finish its rollout."""
+        """Write to the ledger that an attempt ended without finishing its rollout."""
         await self.ledger.add(
             AttemptEnded(
                 rollout=started.rollout,
@@ -108,7 +108,7 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Write to the ledger that a rollout is done but not yet recorded at the gateway. Resuming the batch records it there."""
+        """Write to the ledger that a rollout is done but not yet recorded at the gateway. It is recorded when the batch is resumed."""
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(
@@ -117,18 +117,18 @@ class BatchResults:
         return finished
 
     async def save_outcome(self, session: str, outcome: Outcome) -> None:
-        """Write the full outcome to the folder with the agent's files. This may fail on a full disk: the ledger has the essential data."""
+        """Write the full outcome to the folder with the agent's files. A failure is only noted, as the ledger has the essential data."""
         await asyncio.to_thread(_write_outcome, self._plan.folder / "rollouts" / session, outcome)
 
     def remove_work(self, session: str) -> None:
-        """Remove a working folder, unless the plan keeps them."""
+        """Remove a session's copy of the working folder, unless the plan keeps these copies."""
         if not self._plan.keep_work:
             shutil.rmtree(self._plan.folder / "rollouts" / session / "work", ignore_errors=True)
 
     # ── finished rollouts ───────────────────────────────────────────────────────────────────────────────────────
 
     async def finish(self, finished: FinishedRollout) -> None:
-        """Write a finished rollout to the ledger, and count it."""
+        """Write a finished rollout to the ledger, count it, and report its warnings."""
         await self.ledger.add(finished)
         self.count(finished)
         for warning in finished.warnings:
@@ -154,7 +154,7 @@ class BatchResults:
         )
 
     async def reopen(self, finished: FinishedRollout) -> None:
-        """Reopen a finished rollout without a verdict, so that it runs again."""
+        """Reopen a rollout that finished without a verdict, so that it can run again."""
         await self.write_reopened(finished.rollout, finished.attempt)
         self.progress.remove(finished)
         self._closer.reopen(finished)
@@ -163,7 +163,7 @@ class BatchResults:
         await self.ledger.add(ReopenedRollout(rollout=rollout, attempt=attempt, at=timestamp()))
 
     def count(self, finished: FinishedRollout) -> None:
-        """Update the progress, groups and invalid tasks with a finished rollout."""
+        """Count a finished rollout in the progress, in its group, and towards the validity of its task."""
         self.progress.add(finished)
         if finished.kind == "invalid task" and finished.attempt:
             self._invalid[finished.task] += 1
@@ -173,12 +173,12 @@ class BatchResults:
         self._on_finished(finished)
 
     def is_invalid(self, task: Task) -> bool:
-        """Return whether enough rollouts found the task invalid to skip the rest."""
+        """Return whether so many rollouts have found the task invalid that its remaining rollouts are skipped."""
         return self._invalid[task.id] >= self._plan.invalid_after and task.id not in self._valid
 
 
 def is_unrecorded(outcome: Outcome) -> bool:
-    """Return whether the gateway still needs to record the outcome. Infrastructure faults need not be recorded: groups exclude them."""
+    """Return whether the gateway still needs to record the outcome. Groups exclude infrastructure faults, so these need no record."""
     return bool(outcome.unrecorded) and outcome.kind != "infrastructure fault"
 
 
@@ -227,14 +227,14 @@ def build_finished(
 
 
 def exclude(finished: FinishedRollout, reason: str) -> FinishedRollout:
-    """Return a finished rollout without its verdict, if there is a reason why its outcome does not count. The gateway keeps the outcome."""
+    """Return the rollout without its verdict if `reason` says why its outcome does not count. The gateway keeps the outcome."""
     if not reason:
         return finished
     return msgspec.structs.replace(finished, kind="cancelled", reward=None, resolved=None, message=reason)
 
 
 def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: SessionInfo) -> FinishedRollout:
-    """Build the result of a rollout from the gateway's record. The durations of its stages are unknown."""
+    """Build a finished rollout from the gateway's record. The durations of its stages are unknown."""
     return FinishedRollout(
         rollout=started.rollout,
         task=recorded.task,
@@ -256,7 +256,7 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Ses
 
 
 def read_outcome(folder: Path, session: str) -> Outcome | None:
-    """Read the full outcome of a finished rollout from the folder of its batch; None if it could not be written."""
+    """Read the full outcome of a finished rollout from the folder of its batch, or return None if the file does not exist."""
     try:
         return msgspec.json.decode((folder / "rollouts" / session / _OUTCOME).read_bytes(), type=Outcome)
     except OSError:

@@ -1,4 +1,4 @@
-"""Handle retry requests for a batch: those that arrive while it runs, and those that arrived earlier."""
+"""Handle the retry requests of a batch: those that arrive while it is running, and those that arrived before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENDING = RetryReply(None, "the batch is ending; run it again on the same folder
 class RetryListener:
     """Handles the retry requests of one batch.
 
-    A finished rollout runs again if it has no verdict and its last attempt is the one in the request.
+    A finished rollout runs again if it has no verdict and if the request names its last attempt.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RetryListener:
     # ── requests from before this run ───────────────────────────────────────────────────────────────────────────
 
     async def read_earlier(self) -> dict[int, RetryRequest]:
-        """Read the requests that arrived while the batch was not running. A gateway that does not respond is detected elsewhere."""
+        """Return the requests that arrived while the batch was not running, or none if the gateway does not respond in time."""
         try:
             async with asyncio.timeout(health.RESTART_S):
                 return await self._read_pending()
@@ -54,7 +54,7 @@ class RetryListener:
             return {}
 
     async def accept_earlier(self, requests: Mapping[int, RetryRequest]) -> set[int]:
-        """Reopen the rollouts that can be retried, before they are counted as finished. Return the positions of the accepted requests."""
+        """Reopen the rollouts that can be retried. Return the positions of these requests. Call this before counting finished rollouts."""
         accepted = set()
         for seq, request in requests.items():
             if request.rollout in self._results.state.finished and not self._find_objection(request):
@@ -95,7 +95,7 @@ class RetryListener:
         return pending
 
     def _consider(self, seq: int, request: RetryRequest) -> None:
-        """Decide on a request in a separate task, because its attempt may take a while to end. The batch waits for the decision."""
+        """Decide on a request in a background task, because its attempt may take a while to end. The batch does not end before that."""
         self._schedule.hold()
         task = asyncio.create_task(self._answer(seq, request))
         self.tasks.add(task)
@@ -104,8 +104,8 @@ class RetryListener:
     async def _answer(self, seq: int, request: RetryRequest) -> None:
         """Decide on a request once its attempt is settled, and reply.
 
-        The attempt may still be running: the web UI shows an attempt as ended slightly before the ledger has it, and a cancelled one while
-        its agent is still being killed.
+        The attempt may still be running, because the web UI shows it as ended slightly before its end is in the ledger. It shows a
+        cancelled attempt as ended while the agent is still being killed.
         """
         rollout, attempt = request.rollout, request.attempt
         try:
@@ -123,7 +123,7 @@ class RetryListener:
         await self._reply(seq, reply)
 
     async def _decide(self, request: RetryRequest) -> RetryReply:
-        """Decide on a request, and reopen the rollout before the reply is sent. If this run is ending, a later run decides."""
+        """Decide on a request, and reopen the rollout if it is accepted. If this run is ending, leave the decision to a later run."""
         if self._schedule.is_running(request.rollout, request.attempt):
             return _ENDING
         if objection := self._find_objection(request):

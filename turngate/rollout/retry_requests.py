@@ -1,8 +1,8 @@
 """Requests to retry a rollout, and the replies to them, in the event stream of a batch.
 
-The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event with the
-request's position in the stream: accepted, rejected or postponed. A request that is neither accepted nor rejected stays open, and this run
-of the batch or a later one decides on it.
+The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event. It contains the
+request's position in the stream and says whether the request is accepted, rejected or postponed. A request that is neither accepted nor
+rejected stays open until this run of the batch or a later one decides on it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from turngate.store.events import GatewayEvent
 
 
 class RetryReply(NamedTuple):
-    """The reply to a retry request."""
+    """The reply to a retry request: accepted, rejected or postponed, with a message."""
 
     taken: bool | None  # whether the request is accepted; None if postponed
     message: str
 
 
 class RetryRequest(msgspec.Struct, frozen=True):
-    """A request to run a rollout again after its last attempt."""
+    """A request to run a rollout again. It names the rollout's last attempt."""
 
     rollout: str
-    attempt: int  # the last attempt
+    attempt: int  # number of the last attempt
 
     def accept(self) -> RetryReply:
         """Return the reply that accepts the request."""
@@ -49,7 +49,7 @@ def parse_request(event: GatewayEvent) -> RetryRequest | None:
 async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, RetryRequest], int]:
     """Return the open requests by their position in the stream, and the position of the last event.
 
-    This reads the whole stream: if the replies were missing, decided requests would seem open."""
+    The whole stream is read, because a request is open only if no later event is a reply that decides on it."""
     pending: dict[int, RetryRequest] = {}
     last = 0
     async for event in gateway.events(batch_stream(batch), wait=False):
@@ -69,7 +69,7 @@ async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryR
 
 
 def _parse_reply(event: GatewayEvent) -> int | None:
-    """Return the position of the request that an event accepts or rejects. A postponed request is still open."""
+    """Return the position of the request that an event accepts or rejects. Return None for any other event, or for a postponed request."""
     data = event.data if event.kind == "note" else {}
     seq = data.get("retry")
     return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None

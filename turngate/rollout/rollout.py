@@ -8,17 +8,17 @@
     files     upload the task's files
     setup     run the task's setup script
     session   open a session at the gateway, which starts the trace
-    relay     connect the sandbox to the gateway, and to nothing else
+    relay     connect the sandbox to the gateway
     launch    write the agent's settings, and check that its program is installed
     agent     run the agent in the background until it exits, it times out, its session ends, or the rollout is cancelled
-    seal      allow no more turns
+    seal      seal the session, so that the trace gets no more turns
     collect   copy the agent's output, transcript and work
     clean     stop and remove everything, even after a failure
-    grade     grade the work on behalf of the host, in a fresh sandbox that no agent has touched
+    grade     let the host grade the work, in a fresh sandbox that no agent has touched
     record    store the outcome at the gateway, together with the trace
 
-Each stage has a time limit, and `classify.py` decides what a failure is attributed to. The recorded trace is kept in any case. An agent
-never runs twice on one trace; only grading is retried.
+Each stage has a time limit. If a stage fails, `classify.py` decides what is at fault. The recorded trace is always kept. An agent never
+runs twice on the same trace, and only grading is retried.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from turngate.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
 INSTALL_FOLDER = "/opt/turngate"  # path of an agent's installation inside a sandbox
-_SPARE_S = 15.0  # extra time for a stage to stop a script that reached its own limit
+_SPARE_S = 15.0  # extra time for a stage to stop a script that has reached its own time limit
 _KILL_S = 90.0  # extra time to kill an agent
-_COUNT_S = 120.0  # to count the rows of a long trace
-_QUICK_COUNT_S = 10.0  # the same, for a cancelled rollout
+_COUNT_S = 120.0  # time to count the rows of a long trace
+_QUICK_COUNT_S = 10.0  # time to count the rows of a cancelled rollout
 
 
 class Rollout:
-    """Runs one `RolloutSpec`, once."""
+    """Runs the rollout of one `RolloutSpec`, once."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Rollout:
     ) -> None:
         """Prepare a rollout.
 
-        `gate` limits how many rollouts are in a phase at the same time. `on_sandbox_ready` is called with the working folder. `session`
-        sets the session's id; by default, a new one is generated.
+        `gate` limits how many rollouts are in each phase at the same time. `on_sandbox_ready` is called with the working folder in the
+        sandbox. `session` is the session's id; by default, a new id is generated.
         """
         self._spec = spec
         self._gateway = gateway
@@ -141,7 +141,7 @@ class Rollout:
                 )
 
     async def _run(self) -> Outcome:
-        """Run all stages. The sandbox is removed before the work is graded."""
+        """Run all stages. The agent's sandbox is removed before the work is graded."""
         async with self._record_faults(), AsyncExitStack() as cleanup:
             async with self._gate("start"):
                 sandbox = await self._create_sandbox(cleanup)
@@ -161,7 +161,7 @@ class Rollout:
         return self.outcome
 
     def fail(self, error: Exception) -> None:
-        """Attribute an unexpected exception to Turngate. This overrides any other verdict."""
+        """Record an unexpected exception as a fault of Turngate. This overrides any other verdict."""
         fault = Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}")
         self._ending.fault, self._ending.cancelled = fault, False
         self._update_outcome()
@@ -241,7 +241,7 @@ class Rollout:
             self.outcome.calls = connection.generations
 
     async def _seal_session(self) -> TurngateError | None:
-        """Allow no more turns. Return an error instead of raising it, so that the agent's files can be saved first."""
+        """Seal the session, so that it allows no more turns. Return an error instead of raising it: the agent's files are saved first."""
         status = self._update_outcome().status
         try:
             async with self._stages.enter("seal"):
@@ -256,7 +256,7 @@ class Rollout:
         return None
 
     async def _collect(self, sandbox: Sandbox, launch: Launch, unsealed: TurngateError | None) -> None:
-        """Copy the agent's output, logs and work. Only the work is required for grading."""
+        """Copy the agent's output, logs and work. Afterwards, raise `unsealed` if the session could not be sealed."""
         async with self._stages.enter("collect"):
             collected = await collect(sandbox, launch, self._folder, self._redactor.redact_bytes)
             self.outcome.collected = msgspec.structs.replace(
@@ -295,7 +295,7 @@ class Rollout:
         return [{"tool": call.tool, "arguments": call.arguments} for call in calls]
 
     async def _compare_transcript(self) -> None:
-        """Compare the agent's own transcript with the trace."""
+        """Compare the agent's own transcript, if it writes one, with the trace."""
         transcript = self._spec.agent.transcript
         if transcript is None:
             return
@@ -315,14 +315,14 @@ class Rollout:
 
     @asynccontextmanager
     async def _record_faults(self) -> AsyncIterator[None]:
-        """Turn an error in a stage into a fault. On cancellation, finish up and re-raise it."""
+        """Record an error of the block as the rollout's fault. If the rollout is cancelled, finish it and propagate the cancellation."""
         try:
             yield
         except asyncio.CancelledError:
             await self._finish_cancelled()
             raise
         except TurngateError as error:
-            if _is_being_cancelled():  # cleaning up failed
+            if _is_being_cancelled():  # the rollout was cancelled, and then the cleanup failed
                 self._note(error.message)
                 await self._finish_cancelled()
                 raise asyncio.CancelledError from error
@@ -341,7 +341,7 @@ class Rollout:
         await self._session.end(cancelled=_is_being_cancelled())
 
     async def _remove_sandbox(self, sandbox: Sandbox) -> None:
-        """Remove the sandbox. A failure is only noted, and does not change the outcome."""
+        """Remove the sandbox. If that fails, add a note to the outcome, but do not fail the rollout."""
         try:
             async with self._stages.enter("clean"):
                 await sandbox.stop()
@@ -355,7 +355,7 @@ class Rollout:
     # ── grade ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _grade(self) -> None:
-        """Determine the class and the reward. A cancelled rollout has neither."""
+        """Grade the work, which determines the class and the reward. A rollout that is cancelled meanwhile has neither."""
         try:
             await self._count_turns(_COUNT_S)
             await self._grade_work()
@@ -368,7 +368,7 @@ class Rollout:
             await run_to_completion(asyncio.to_thread(self._discard_work))
 
     async def _count_turns(self, limit_s: float) -> None:
-        """Read how many turns, tokens and rows were recorded from the gateway, if it responds."""
+        """Ask the gateway how many turns, tokens and rows it has recorded. If it does not respond, keep the numbers from its events."""
         outcome = self.outcome
         if not outcome.session:
             return
@@ -403,12 +403,12 @@ class Rollout:
         self._update_outcome()
 
     async def _record(self) -> None:
-        """Record the outcome at the gateway. If that fails, the caller may record it later."""
+        """Record the outcome at the gateway. If that fails, set `outcome.unrecorded`, so that the caller can record it later."""
         outcome, session = self.outcome, self._session
         if not outcome.session or outcome.kind is None:
             return
         if outcome.kind == "infrastructure fault" and not session.is_ended:
-            return  # groups exclude such rollouts, and the gateway is probably down
+            return  # groups exclude infrastructure faults, and the gateway is probably down
         outcome.unrecorded = "the runner was stopped before the gateway recorded the outcome"
         try:
             async with self._stages.enter("record"):
@@ -423,7 +423,7 @@ class Rollout:
     # ── outcome ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _update_outcome(self) -> Classification:
-        """Update the outcome with everything known so far."""
+        """Classify the rollout from the facts known so far, update the outcome, and return the verdict."""
         outcome, verdict = self.outcome, self.verdict
         grade = verdict.grade
         if grade is not None:
@@ -440,7 +440,7 @@ class Rollout:
 
     @property
     def _folder(self) -> Path:
-        """The folder for the agent's files."""
+        """The folder on this host for the agent's files."""
         return self._spec.folder / self._session.id
 
 

@@ -1,11 +1,11 @@
-"""The sampling settings of a rollout, decided in one place. A setting comes from the first of these that has it:
+"""Decide the sampling settings of a rollout. Each setting comes from the first of these sources that sets it:
 
     1. the caller: flags, the `sampling` of a request, the session settings of a plan, or a trainer
     2. the agent's file, in [sampling]
     3. the session settings of a service's endpoint
     4. the gateway, which pins temperature 1 in exact and gate mode, so that turns can be trained whatever the agent asks for
 
-With the choice `agent`, for evaluations, only what the caller sets is pinned. For everything else, the gateway does what the agent asks.
+For evaluations, a caller can choose `agent`. Then only the caller's settings are pinned, and the agent's own requests decide all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEUTRAL_CHOICE, AGENT_CHOICE = "neutral", "agent"
 
 
 def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
-    """Return the session settings for a caller's choice: `neutral`, `agent`, or the settings to pin. Raise `BadRequest` if invalid."""
+    """Return the session settings for a choice: `neutral`, `agent`, or the settings to pin. Raise `BadRequest` if it is invalid."""
     if isinstance(choice, str):
         if choice not in (NEUTRAL_CHOICE, AGENT_CHOICE):
             raise BadRequest(
@@ -35,7 +35,7 @@ def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
 
 
 def check_pinned(pinned: Mapping[str, Json]) -> None:
-    """Raise a `BadRequest` that names the setting if one is unknown or out of range."""
+    """Check the settings to pin. Raise `BadRequest` with the name of the first setting that is unknown or out of range."""
     try:
         msgspec.convert(dict(pinned), Sampling)
     except msgspec.ValidationError as error:
@@ -46,10 +46,10 @@ def check_pinned(pinned: Mapping[str, Json]) -> None:
 def resolve_settings(
     session: Mapping[str, Json], agent: Mapping[str, Json], endpoint: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return the settings for opening a session that concern sampling.
+    """Return the session settings that concern sampling.
 
-    `session` has the caller's session settings. `agent` and `endpoint` have the sampling settings of the agent's file and of a service's
-    endpoint.
+    `session` contains the caller's session settings, `agent` the sampling settings in the agent's file, and `endpoint` those of the
+    service's endpoint.
     """
     chosen = session.get("sampling", {})
     if session.get("bias") == "record":

@@ -21,7 +21,7 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.rollout.throttle import Throttle
 from turngate.tasks.task import Task
 
-MAX_BACKOFF_S = 60.0  # between two attempts after faults
+MAX_BACKOFF_S = 60.0  # longest average pause before a retry
 
 
 class RolloutItem(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class RolloutItem(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """Assigns rollouts to workers. It does not end while an attempt or a retry request is pending, because either may add a rollout."""
+    """Assigns rollouts to workers. Workers keep waiting while an attempt or a retry request is pending, since either may add a rollout."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Schedule:
         self._all_supplied = False  # all groups have started
         self._retries: list[tuple[float, int, RolloutItem]] = []  # a heap, ordered by due time
         self._order = itertools.count()
-        self._pending = 0  # number of attempts and undecided retry requests
-        self._workers = 0  # number of workers that still call `next`
+        self._pending = 0  # number of running attempts and undecided retry requests
+        self._workers = 0  # number of workers that will call `next` again
         self._attempts: dict[str, int] = {}  # rollout → number of its unsettled attempt
         self._requested: set[str] = set()  # rollouts that run again on request
 
     # ── groups and retries ──────────────────────────────────────────────────────────────────────────────────────
 
     async def supply(self, batch: str, finished: Container[str]) -> None:
-        """Add the groups one at a time. Each is added when the rollouts of the previous group are taken and the throttle allows it."""
+        """Add the groups one by one. Each is added once workers have taken all rollouts of the previous one and the throttle allows it."""
         for number, group in enumerate(self._iter_groups(batch)):
             items = [item for item in group if item.id not in finished and item.id not in self._requested]
             if not items:
@@ -80,7 +80,7 @@ class Schedule:
         await self.notify()
 
     async def _wait_for_throttle(self, number: int) -> None:
-        """Wait until a group may start. An earlier group that trainers never see does not count towards the throttle."""
+        """Wait until the throttle allows a group to start. Earlier groups that no trainer will ever see are not counted."""
         closer = self._closer
         while True:
             closer.empty_group_added.clear()
@@ -106,22 +106,22 @@ class Schedule:
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
 
     def add_retry_after_fault(self, item: RolloutItem, faults: int) -> None:
-        """Add a rollout that had `faults` faults before this one. The pause doubles with each."""
+        """Schedule a retry after a fault. `faults` is the number of earlier faults of the rollout; the pause doubles with each."""
         backoff_s = min(MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
         self.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
 
     def exclude(self, rollout: str) -> None:
-        """Skip this rollout when its group is added, because a retry request already added it."""
+        """Skip a rollout when its group is added, because a retry request has already added it."""
         self._requested.add(rollout)
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start_workers(self, count: int) -> None:
-        """Set the number of workers."""
+        """Set the number of workers that call `next`."""
         self._workers = count
 
     async def next(self) -> RolloutItem | None:
-        """Return a retry that is due, or the next rollout of the group. Return None if all are done or the batch is stopping."""
+        """Wait for a retry that is due or for the next rollout of a group. Return None if all are done or the batch is stopping."""
         async with self._changed:
             while not self._stop:
                 due_s = self._retries[0][0] - time.monotonic() if self._retries else None
@@ -143,11 +143,11 @@ class Schedule:
         return None
 
     def start_attempt(self, rollout: str, attempt: int) -> None:
-        """Mark an attempt as unsettled."""
+        """Mark an attempt as running. Its result is not in the ledger yet."""
         self._attempts[rollout] = attempt
 
     async def end_attempt(self, rollout: str) -> None:
-        """Mark a worker as done with the rollout that `next` returned."""
+        """Mark the rollout that `next` returned as no longer running."""
         self._attempts.pop(rollout, None)
         await self.release()
 
@@ -158,7 +158,7 @@ class Schedule:
         self._pending += 1
 
     async def release(self) -> None:
-        """Undo one `hold`."""
+        """Undo one call to `hold`."""
         self._pending -= 1
         await self.notify()
 
@@ -167,11 +167,11 @@ class Schedule:
 
     @property
     def accepts_more(self) -> bool:
-        """Whether a worker will certainly take a rollout that is added now."""
+        """Whether a rollout that is added now will certainly run."""
         return self._workers > 0 and not self._stop
 
     async def wait_until_settled(self, rollout: str, attempt: int, limit_s: float | None) -> bool:
-        """Wait until an attempt is in the ledger or never will be. Return False if that takes longer than `limit_s`."""
+        """Wait until an attempt has ended or this run accepts no more rollouts. Return False if that takes longer than `limit_s`."""
         try:
             async with asyncio.timeout(limit_s), self._changed:
                 await self._changed.wait_for(lambda: not (self.is_running(rollout, attempt) and self.accepts_more))

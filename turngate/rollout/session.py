@@ -1,4 +1,4 @@
-"""The session of one rollout at the gateway: open it, follow its events, and always end it."""
+"""Open the session of one rollout at the gateway, follow its events, and make sure that it is ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_S = 10.0  # how long the gateway may take to end the session of a failed rol
 
 
 class AgentSession:
-    """The session of one agent. It records how the session ended in `ending`."""
+    """The session of one rollout. Updates `ending` with the reason why the session ended."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class AgentSession:
     ) -> None:
         self.id = session
         self.key = ""  # empty until the session is open
-        self.is_ended = False  # this runner has ended it
+        self.is_ended = False  # whether this runner has ended the session
         self.over = asyncio.Event()  # set when the session reaches a limit, or when someone else ends it
         self._gateway = gateway
         self._ending = ending
         self._progress = progress
         self._watch = watch
         self._note = note
-        self._is_ending = False  # this runner is ending it
+        self._is_ending = False  # whether this runner is ending the session
 
     async def open(self, config: dict[str, Json], traceparent: str) -> None:
-        """Open the session with an id chosen here, so that it can be ended even if we are cancelled before the reply arrives."""
+        """Open the session. Its id is already known, so it can be ended even if this call is cancelled before the gateway replies."""
         opened = await self._gateway.open(config, self.id, traceparent)
         self.id, self.key = opened.id, opened.key
         self._progress.session = opened.id
@@ -69,7 +69,7 @@ class AgentSession:
                 self._note(f"stopped following the session's events: {error!r}")
 
     async def _follow(self) -> None:
-        """Count turns, and detect the end of the session."""
+        """Count turns and sampled tokens, and detect the end of the session."""
         async for event in self._gateway.events(self.id):
             kind, data = event.kind, event.data
             if kind == "turn":
@@ -88,7 +88,7 @@ class AgentSession:
         self.over.set()
 
     async def seal(self, stop: str) -> None:
-        """Allow no more turns. Wait for a gateway that is restarting, because it keeps the session."""
+        """Seal the session, so that it allows no more turns. Wait while the gateway is restarting, because the session survives that."""
         self._is_ending = True
 
         async def show_and_seal() -> tuple[SessionInfo, SessionInfo]:
@@ -109,7 +109,7 @@ class AgentSession:
         return await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
 
     async def end(self, *, cancelled: bool) -> None:
-        """End the session of a rollout that stopped before sealing it."""
+        """End the session if it has not been sealed: cancel it if the rollout was cancelled, otherwise seal it."""
         if self.is_ended:
             return
         self._is_ending = True
@@ -124,14 +124,14 @@ class AgentSession:
         except TimeoutError:
             self._note(f"the session could not be ended: the gateway did not respond within {END_S:.0f} s")
         except RequestRejected as refused:
-            if refused.answered != 404:  # 404: never opened
+            if refused.answered != 404:  # 404: the session was never opened
                 self._note(f"the session could not be ended: {refused.message}")
         except TurngateError as error:
             self._note(f"the session could not be ended: {error.message}")
 
 
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
-    """Build the settings for opening the session. The settings in `spec.session` take precedence."""
+    """Build the settings with which the session is opened. The settings in `spec.session` take precedence."""
     attempt = {"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}
     metadata = {
         "task": spec.task.id,

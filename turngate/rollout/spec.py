@@ -19,7 +19,7 @@ EndAction = Literal["grade", "exclude", "zero"]
 
 
 class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How to score an agent that did not end normally: grade its work anyway, exclude the rollout, or score it 0."""
+    """What to do if an agent does not end normally: grade its work anyway, exclude the rollout, or score it 0."""
 
     timed_out: EndAction = "grade"
     failed: EndAction = "grade"  # the exit code was not 0
@@ -28,7 +28,7 @@ class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one rollout."""
+    """Everything that is needed to run one rollout on this machine."""
 
     task: Task
     agent: AgentSpec

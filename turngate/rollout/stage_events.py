@@ -1,4 +1,4 @@
-"""Send the stages of a rollout to the gateway, so that they appear in the same event stream as its turns."""
+"""Send the stages of a rollout to the gateway, which adds them to the same event stream as the turns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from turngate.errors import TurngateError
 from turngate.rollout.outcome import Outcome, Stage
 from turngate.types import Json
 
-_FLUSH_S = 5.0  # to send the last events when the rollout ends
+_FLUSH_S = 5.0  # time to send the last events when the rollout ends
 _MAX_CHARS = 2000  # per string in an event
 _FIRST: Stage = "sandbox"
 
 
 class StageEvents(AbstractAsyncContextManager["StageEvents"]):
-    """Sends the events of one rollout in the background. An event that cannot be sent is dropped, so that it cannot fail the rollout."""
+    """Sends the stage events of one rollout in the background. An event that cannot be sent is dropped, so it never fails the rollout."""
 
     def __init__(self, gateway: GatewayClient, session: str, batch: str = "") -> None:
         self._gateway = gateway
@@ -40,7 +40,7 @@ class StageEvents(AbstractAsyncContextManager["StageEvents"]):
             await asyncio.wait_for(self._sending, _FLUSH_S)
 
     def send(self, stage: Stage | Literal["done"], outcome: Outcome) -> None:
-        """Queue an event for a stage that starts, or for the end of the rollout."""
+        """Queue the event for the start of a stage, or for the end of the rollout."""
         self._queue.put_nowait(_build_event(stage, outcome, self._batch))
 
     async def _send_all(self) -> None:
@@ -50,7 +50,7 @@ class StageEvents(AbstractAsyncContextManager["StageEvents"]):
 
 
 def _build_event(stage: Stage | Literal["done"], outcome: Outcome, batch: str) -> dict[str, Json]:
-    """Build the event for a stage. The last one contains the outcome. Agents cannot read this stream."""
+    """Build the event for a stage. The last event contains the outcome, which is safe because agents cannot read the stream."""
     event: dict[str, Json] = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
     if stage == _FIRST:  # the session, whose metadata has these fields, does not exist yet
         about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}

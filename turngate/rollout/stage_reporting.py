@@ -16,7 +16,7 @@ from turngate.rollout.stage_events import StageEvents
 from turngate.telemetry.spans import Span, current_tracer
 
 log = logging.getLogger(__name__)
-# In seconds. The task limits `setup`, the rollout limits `agent`, and the grader limits `grade`.
+# Time limits in seconds. The limits of the other stages are set by the task (`setup`), the rollout (`agent`) and the grader (`grade`).
 LIMITS_S: Mapping[Stage, float] = {
     "sandbox": 600,
     "files": 300,
@@ -31,7 +31,7 @@ LIMITS_S: Mapping[Stage, float] = {
 
 
 class Stages:
-    """Enters the stages of one rollout."""
+    """Runs the stages of one rollout: limits their time, measures it, and reports each stage."""
 
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents
@@ -46,14 +46,14 @@ class Stages:
 
     @property
     def traceparent(self) -> str:
-        """The parent span for the gateway's turns."""
+        """The W3C trace context of the agent's span, which is the parent of the gateway's turns. Empty without tracing."""
         return "" if self._agent_span is None else self._agent_span.traceparent
 
     @asynccontextmanager
     async def enter(
         self, stage: Stage, limit_s: float | None = None, *, since: float | None = None
     ) -> AsyncIterator[None]:
-        """Run the block as a stage with a time limit. Set `since` if the stage started earlier."""
+        """Run the block as a stage with a time limit. `since` is the time at which the stage started, if it started earlier."""
         self.announce(stage)
         began = time.monotonic() if since is None else since
         limit = limit_s or LIMITS_S.get(stage)
@@ -75,7 +75,7 @@ class Stages:
                 span.end()
 
     def announce(self, stage: Stage | Literal["done"]) -> None:
-        """Report that a stage starts, or that the rollout is done."""
+        """Report that a stage is starting, or that the rollout is done."""
         self._progress.stage = stage
         log.info("stage %s", stage)
         self._watch(self._progress)
@@ -83,7 +83,7 @@ class Stages:
 
     @contextmanager
     def trace_rollout(self) -> Iterator[None]:
-        """Export the block as the rollout's span, if tracing is enabled."""
+        """Trace the block as the span of the rollout, if tracing is enabled."""
         outcome, tracer = self._outcome, current_tracer()
         if tracer is None:
             yield
@@ -110,7 +110,7 @@ class Stages:
 
     @contextmanager
     def trace_agent(self, session: str) -> Iterator[None]:
-        """Export the block as the agent's span, which is the parent of the gateway's turns."""
+        """Trace the block as the span of the agent, which is the parent of the gateway's turns."""
         if self._rollout_span is None:
             yield
             return

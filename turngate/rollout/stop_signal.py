@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class StopSignal:
-    """Signals that a batch cannot continue, or that its caller wants it to start no more attempts."""
+    """Signals that a batch cannot continue, or that its caller does not want it to start more attempts."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.reason = ""  # why the batch must stop; empty if it need not
-        self.is_winding_up = False  # no new attempts are started
+        self.reason = ""  # why the batch must stop, or empty
+        self.is_winding_up = False  # whether the caller wants no more attempts to start
         self._note = note
         self._stopped = asyncio.Event()
 
@@ -19,7 +19,7 @@ class StopSignal:
         return bool(self.reason) or self.is_winding_up
 
     def stop(self, reason: str) -> None:
-        """Stop the batch. Only the first reason is kept."""
+        """Stop the batch. If it is already stopping, the first reason is kept."""
         if not self.reason:
             self.reason = reason
             self._note(f"stopping: {reason}")

@@ -1,4 +1,4 @@
-"""The statistics of a batch: per task, per round and overall. Unknown rewards are excluded from means and counted separately.
+"""Compute the statistics of a batch: per task, per round and overall. Unknown rewards are excluded from means and counted separately.
 
 `pass@k` is the probability that at least one of k rollouts passes. With g graded rollouts, c of which passed, its unbiased estimate is
 1 - C(g - c, k) / C(g, k). The overall value is the mean over the tasks with at least k graded rollouts, and the number of those tasks is
@@ -37,7 +37,7 @@ _MAX_WARNINGS = 10
 
 
 class PassAtK(msgspec.Struct, frozen=True):
-    """An estimate of pass@k."""
+    """An estimate of pass@k, and the number of tasks that it is based on."""
 
     k: int
     estimate: float
@@ -57,7 +57,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
 
     wanted: int
     finished: int
-    graded: int  # with a reward
+    graded: int  # number of rollouts with a reward
     passed: int
     mean_reward: float | None  # None if there are no rewards
     pass_at: tuple[PassAtK, ...]
@@ -88,7 +88,7 @@ class RoundStats(RolloutStats, frozen=True, kw_only=True):
 
 
 class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that is of limited use for training."""
+    """A group that is of limited use for training, because its rewards are equal or some of them are missing."""
 
     task: str
     round: int = 0
@@ -258,7 +258,7 @@ def _find_shrunken(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> 
 
 
 def build_histogram(rewards: Sequence[float], bins: int = 10) -> tuple[HistogramBin, ...]:
-    """Count the rewards in bins of equal width from 0 to 1, or a wider range if there are rewards outside it."""
+    """Count the rewards in bins of equal width. The bins cover the range from 0 to 1, or more if rewards lie outside it."""
     if not rewards:
         return ()
     low, high = min(0.0, *rewards), max(1.0, *rewards)
@@ -278,5 +278,5 @@ def _count_messages(members: Iterable[FinishedRollout]) -> dict[RolloutClass, li
 
 
 def _count_warnings(members: Iterable[FinishedRollout]) -> list[tuple[str, int]]:
-    """Count the warnings whole: the fix comes last."""
+    """Count each warning, most frequent first. Warnings are not shortened, because each ends with its fix."""
     return Counter(warning for rollout in members for warning in rollout.warnings).most_common(_MAX_WARNINGS)

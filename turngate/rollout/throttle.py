@@ -1,8 +1,9 @@
-"""Limit how far a batch runs ahead of a trainer. A throttle is awaited before each group starts.
+"""Limit how far a batch runs ahead of a trainer. A throttle is a function that is awaited before each group starts.
 
-Its argument is the number of earlier groups that a trainer has seen or may still see. A group starts if this number is less than
-`trained + max_ahead`. Groups without a recorded rollout (all were lost to faults) never reach a trainer, so they are not included. If an
-earlier group turns out to be empty while the next one waits, the throttle is cancelled and awaited again with a lower number.
+Its argument is the number of earlier groups that a trainer has seen or may still see. The group may start if this number is less than
+`trained + max_ahead`. A group is empty if none of its rollouts was recorded, because all of them failed. Empty groups never reach a
+trainer, so they are not counted. If an earlier group turns out to be empty while a group is waiting, the throttle is cancelled and awaited
+again with a lower number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ async def no_throttle(number: int) -> None:
 
 
 class TrainerThrottle:
-    """Keeps a batch at most `max_ahead` groups ahead of a trainer. Belongs to one event loop."""
+    """Keeps a batch at most `max_ahead` groups ahead of a trainer. Use it in a single event loop."""
 
     def __init__(self, max_ahead: int, trained: int = 0) -> None:
         """Create a throttle. `trained` is the number of groups already trained, such as a feed's committed position."""
@@ -31,7 +32,7 @@ class TrainerThrottle:
         self._more = asyncio.Event()
 
     def mark_trained(self, groups: int) -> None:
-        """Set the total number of groups trained so far."""
+        """Report the total number of groups that have been trained. A lower number than before is ignored."""
         self._trained = max(self._trained, groups)
         self._more.set()
 

@@ -19,12 +19,13 @@ from turngate.errors import AgentError
 from turngate.trace.session import limit_message
 from turngate.types import DeliveredTurn, Message
 
-_MAX_EXTRA_TURNS = 10_000  # allowed beyond those in the trace, because comparing more would take too long
-_MAX_DIFFERENCES = 100  # in the result
+# A transcript with more additional turns than this is not compared, because that would take too long.
+_MAX_EXTRA_TURNS = 10_000
+_MAX_DIFFERENCES = 100  # maximum number of differences in the result
 
 
 def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
-    """List the turns that reached the agent, oldest first."""
+    """Return the turns whose replies reached the agent, oldest first."""
     contexts: dict[int, TraceContext] = {}
     root_of: dict[int, int] = {}  # parents come before their children
     delivered = []
@@ -41,7 +42,7 @@ def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
 def compare_transcript(
     transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
 ) -> tuple[int, list[str]]:
-    """Return the number of turns in the transcript, and how they differ from the trace. The transcript is untrusted."""
+    """Compare an untrusted transcript with the recorded turns. Return the number of its turns, and how they differ."""
     try:
         turns, differences = _compare_files(transcript, folder, recorded, stop)
     except (RecursionError, OSError) as error:
@@ -59,7 +60,7 @@ def _compare_files(
     if written > len(recorded) + _MAX_EXTRA_TURNS:
         return written, [f"the transcript has {written} turns, far more than the trace"]
     main = _list_turns(recorded, "main")
-    # Some agents also write their summaries as turns, and all of them write the gateway's last message.
+    # Some agents also write their summaries as turns, and all agents write the gateway's message about a reached limit.
     aside = [turn for role in ("side", "summary") for turn in _list_turns(recorded, role)]
     side = [*aside, TranscriptTurn(text=limit_message(stop))]
     differences = [
@@ -77,7 +78,7 @@ def _compare_files(
 def _compare_subagents(
     written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
 ) -> list[Difference]:
-    """Compare each sub-agent's transcript with the most similar recorded conversation: neither order nor names identify it."""
+    """Compare each sub-agent's transcript with the most similar recorded conversation. Neither order nor names show which one it is."""
     conversations = _group_conversations(recorded, "subagent")
     differences: list[Difference] = []
     for turns in written:
@@ -92,7 +93,7 @@ def _compare_subagents(
 
 
 def _group_conversations(recorded: Sequence[DeliveredTurn], role: str) -> list[list[TranscriptTurn]]:
-    """Group the turns of a role by conversation."""
+    """Return the turns with a given role, grouped by conversation."""
     conversations: dict[str, list[TranscriptTurn]] = {}
     for turn in recorded:
         if turn.role == role:

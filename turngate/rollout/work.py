@@ -1,4 +1,4 @@
-"""Copy an agent's working folder out of its sandbox, and determine whether the agent is at fault if that fails."""
+"""Copy an agent's working folder out of its sandbox. If that fails, determine whether the agent is at fault."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from turngate.tasks.grading.types import Work
 from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.tasks.task import Task
 
-# Works with any tar, and needs no disk space.
+# Works with every implementation of tar, and needs no disk space.
 _PACK = 'PATH="/usr/bin:/bin:$PATH"; exec tar -cf - -C /proc version 2>/dev/null'
 _PACKED = b"version"
 
 
 class WorkCopy(msgspec.Struct, frozen=True):
-    """The host's copy of the agent's work, and what is missing from it."""
+    """The host's copy of an agent's work, and a list of what is missing from it."""
 
     work: Work | None  # None if it could not be copied and the agent is not at fault
     missing: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ async def copy_work(
     read_answers: Callable[[], Awaitable[Sequence[Mapping[str, object]]]],
     limit_s: float,
 ) -> WorkCopy:
-    """Copy the working folder to `folder`. `read_answers` returns the agent's calls to host tools."""
+    """Copy the agent's working folder to `folder`. `read_answers` returns the agent's calls to host tools, which are part of the work."""
     try:
         async with asyncio.timeout(limit_s):
             work = await collect_work(sandbox, folder, git=needs_git(task), answers=await read_answers())
@@ -54,9 +54,9 @@ async def copy_work(
 
 
 async def is_broken(sandbox: Sandbox) -> bool:
-    """Return whether tar no longer works in the sandbox. It worked when the task's files were uploaded, so the agent broke it.
+    """Return whether tar no longer works in the sandbox. It worked when the task's files were uploaded, so the agent must have broken it.
 
-    Return False if the sandbox does not respond: that is not the agent's fault."""
+    Return False if the sandbox does not respond, because that is not the agent's fault."""
     try:
         done = await sandbox.exec(["/bin/sh", "-c", _PACK], cwd="/", timeout_s=60)
     except SandboxError:

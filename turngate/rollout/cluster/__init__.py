@@ -1,1 +1,1 @@
-"""Run the attempts of a batch on the nodes of a Ray cluster: one cell on each node, placed by Ray, with PostgreSQL as the shared store."""
+"""Run the attempts of a batch on a Ray cluster: Ray places one cell on each node, and PostgreSQL is the shared store."""

@@ -1,7 +1,7 @@
 """The Ray actor of a cell: passes orders to the process that runs them (`order_runner.py`), and returns their results.
 
-An order is identified by its session and runs once, even if the call is repeated. So a driver can repeat a call that failed without
-an answer.
+An order is identified by its session and runs only once, even if `run` is called several times. A driver can therefore repeat a call that
+failed before it returned.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from turngate.rollout.cluster.messages import (
 from turngate.rollout.order import decode_order
 from turngate.tasks.archive_cache import ArchiveCache
 
-DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable of a node: the folder for its cells
+DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable that sets the folder for the cells of a node
 DEFAULT_FOLDER = "~/.local/share/turngate/cells"
 _MAX_LINE_BYTES = 64_000_000
-_KEPT_RESULTS = 10_000  # for calls that are repeated
+_KEPT_RESULTS = 10_000  # how many results are kept for repeated calls
 _CLOSE_S = 120.0
 
 
 class CellUnusable(TurngateError):
-    """A node cannot run a cell."""
+    """The cell on this node has exited, so it cannot run orders."""
 
     boundary = "sandbox"
     kind = "cell_unusable"
 
 
 class CellActor:
-    """One cell. Its methods are called by the driver of a batch."""
+    """One cell, as a Ray actor. The driver of a batch calls its methods."""
 
     def __init__(self, settings: bytes) -> None:
         values = msgspec.json.decode(settings, type=RunnerSettings)
@@ -58,10 +58,10 @@ class CellActor:
         self._reading: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[RunnerReady | RunnerFailed] | None = None
         self._results: OrderedDict[str, asyncio.Future[OrderEnded]] = OrderedDict()  # by session
-        self._progress: dict[str, OrderProgress] = {}  # since the last call of `progress`
+        self._progress: dict[str, OrderProgress] = {}  # by session: changes since `progress` was last called
 
     async def start(self) -> bytes:
-        """Start the cell, unless it was started before. Return whether it serves (`RunnerReady`) or why not (`RunnerFailed`)."""
+        """Start the cell if it has not been started yet. Return `RunnerReady` once it serves, or `RunnerFailed` with the reason."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._process = await asyncio.create_subprocess_exec(
@@ -79,7 +79,7 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(self._ready))
 
     async def run(self, order: bytes, archive: list[Any]) -> bytes:
-        """Run an order to its end, and return how it ended. `archive` has the reference of its archive, if it has one."""
+        """Run an order to its end, and return how it ended. `archive` contains the Ray reference of the task's archive, if it has one."""
         parsed = decode_order(order)
         ended = self._results.get(parsed.session_id)
         if ended is None:
@@ -96,16 +96,16 @@ class CellActor:
         return msgspec.json.encode(await asyncio.shield(ended))
 
     async def cancel(self, session: str) -> None:
-        """End an order. The call of `run` then returns without a result."""
+        """Cancel an order. The call to `run` then returns without a result."""
         self._write(msgspec.json.encode(CancelOrder(session)))
 
     async def progress(self) -> bytes:
-        """Return the progress of the orders that have advanced since the last call."""
+        """Return the progress of the orders that have made progress since this method was last called."""
         found, self._progress = list(self._progress.values()), {}
         return msgspec.json.encode(found)
 
     async def close(self) -> None:
-        """End all orders, remove their sandboxes, ship what is recorded, and end the process."""
+        """Cancel all orders, remove their sandboxes, ship the recorded sessions, and end the process."""
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -148,4 +148,4 @@ class CellActor:
         for waiting in self._results.values():
             if not waiting.done():
                 waiting.set_exception(CellUnusable(f"the cell on {self._settings.name} has ended: {failed.message}"))
-                waiting.exception()  # mark it as retrieved, since there may be no waiting call
+                waiting.exception()  # mark the exception as retrieved, since perhaps no call is waiting for it

@@ -26,16 +26,16 @@ _SET_PARENT_DEATH_SIGNAL = 1  # option of prctl(2)
 
 
 class CellFailed(TurngateError):
-    """The gateway of the cell does not start."""
+    """The gateway of the cell did not start."""
 
     kind = "cell_failed"
 
 
 class CellProcess:
-    """One `turngate cell`, restarted whenever it ends. It keeps its port, so its URL stays valid."""
+    """A process that runs `turngate cell`. It is restarted on the same port whenever it ends, so that its URL stays valid."""
 
     def __init__(self, shared: str, name: str, data: Path, config: Path, environment: Mapping[str, str] = {}) -> None:
-        """`environment` is added to this process's environment."""
+        """Choose a free port for the gateway. `environment` is added to the environment of the current process."""
         self._environment = {**os.environ, **environment}
         self._arguments = ["--shared", shared, "--cell-name", name, "--data", str(data), "--config", str(config)]
         self._data = data
@@ -53,7 +53,7 @@ class CellProcess:
         return read_stored_admin_key(self._data) or ""
 
     async def start(self) -> None:
-        """Start the gateway and wait until it answers."""
+        """Start the gateway, and wait until it answers. Raise `CellFailed` if it exits or takes too long."""
         await self._launch()
         try:
             async with asyncio.timeout(_START_S):
@@ -66,7 +66,7 @@ class CellProcess:
         self._supervising = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Stop the gateway. It ships what it can before it ends."""
+        """Stop the gateway. Before it ends, it ships as many of the recorded sessions as it can."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.wait([self._supervising])
@@ -91,7 +91,7 @@ class CellProcess:
                 stdout=output,
                 stderr=output,
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C in a terminal is for the driver
+                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the driver
                 preexec_fn=_end_with_parent,
             )
 
@@ -120,7 +120,7 @@ class CellProcess:
 
 
 def _end_with_parent() -> None:
-    """End this process if its parent is killed. Otherwise the cell would keep its lease forever, although nothing runs in it."""
+    """Let this process end when its parent is killed. Otherwise, the cell would keep its lease forever without running anything."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

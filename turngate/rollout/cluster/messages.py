@@ -8,16 +8,16 @@ from turngate.rollout.executor import AttemptResult
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process needs before its first order. The first line that it reads."""
+    """The settings of the process. They are the first line that it reads."""
 
     shared: str  # URL of the shared store, without a password
-    name: str  # of the cell, for people
-    folder: str  # of the machine, for all data of this cell
-    sandbox: str  # kind of sandbox to check and to sweep
+    name: str  # the name of the cell, shown to people
+    folder: str  # the folder on the machine for all data of this cell
+    sandbox: str  # the kind of sandbox whose backend is checked and swept at the start
     sandbox_settings: dict[str, object] = {}
     gateway: dict[str, object] = {}  # settings of the cell's gateway, as in a configuration file
     script: str = ""  # content of the scripted engine's file
-    environment: dict[str, str] = {}  # of the cell's gateway, such as an engine's key; may be secret
+    environment: dict[str, str] = {}  # variables of the cell's gateway, such as an engine's key; may be secret
 
 
 class RunOrder(msgspec.Struct, frozen=True, tag="run"):
@@ -32,15 +32,15 @@ RunnerCommand = RunOrder | CancelOrder
 
 
 class RunnerReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The cell serves, and sandboxes can be created."""
+    """The cell serves calls, and it can create sandboxes."""
 
-    version: str  # of Turngate
-    url: str  # of the cell's gateway
+    version: str  # Turngate's version
+    url: str  # URL of the cell's gateway
     pid: int
 
 
 class RunnerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The process cannot run orders, and ends."""
+    """The process cannot run orders and is ending."""
 
     message: str
 

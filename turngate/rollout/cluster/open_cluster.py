@@ -23,20 +23,20 @@ from turngate.rollout.cluster.ray_nodes import RayConnection
 from turngate.rollout.plan import BatchPlan
 from turngate.server.run import run_embedded
 
-# Settings of the driver's own gateway, which cells do not use.
+# Settings that apply only to the driver's gateway and are not sent to cells.
 _OWN_SETTINGS = ("host", "port", "data", "script", "log_format", "spans", "shared", "cell_name")
 
 
 class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster that a batch runs on."""
+    """The Ray cluster that a batch runs on, and the settings of the gateways there."""
 
-    address: str = "auto"  # of Ray
-    labels: Mapping[str, str] = {}  # that nodes must have
-    config: ServeConfig  # of the cells and of the driver's gateway; `data` is the URL of the shared store
-    environment: Mapping[str, str] = {}  # of the cells' gateways, such as the key of an engine that the driver runs
+    address: str = "auto"  # the address of the Ray cluster
+    labels: Mapping[str, str] = {}  # labels that nodes must have
+    config: ServeConfig  # settings of the cells and of the driver's gateway; `data` is the URL of the shared store
+    environment: Mapping[str, str] = {}  # variables of the cells' gateways, such as the key of the driver's engine
 
     def check(self) -> None:
-        """Raise `ConfigError` if the data is not in a shared store."""
+        """Raise `ConfigError` if `config.data` is not the URL of a shared store."""
         if not is_database_url(self.config.data):
             raise ConfigError(
                 f"data must be the URL of a PostgreSQL database that all nodes can reach, such as postgresql://user@host/turngate, not "
@@ -45,7 +45,7 @@ class ClusterChoice(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def runner_settings(self, plan: BatchPlan) -> RunnerSettings:
-        """Return what a cell needs. Its nodes take the database's password from PGPASSWORD, PGPASSFILE or ~/.pgpass."""
+        """Return the settings of the cells. Each node reads the database's password from PGPASSWORD, PGPASSFILE or ~/.pgpass."""
         config = self.config
         return RunnerSettings(
             shared=strip_password(parse_database_url(config.data).value),
@@ -69,7 +69,7 @@ def strip_password(url: str) -> str:
 
 
 def collect_settings(config: ServeConfig) -> dict[str, object]:
-    """Return the settings that differ from their defaults and that all cells share."""
+    """Return the settings that are sent to all cells. Those with their default values are left out."""
     defaults = ServeConfig()
     return {
         name: value
@@ -87,9 +87,9 @@ def _read_script(path: str) -> str:
 
 @asynccontextmanager
 async def open_shared_gateway(config: ServeConfig) -> AsyncIterator[GatewayClient]:
-    """Run the driver's gateway on the shared store for the duration of the block: for groups, feeds and the page.
+    """Run the driver's gateway, which serves groups, feeds and the web page from the shared store, for the duration of the block.
 
-    If the data is the store of a project, the gateway serves the main store, and the client acts on the project.
+    If `config.data` names a project, the gateway serves the whole store, and the client uses only that project.
     """
     url = parse_database_url(config.data)
     if url.project:

@@ -1,12 +1,12 @@
 """A process that runs orders on one machine: `python -m turngate.rollout.cluster.order_runner`, started by a cell actor.
 
-    stdin    the settings, then commands (`messages.py`); the end of the input ends the process
+    stdin    the settings, then commands (`messages.py`); the process ends when the input ends
     stdout   replies
     stderr   log
 
-It runs the cell's gateway as a child (`cell_process.py`) and the rollouts in its own event loop. It is not part of the Ray worker, because
-Ray kills workers without notice, together with their children. So it is a grandchild of the worker. When the actor is gone, the input ends.
-This process then ends its rollouts, removes their sandboxes and stops the gateway.
+This process runs the cell's gateway as a child (`cell_process.py`) and the rollouts in its own event loop. It is a grandchild of the Ray
+worker, because Ray kills workers and their children without notice. When the actor is gone, the input ends. This process then cancels its
+rollouts, removes their sandboxes and stops the gateway.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from turngate.tasks.archive_cache import ArchiveCache
 
 log = logging.getLogger("turngate")
 _MAX_LINE_BYTES = 64_000_000
-_MAX_ORDERS = 100_000  # the driver limits running orders; this process limits only starting and grading
+_MAX_ORDERS = 100_000  # no real limit: the driver limits running orders, and only starting and grading are limited here
 _MAX_FOLDERS = 1000
 
 
 class ProjectExecutors:
-    """Executors for the orders of each project, which share a cell. `stack` closes them."""
+    """The executors of a cell, one for each project. They are closed with `stack`."""
 
     def __init__(
         self, cell: CellProcess, resolver: MachineResolver, connector: GatewayConnector, stack: AsyncExitStack
@@ -69,21 +69,20 @@ class ProjectExecutors:
         self._lock = asyncio.Lock()
 
     async def open(self, project: str) -> LocalExecutor:
-        """Return the executor of a project. An empty name means the project `default`."""
+        """Return the executor of a project, and open it if necessary. An empty name means the project `default`."""
         async with self._lock:
             if project not in self._open:
                 client = GatewayClient(self._cell.url, self._cell.admin_key, project)
                 gateway = await self._stack.enter_async_context(client)
-                for session in await gateway.sessions(
-                    "open"
-                ):  # its agent ended with the previous process in this folder
+                # The previous process in this folder left these sessions open. It has ended, together with its agents.
+                for session in await gateway.sessions("open"):
                     await gateway.cancel(session)
                 self._open[project] = LocalExecutor(self._resolver, gateway, self._connector)
             return self._open[project]
 
 
 class OrderRunner:
-    """Runs orders until the input ends."""
+    """Starts the cell's gateway, and runs orders from `commands` until that input ends."""
 
     def __init__(self, settings: RunnerSettings, folder: Path, send: Callable[[RunnerReply], None]) -> None:
         self._settings = settings
@@ -149,10 +148,10 @@ class OrderRunner:
 
 
 def claim_folder(place: str, shared: str) -> Path:
-    """Return the first folder below `place` that no other process on this machine uses, and lock it until this process ends.
+    """Lock a folder below `place` that no other process on this machine uses, and return it. It stays locked until this process ends.
 
-    A cell that starts again on the same machine gets the folder of the previous one, and ships the sessions that it could not ship. Each
-    shared store has its own folders, so that a session is only ever shipped to the store of its batch.
+    A new cell on the same machine gets the folder of an earlier one, and ships the sessions that the earlier cell could not ship. Each
+    shared store has separate folders, so that every session is shipped to the store of its batch.
     """
     root = Path(place).expanduser() / parse_database_url(shared).folder.name
     for number in range(1, _MAX_FOLDERS):
@@ -162,18 +161,18 @@ def claim_folder(place: str, shared: str) -> Path:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"{root} cannot be written ({error.strerror}); set TURNGATE_CELL_DATA on this node to a folder for its cell"
+                f"{root} cannot be written to ({error.strerror}); set TURNGATE_CELL_DATA on this node to a folder for its cell"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return folder
         except OSError:
             os.close(lock)
-    raise ConfigError(f"{root}: {_MAX_FOLDERS} cells already run on this machine")
+    raise ConfigError(f"{root}: {_MAX_FOLDERS} cells are already running on this machine")
 
 
 def _write_config(settings: RunnerSettings, folder: Path) -> Path:
-    """Write the gateway's settings, and the script that they refer to, as files."""
+    """Write the gateway's settings and the script of the scripted engine, if any, to `folder`. Return the path of the settings."""
     values = dict(settings.gateway)
     if settings.script:
         script = folder / "script.json"
@@ -193,10 +192,10 @@ async def _read_commands() -> asyncio.StreamReader:
 
 async def _run() -> int:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # only replies go to the actor
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints go to the log, so that the actor receives only replies
 
     def send(reply: RunnerReply) -> None:
-        with suppress(BrokenPipeError):  # the actor is gone; the end of the input ends this process
+        with suppress(BrokenPipeError):  # the actor is gone; this process will end with its input
             output.write(msgspec.json.encode(reply) + b"\n")
             output.flush()
 
@@ -214,8 +213,8 @@ async def _run() -> int:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the input ends this process
-    if child := os.fork():  # Ray kills the children of a worker, but not their children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends with its input, not on Ctrl-C
+    if child := os.fork():  # Ray kills the children of a worker, but not its grandchildren
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return asyncio.run(_run())
 

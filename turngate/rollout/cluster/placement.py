@@ -1,7 +1,7 @@
-"""Decide how many rollouts fit on a node, and which cell runs the next one. Pure, without Ray.
+"""Decide how many rollouts fit on a node, and which cell runs the next one. No I/O, and no import of Ray.
 
-A rollout takes one slot of a cell. A node has as many slots as fit into its free CPUs and memory, and at most as many as it declares with
-the Ray resource `turngate_slots`:
+A rollout takes one slot of a cell. The free CPUs and memory of a node limit its number of slots. A node can set a lower limit with the Ray
+resource `turngate_slots`:
 
     ray start --address=HEAD:6379 --resources='{"turngate_slots": 64}' --labels=pool=docker
 """
@@ -17,7 +17,7 @@ from turngate.errors import ConfigError
 from turngate.sandboxes.base import Resources
 from turngate.tasks.task import Task
 
-SLOTS = "turngate_slots"  # name of the Ray resource
+SLOTS = "turngate_slots"  # the Ray resource with which a node limits its slots
 _BROKEN_AFTER = 3  # a cell with this many infrastructure faults in a row is used only if the others are full
 
 
@@ -25,10 +25,10 @@ class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
     """A live node of the cluster as Ray describes it."""
 
     id: str
-    name: str  # host name or address, for people
+    name: str  # host name or address, shown to people
     cpus: float = 0.0  # free
     memory_bytes: float = 0.0  # free
-    slots: int | None = None  # free; None if the node declares none
+    slots: int | None = None  # free; None if the node does not declare the resource
     labels: Mapping[str, str] = {}
     is_draining: bool = False
 
@@ -36,12 +36,12 @@ class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The resources of a node that each rollout of a batch needs."""
 
-    cpus: float | None = None  # None: not limited; counts as one CPU on a node that declares no slots
+    cpus: float | None = None  # None: no limit is set; a rollout then takes one CPU on a node that declares no slots
     memory_mb: int | None = None
     labels: Mapping[str, str] = {}  # labels that the node must have
 
     def cpus_on(self, node: RayNodeView) -> float:
-        """Return the CPUs that each rollout takes on a node."""
+        """Return how many CPUs each rollout takes on this node."""
         if self.cpus is not None:
             return self.cpus
         return 1.0 if node.slots is None else 0.0
@@ -52,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[str, str]) -> Demand:
-    """Return the demand of the largest task. Settings of the batch take precedence over those of its tasks, as in a sandbox."""
+    """Return the resources that the most demanding task needs. A setting of the batch overrides that of its tasks, as in sandboxes."""
     cpus = [resources.cpus] if resources.cpus else [task.cpus for task in tasks]
     memory = [resources.memory_mb] if resources.memory_mb else [task.memory_mb for task in tasks]
     return Demand(
@@ -63,7 +63,7 @@ def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[
 
 
 def parse_labels(given: Iterable[str]) -> dict[str, str]:
-    """Parse labels given as NAME=VALUE."""
+    """Parse labels of the form NAME=VALUE. Raise `ConfigError` if one has a different form."""
     labels = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -74,7 +74,7 @@ def parse_labels(given: Iterable[str]) -> dict[str, str]:
 
 
 def count_slots(node: RayNodeView, demand: Demand) -> int:
-    """Return how many rollouts fit on a node now."""
+    """Return how many rollouts fit into the free resources of a node."""
     if explain_mismatch(node, demand):
         return 0
     bounds = [math.inf if node.slots is None else node.slots]
@@ -86,7 +86,7 @@ def count_slots(node: RayNodeView, demand: Demand) -> int:
 
 
 def explain_mismatch(node: RayNodeView, demand: Demand) -> str:
-    """Return why a node can run no rollout of a batch even when it is idle, or an empty string if it can."""
+    """Return why a node could not run the rollouts of a batch even if it were idle, or an empty string if it could."""
     if node.is_draining:
         return f"{node.name} is draining"
     for name, value in demand.labels.items():
@@ -96,7 +96,7 @@ def explain_mismatch(node: RayNodeView, demand: Demand) -> str:
 
 
 def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
-    """Return why no node has room, and what to change."""
+    """Return why no node has room for a rollout, and what to change."""
     reasons = [explain_mismatch(node, demand) or _explain_full(node, demand) for node in nodes]
     shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
     return (
@@ -114,13 +114,13 @@ def _explain_full(node: RayNodeView, demand: Demand) -> str:
 
 
 class CellLoad(msgspec.Struct, kw_only=True):
-    """The slots of one cell, as its driver counts them."""
+    """The load of one cell, as its driver sees it: how many slots are in use, and whether the cell accepts orders."""
 
     slots: int
     running: int = 0
     faults: int = 0  # infrastructure faults in a row
-    is_closed: bool = False  # its node is lost or draining: it gets no more orders
-    is_resting: bool = False  # it refused an order: it gets no more for a while
+    is_closed: bool = False  # it gets no more orders, because its node is lost or draining
+    is_resting: bool = False  # it gets no orders for a while, because it refused one
 
     @property
     def has_room(self) -> bool:
@@ -131,7 +131,7 @@ class CellLoad(msgspec.Struct, kw_only=True):
 
 
 def choose_cell(loads: Mapping[str, CellLoad]) -> str | None:
-    """Return the cell for the next order: the least loaded one with room. Cells whose last rollouts all failed come last."""
+    """Return the least loaded cell with room, or None if all are full. Cells with repeated infrastructure faults are chosen last."""
     free = [
         (load.faults >= _BROKEN_AFTER, load.running / load.slots, name) for name, load in loads.items() if load.has_room
     ]

@@ -1,8 +1,8 @@
-"""The cells of one batch on a Ray cluster: one on each node, for as long as the node lives.
+"""Keep one cell of a batch on each node of a Ray cluster, for as long as the node lives.
 
 node joins                 start a cell there
-node drains                send it no more orders; its running ones end; then close the cell
-node or actor is lost      send it no more orders; each of its calls fails, and the executor settles the attempt
+node drains                send its cell no more orders, let the running orders end, then close the cell
+node or actor is lost      send its cell no more orders; each running call fails, and the executor settles the attempt
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from turngate.rollout.cluster.placement import (
 from turngate.rollout.cluster.ray_nodes import CallFailed, RayConnection
 
 log = logging.getLogger("turngate")
-_POLL_S = 2.0  # between checks of the nodes and of the progress of their orders
-_START_S = 180.0  # for a cell, including its Ray worker
-_RETRY_S = 30.0  # before a cell is started again on a node where one failed
+_POLL_S = 2.0  # pause between checks of the nodes and of the progress of their orders
+_START_S = 180.0  # time for a cell to start, including its Ray worker
+_RETRY_S = 30.0  # pause before a cell is started again on a node where one failed
 _FIRST_CELL_S = 240.0
 _CLOSE_S = 150.0
 _REST_S = 10.0
 
 
 class PlacedCell:
-    """A running cell."""
+    """A cell that is running on a node, with its actor and its load."""
 
     def __init__(self, node: RayNodeView, actor: Any, load: CellLoad) -> None:
         self.node, self.actor, self.load = node, actor, load
@@ -48,7 +48,7 @@ class PlacedCell:
 
 
 class RayCluster:
-    """Keeps one cell on each node, and assigns orders to them. `run` does so until it is cancelled."""
+    """Keeps one cell on each node while `run` runs, and assigns orders to the cells."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RayCluster:
         max_slots: int,
         note: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
-        """`max_slots` limits the slots of each cell. More slots than the batch's concurrency would be useless."""
+        """Prepare the cluster. No cell gets more than `max_slots` slots, because a batch never uses more than its concurrency."""
         self.connection = connection
         self.note = note
         self._settings = settings
@@ -77,7 +77,7 @@ class RayCluster:
         return list(self._cells.values())
 
     async def wait_for_cell(self) -> None:
-        """Wait until a cell runs. Raise `SandboxUnavailable` if none can."""
+        """Wait until at least one cell is running. Raise `SandboxUnavailable` if none can start, or if that takes too long."""
         deadline = time.monotonic() + _FIRST_CELL_S
         async with self._changed:
             while not any(not cell.load.is_closed for cell in self._cells.values()):
@@ -93,7 +93,7 @@ class RayCluster:
 
     @asynccontextmanager
     async def take_slot(self) -> AsyncIterator[PlacedCell]:
-        """Wait for a slot, and hold it for the duration of the block."""
+        """Wait for a free slot, and hold it for the duration of the block. Yield its cell."""
         async with self._changed:
             while (name := choose_cell({key: cell.load for key, cell in self._cells.items()})) is None:
                 await self._changed.wait()
@@ -106,20 +106,20 @@ class RayCluster:
             await run_to_completion(self._notify())
 
     def watch(self, session: str, callback: Callable[[OrderProgress], None] | None) -> None:
-        """Call a function with the progress of an order. Pass None to stop."""
+        """Call `callback` with the progress of a session's order. Pass None to stop the calls."""
         if callback is None:
             self._watchers.pop(session, None)
         else:
             self._watchers[session] = callback
 
     async def run(self) -> None:
-        """Start cells on new nodes, and notice lost and draining ones, until cancelled. Then close all cells."""
+        """Until cancelled, start cells on new nodes and close the cells of lost or draining nodes. Finally, close all cells."""
         try:
             while True:
                 try:
                     self._nodes = await self.connection.list_nodes()
                     self._update()
-                except Exception:  # the cluster's head may come back, and the cells must stay open until then
+                except Exception:  # the head node of the cluster may come back, so the cells stay open
                     log.exception("the nodes of the Ray cluster cannot be listed; retrying")
                 await self._notify()
                 await asyncio.gather(asyncio.sleep(_POLL_S), *(self._poll(cell) for cell in self.cells))
@@ -189,7 +189,7 @@ class RayCluster:
         self.note(self._failures[node.id])
 
     async def _poll(self, cell: PlacedCell) -> None:
-        """Read the progress of a cell's orders. Remove the cell if its actor has died, but not if only the call failed."""
+        """Read the progress of a cell's orders, and pass it to their callbacks. Ignore a call that fails: the next poll repeats it."""
         try:
             async with asyncio.timeout(_POLL_S):
                 reply = await self.connection.call(cell.actor.progress.remote())
@@ -200,7 +200,7 @@ class RayCluster:
                 callback(progress)
 
     def rest(self, cell: PlacedCell) -> None:
-        """Send no orders for a while to a cell that refused one, because it cannot reach the shared store."""
+        """Send a cell no orders for a while. It has refused one, probably because it cannot reach the shared store."""
         if not cell.load.is_resting:
             self.note(f"the cell on {cell.node.name} accepts no rollouts; trying again in {_REST_S:.0f} s")
         cell.load.is_resting = True

@@ -1,11 +1,12 @@
 """Run the attempts of a batch in the cells of a Ray cluster.
 
-Ray decides where an attempt runs. Only the shared store decides whether it has ended, and how:
+Ray decides where an attempt runs. The shared store alone decides whether it has ended, and how:
 
-    the call returned      wait until the shared store has the outcome; if it does not count, the attempt is lost
-    the call failed        send the order again: a cell that already has it runs it once
-    the cell refused it    try another cell; this one gets no orders for a while
-    the cell is lost       supersede the attempt as soon as the shared store allows it; adopt its outcome if it has one, else it is lost
+    the call returned            wait until the shared store has the outcome; if the outcome does not count, the attempt is lost
+    the call failed              send the order again; a cell that already has the order does not run it twice
+    the cell refused the order   run the attempt again in another cell; this cell gets no orders for a while
+    the cell is lost             supersede the attempt once the lease of the cell has ended; adopt the outcome if the shared store has it,
+                                 otherwise the attempt is lost
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from turngate.tasks.task import Task
 
 log = logging.getLogger("turngate")
 _UNKNOWN = 404
-_REPEAT_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # pauses before a failed call is sent again
+_REPEAT_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # pauses before a failed call is repeated
 _CONFIRM_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between queries of the shared store
 _SHIP_S = 60.0  # an outcome that is not in the shared store after this time is treated as lost
 _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
 class RayExecutor:
-    """Runs attempts in the cells of a cluster. `gateway` serves the shared store. An empty `project` means `default`."""
+    """Runs attempts in the cells of a Ray cluster. `gateway` serves the shared store. An empty `project` means `default`."""
 
     def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...], project: str = "") -> None:
         self._project = project
@@ -56,7 +57,7 @@ class RayExecutor:
         await self._cluster.wait_for_cell()
 
     async def sweep(self) -> None:
-        """Do nothing: each cell removes what its predecessor on the same machine left behind."""
+        """Do nothing, because each cell removes the sandboxes that earlier cells on its machine left behind."""
 
     def prepare(self, order: RolloutOrder, watch: ProgressCallback, gate: PhaseGate) -> Attempt:
         order = msgspec.structs.replace(order, project=self._project)
@@ -64,7 +65,7 @@ class RayExecutor:
 
 
 class TaskArchives:
-    """The archives of a batch's tasks in Ray's object store, each stored once."""
+    """Stores the archives of a batch's tasks in Ray's object store, each of them once."""
 
     def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...]) -> None:
         self._connection = cluster.connection
@@ -74,7 +75,7 @@ class TaskArchives:
         self._lock = asyncio.Lock()
 
     async def put(self, order: RolloutOrder) -> list[Any]:
-        """Return the reference of an order's archive, in a list, so that Ray does not resolve it before the call."""
+        """Store the archive of an order's task, and return its reference in a list. Ray would resolve a bare reference before the call."""
         digest = order.task.archive
         if not digest:
             return []
@@ -91,13 +92,16 @@ class TaskArchives:
 
 
 class SharedAttempts:
-    """What the shared store knows about attempts."""
+    """Reads attempts and their outcomes from the shared store, and supersedes attempts there."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
 
     async def find_outcome(self, order: RolloutOrder) -> Literal["", "counts", "excluded"]:
-        """Return whether the shared store has the outcome of an attempt, and whether it counts. It does not if the cell was taken over."""
+        """Return whether the outcome of an attempt counts or is excluded, or "" if the shared store does not have it yet.
+
+        An outcome is excluded if the cell was taken over before the outcome arrived.
+        """
         try:
             shown = await retry_while_unreachable(lambda: self._gateway.show(order.session_id), limit_s=_GATEWAY_S)
         except RequestRejected as refused:
@@ -109,7 +113,7 @@ class SharedAttempts:
         return "excluded" if shown.excluded else "counts"
 
     async def is_superseded(self, order: RolloutOrder) -> bool:
-        """Return whether an attempt was superseded, as all attempts of a cell are that was taken over."""
+        """Return whether an attempt was superseded. When a cell is taken over, all of its attempts are."""
         try:
             attempts = await retry_while_unreachable(lambda: self._gateway.attempts(order.rollout), limit_s=_GATEWAY_S)
         except RequestRejected as refused:
@@ -119,7 +123,7 @@ class SharedAttempts:
         return any(row.attempt == order.attempt and row.state == "superseded" for row in attempts)
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
-        """Supersede an attempt as soon as the lease of its cell has ended. Adopt its outcome if it has one."""
+        """Supersede an attempt once the lease of its cell has ended. Return its recorded outcome or, if it has none, a lost attempt."""
         settled = await retry_while_unreachable(
             lambda: supersede_after_lease(self._gateway, order.rollout, order.attempt, order.session_id),
             limit_s=_GATEWAY_S,
@@ -131,7 +135,7 @@ class SharedAttempts:
 
 
 class _RayAttempt:
-    """One attempt in a cell."""
+    """One attempt, which runs in a cell of the cluster."""
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class _RayAttempt:
 
     @property
     def result(self) -> AttemptResult | None:
-        return None  # the shared store has the outcome, or the attempt is superseded
+        return None  # unknown here: the outcome is in the shared store, or the attempt is superseded
 
     async def run(self) -> AttemptResult:
         archive = await self._archives.put(self._order)
@@ -186,7 +190,7 @@ class _RayAttempt:
         return await self._confirm(ended.result, cell)
 
     async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
-        """Send the order until a call returns. Raise `CallFailed` if none does."""
+        """Send the order to the cell, several times if calls fail. Raise `CallFailed` if all of them fail."""
         data = encode_order(self._order)
         for pause in (*_REPEAT_S, None):
             try:
@@ -200,10 +204,10 @@ class _RayAttempt:
         raise AssertionError("the last try returns or raises")
 
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
-        """Wait until the shared store has the outcome. A group must not be closed before that."""
+        """Wait until the shared store has the outcome, because a group must not be closed before. Return the confirmed result."""
         outcome = result.outcome
         if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):
-            # No person cancelled it: a cell that was taken over ends its sessions as soon as it reaches the shared store again.
+            # Not cancelled by the caller: a cell that was taken over cancels its sessions when it reaches the shared store again.
             return lose_attempt(self._order, f"the cell on {cell.node.name} was taken over")
         if outcome.kind is None or outcome.kind == "infrastructure fault":
             return result  # nothing to ship
@@ -220,7 +224,7 @@ class _RayAttempt:
         return result if settled.outcome.kind == outcome.kind else settled
 
     async def _cancel(self, cell: PlacedCell) -> None:
-        """End the order in its cell."""
+        """Cancel the order in its cell, and wait until it has ended."""
         try:
             await self._cluster.connection.call(cell.actor.cancel.remote(self._order.session_id))
             await self._cluster.connection.call(cell.actor.run.remote(encode_order(self._order), []))
@@ -229,7 +233,7 @@ class _RayAttempt:
 
 
 def _is_refusal(result: AttemptResult) -> bool:
-    """Return whether the gateway of the cell refused to open the session, as it does while it cannot reach the shared store."""
+    """Return whether the cell's gateway refused to open the session. It does so while it cannot reach the shared store."""
     fault = result.outcome.fault
     return fault is not None and fault.stage == "session" and fault.boundary == "gateway"
 

@@ -1,6 +1,7 @@
 """Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
 
-Ray does not document how to read the free resources of a node, or which nodes are draining. Its own libraries use the same two functions.
+Two private functions of Ray are used, for the free resources of a node and for the draining nodes, since no documented function returns
+them. Ray's own libraries use the same two functions.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from turngate.rollout.cluster.cell_actor import CellActor
 from turngate.rollout.cluster.placement import SLOTS, Demand, RayNodeView
 
 NAMESPACE = "turngate"
-_MAX_CALLS = 100_000  # at the same time; without it, an async actor accepts only 1,000
+_MAX_CALLS = 100_000  # maximum number of concurrent calls to an actor; Ray's default is 1,000
 _DRAIN_QUERY_S = 5
 
 
 class CallFailed(TurngateError):
-    """A call to an actor failed. The actor may have carried it out nevertheless."""
+    """A call to an actor failed. The actor may have executed it nevertheless."""
 
     boundary = "sandbox"
     kind = "call_failed"
 
     def __init__(self, message: str, *, actor_died: bool = False) -> None:
         super().__init__(message)
-        self.actor_died = actor_died  # according to Ray; calling it again is useless
+        self.actor_died = actor_died  # whether Ray reports the actor as dead, so that further calls would fail, too
 
 
 class RayConnection:
-    """A connection of this process to a Ray cluster."""
+    """The connection of this process to a Ray cluster."""
 
     def __init__(self, address: str) -> None:
-        """`address` is `auto` (the cluster of this machine), HOST:PORT, or ray://HOST:PORT for a driver outside the cluster."""
+        """Import Ray. `address` is `auto` (this machine's cluster), HOST:PORT, or ray://HOST:PORT for a driver outside the cluster."""
         try:
             import ray
             import ray.exceptions
@@ -61,7 +62,7 @@ class RayConnection:
             )
 
         try:
-            await asyncio.to_thread(connect)  # in a thread, Ray does not replace our signal handlers
+            await asyncio.to_thread(connect)  # Ray replaces signal handlers only in the main thread
         except (*self._failures, RuntimeError, ValueError, OSError) as error:
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(
@@ -92,7 +93,7 @@ class RayConnection:
         return {*client.get_draining_nodes(timeout=_DRAIN_QUERY_S)}
 
     def start_actor(self, node: RayNodeView, slots: int, demand: Demand, settings: bytes) -> Any:
-        """Create the actor of a cell on a node. It reserves the resources of its slots, so that other Ray jobs do not use them."""
+        """Create the actor of a cell on a node. The actor reserves the resources of all its slots, so no other Ray job can use them."""
         options: dict[str, Any] = {
             "num_cpus": slots * demand.cpus_on(node),
             "memory": slots * demand.memory_bytes or None,
@@ -104,16 +105,17 @@ class RayConnection:
         return self._ray.remote(CellActor).options(**options).remote(settings)
 
     def put(self, data: bytes) -> Any:
-        """Keep bytes in the cluster, and return their reference."""
+        """Store bytes in the cluster's object store, and return a reference to them."""
         return self._ray.put(data)
 
     def kill(self, actor: Any) -> None:
         self._ray.kill(actor, no_restart=True)
 
     async def call(self, reference: Any) -> Any:
-        """Wait for the result of a call. Raise `CallFailed` if it failed, whatever the cause. Cancelling leaves the call running."""
+        """Wait for the result of a call. Raise `CallFailed` if it fails for any reason. Cancelling this method does not cancel the call."""
         calling = asyncio.wrap_future(reference.future())
-        calling.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # mark it as retrieved
+        # Mark the exception as retrieved.
+        calling.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         try:
             return await asyncio.shield(calling)
         except self._failures as error:
