@@ -9,9 +9,9 @@
     with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # for synchronous code
         for delivery in feed: …
 
-A restarted trainer continues after the last number it committed, or after the number in its own checkpoint (`after=`). Pass the feed's
-`mark=` along with that number: if a different feed now has the same name, opening it raises `OtherFeed`. The client waits while the gateway
-restarts. If a second trainer opens the same feed, it takes the feed over, and the first one gets `TakenOver`.
+A restarted trainer continues after the last number it committed, or after the number in its own checkpoint (`after=`). Pass the feed's mark
+(`mark=`) with that number: if a different feed now has the same name, opening it raises `OtherFeed`. The client waits while the gateway
+restarts. If a second trainer opens the same feed, it takes over the feed, and the first trainer gets `TakenOver`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
 class TakenOver(TurngateError):
-    """Another trainer has taken over this feed, or the feed was deleted. The new reader receives everything not yet committed."""
+    """Another trainer has taken over this feed, or the feed was deleted. A new reader receives all deliveries that were not committed."""
 
     status = 409
     kind = "feed_taken_over"
@@ -100,11 +100,11 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     branch: int
     weight: float  # 1/K if the rollout has K rows
     advantage: float  # of the rollout
-    side: Mapping[str, SideColumn] = {}  # by name, what `FeedConfig.side` requests and was recorded
+    side: Mapping[str, SideColumn] = {}  # by name: the side data that `FeedConfig.side` requests, if it was recorded
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One rollout in a delivery. Only a trained rollout has rows."""
+    """One rollout in a delivery. It has rows only if it is trained."""
 
     session: str
     task: str
@@ -114,7 +114,7 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     resolved: bool | None
     advantage: float | None  # None: not trained
     excluded: str  # why the rollout is not trained; empty if it is
-    truncated: bool  # cut short by a limit or by a timeout
+    truncated: bool  # a limit or a timeout ended the rollout
     timed_out: bool
     rows: tuple[Row, ...]
     turns: int
@@ -123,7 +123,7 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One complete group."""
+    """One complete group of rollouts."""
 
     number: int
     group: str
@@ -137,7 +137,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Feed(AbstractAsyncContextManager["Feed"]):
-    """An endless iterator over deliveries, which waits for new ones. Create it with `open`, and use it from one task at a time."""
+    """An endless iterator over deliveries, which waits for new ones. Create it with `Feed.open`, and use it from one task at a time."""
 
     def __init__(
         self,
@@ -177,14 +177,15 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     ) -> Feed:
         """Open the feed, creating it if necessary, and become its reader.
 
-        `after` is the delivery number in the trainer's own checkpoint. `None` means the last committed number. `mark` is the feed's mark in
-        that checkpoint. If it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
-        Staleness is checked when a delivery is fetched, so a prefetched delivery may be staler than the feed allows by the time it is used.
+        `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
+        that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
+        Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
+        it is used.
         """
         check_feed_name(name)
         if after is not None and after < 0:
             raise ValueError(f"after must be 0 or more, not {after}")
-        if mark:  # check first: open_feed would create a new feed in its place
+        if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
             try:
                 current = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
             except TakenOver:
@@ -215,7 +216,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 yield delivery
 
     async def next(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None if none arrives within `timeout_s`. Cancelling the call loses no delivery."""
+        """Return the next delivery, or None if none arrives within `timeout_s` seconds. Cancelling the call loses no delivery."""
         end = time.monotonic() + timeout_s
         backoff = Backoff()
         while not self._ready:
@@ -234,7 +235,10 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
-        """Commit all deliveries up to `number`. Save a checkpoint first, because by default readers start after it. Safe to repeat."""
+        """Commit all deliveries up to `number`. Save a checkpoint first, since a restarted trainer continues after `number`.
+
+        Safe to repeat.
+        """
         committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, committed)
 
@@ -255,7 +259,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     @property
     def _until_look_s(self) -> float:
-        """Seconds until the next look at the incomplete groups. At least 1, so that requests do not follow each other too fast."""
+        """Seconds until the incomplete groups are next checked. At least 1, so that requests do not follow each other too fast."""
         return max(1.0, self._sizes.next_look_s - self._waited_s)
 
     async def _check_incomplete_groups(self) -> None:
@@ -265,7 +269,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
 
 def _check_mark(name: str, expected: str, current: str) -> None:
-    """Raise `OtherFeed` if the feed does not have the expected mark. `current` is empty if the feed does not exist."""
+    """Raise `OtherFeed` if the current mark is not the expected one. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
         why, alternative = "it was deleted", ""
         if current:
@@ -286,7 +290,7 @@ async def _retry_as_reader(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
-    """Await a request. Raise `TakenOver` if it is rejected because the feed is gone or has another reader."""
+    """Await a request. Raise `TakenOver` if it is rejected because the feed was deleted or has another reader."""
     try:
         return await request
     except RequestRejected as error:
@@ -296,7 +300,7 @@ async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
 
 
 class BlockingFeed(AbstractContextManager["BlockingFeed"]):
-    """A `Feed` for synchronous code. The connection runs in its own thread. Ctrl-C during a wait loses no delivery."""
+    """A `Feed` for synchronous code. The connection runs in a separate thread. Ctrl-C during a wait loses no delivery."""
 
     def __init__(
         self,
@@ -406,7 +410,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
 
 def _shorten_traceback(error: TurngateError) -> TurngateError:
-    """Remove the frames of the feed's own thread. The message says what to do, and the caller's frames say where."""
+    """Remove the frames of the feed's thread from an error. The message says what to do, and the caller's frames show where it happened."""
     return error.with_traceback(None)
 
 
@@ -482,7 +486,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
 
 
 def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
-    """Decode and validate side data. Its values share the memory of the delivery, and are read-only."""
+    """Decode and validate side data. The values share the memory of the delivery and are read-only."""
     if wire.dtype not in DTYPES:
         raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]

@@ -1,12 +1,12 @@
-"""Gate client: lets a trainer in another process take model calls and answer them over HTTP.
+"""Gate client, with which a trainer in another process takes model calls and answers them over HTTP.
 
     async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
         async for call in gate:
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
-A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop runs. If the process dies,
-another trainer gets its calls. To keep the event loop running, sample in a thread (`asyncio.to_thread`), or use a lease that lasts longer
-than sampling does.
+A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
+dies, another trainer gets its calls. To keep the event loop running, sample in a thread (`asyncio.to_thread`), or choose a lease that is
+longer than the time to sample a reply.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POLL_S = 20.0
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
-    """Takes calls and answers them. If this process dies, another trainer gets its calls after at most `lease_s` seconds."""
+    """Takes model calls and answers them. If this process dies, another trainer gets its calls after at most `lease_s` seconds."""
 
     def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
         self._client = client
@@ -55,7 +55,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give back calls that were taken but not answered."""
+        """Give back the calls that were taken but not answered."""
         self._closed.set()
         if self._renewing is not None:
             self._renewing.cancel()
@@ -73,10 +73,10 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             yield calls[0]
 
     async def take(self, limit: int = 1, *, wait_s: float | None = None) -> list[GateCall]:
-        """Take up to `limit` calls, oldest first. Return an empty list if no call arrives within `wait_s` seconds or the gate is closed.
+        """Take up to `limit` calls, oldest first. Return an empty list if none arrives within `wait_s` seconds or the gate is closed.
 
-        If `wait_s` is None, wait without a time limit. Keep trying while the gateway cannot be reached. Raise an error if the key is wrong
-        or if the gateway has an engine other than the gate.
+        If `wait_s` is None, wait without a time limit. Keep trying while the gateway cannot be reached. Raise an error if the key is wrong,
+        or if the gateway's engine is not the gate.
         """
         loop = asyncio.get_running_loop()
         end = None if wait_s is None else loop.time() + wait_s
@@ -145,7 +145,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         self._mine.pop(call.id, None)
 
     async def _send(self, call: GateCall, verb: str, message: object) -> None:
-        """Send a message, and repeat it if no receipt arrives. The gateway recognizes a chunk that it already has."""
+        """Send a message, and repeat it if no reply arrives. The gateway recognizes a chunk that it already has."""
         path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
         is_receipt_lost = False
         for pause in (*PAUSES_S, None):
@@ -177,7 +177,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                     "/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s
                 )
             except TurngateError as error:
-                log.warning("could not renew the leases of %d calls: %s", len(leases), error.message)
+                log.warning("cannot renew the leases of %d calls: %s; retrying", len(leases), error.message)
                 continue
             for call_id, why in renewed.over.items():
                 if (call := self._mine.pop(call_id, None)) is not None and not call.over:

@@ -54,10 +54,10 @@ class _Ignored(msgspec.Struct, frozen=True):
 
 
 class GatewayClient(GatewayTransport):
-    """A client with one method per operation of the admin API."""
+    """A client for the admin API, with one method per operation."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
-        """Open a session. If the caller chooses the id (`session`), it can end the session even if this reply is lost.
+        """Open a session. If the caller chooses its id (`session`), the caller can end the session even if this reply is lost.
 
         `traceparent` is the parent span of the session's turns.
         """
@@ -73,9 +73,9 @@ class GatewayClient(GatewayTransport):
         return await self._request("GET", "/admin/fence", FenceView)
 
     async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> FenceView:
-        """Hold new calls. Mode `drain` also waits until calls in flight have ended, without a time limit; `keep` freezes them.
+        """Hold new calls. Mode `drain` also waits, without a time limit, until calls in flight have ended. Mode `keep` freezes them.
 
-        After `limit_s` seconds without a resume, calls continue at the old version.
+        If calls are not resumed within `limit_s` seconds, they continue at the old version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -83,15 +83,18 @@ class GatewayClient(GatewayTransport):
         )
 
     async def resume(self, version: int | None = None, model: str | None = None) -> FenceView:
-        """Let calls continue at a policy version. `None` keeps the current one. `model` is the engine's name for that version."""
+        """Resume calls at a policy version; None keeps the current version.
+
+        `model` is the name under which the engine serves that version.
+        """
         return await self._request("POST", "/admin/fence/resume", FenceView, {"version": version, "model": model})
 
     async def load_weights(
         self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: PauseMode | None = None
     ) -> FenceView:
-        """Load a model or an adapter on every replica, and resume at `version`.
+        """Load a model or an adapter into every replica, and resume calls at `version`.
 
-        If loading fails, raise `RequestRejected` (502) and keep the old version.
+        If loading fails, raise `RequestRejected` (502). The old version then stays current.
         """
         body: dict[str, Json] = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -108,7 +111,7 @@ class GatewayClient(GatewayTransport):
         return [model.id for model in (await self._request("GET", "/v1/models", ModelList)).data]
 
     async def sessions(self, status: Literal["", "open", "sealed", "cancelled"] = "") -> list[str]:
-        """Return the ids of the newest 1000 sessions, newest first. `status` selects those with that status."""
+        """Return the ids of the newest 1000 sessions, newest first. If `status` is given, return only sessions with that status."""
         path = "/admin/sessions?limit=1000" + (f"&status={status}" if status else "")
         return [session.id for session in (await self._request("GET", path, SessionList)).sessions]
 
@@ -130,32 +133,32 @@ class GatewayClient(GatewayTransport):
         return await self._request("POST", f"/admin/sessions/{quote(session)}/cancel", SessionInfo)
 
     async def delete(self, session: str) -> None:
-        """Delete a session and everything recorded for it."""
+        """Delete a session and everything that was recorded for it."""
         await self._request("DELETE", f"/admin/sessions/{quote(session)}", _Ignored)
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        """Add an event to the stream and return its number. The session does not have to be open yet."""
+        """Add an event of a session to the event log, and return its number. The session need not be open yet."""
         body = {"session": session, "kind": kind, "data": data}
         return (await self._request("POST", "/admin/events", EventReceipt, body)).seq
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> str:
-        """Record the outcome of a rollout. Recording the same outcome again is allowed; a different one requires `replace`.
+        """Record the outcome of a rollout. Recording the same outcome again is allowed. Replacing it by another one requires `replace`.
 
-        Return why the outcome does not count, such as `superseded by attempt 2`, or an empty string if it does.
+        Return why the outcome does not count, such as `superseded by attempt 2`, or an empty string if it counts.
         """
-        recorded.encode()  # raises for whatever the gateway would reject
+        recorded.encode()  # raises an error for data that the gateway would reject
         suffix = "?replace=1" if replace else ""
         path = f"/admin/sessions/{quote(session)}/outcome{suffix}"
         return (await self._request("PUT", path, OutcomeReceipt, msgspec.to_builtins(recorded))).excluded
 
     async def attempts(self, rollout: str) -> list[AttemptRow]:
-        """Return the attempts at a rollout, lowest first."""
+        """Return the attempts at a rollout, lowest number first."""
         return (await self._request("GET", f"/admin/attempts?rollout={quote(rollout, safe='')}", AttemptList)).attempts
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[SessionOutcome]:
-        """Give up an attempt, unless it already has an outcome. Afterwards it can be neither opened nor trained.
+        """Mark an attempt as superseded, unless it already has an outcome. After that, it can be neither opened nor trained.
 
-        If the returned state is not `superseded`, adopt the returned outcome. `session` is the id that was chosen for its session.
+        If the returned state is not `superseded`, use the returned outcome. `session` is the id that was chosen for the attempt's session.
         """
         body = {"rollout": rollout, "attempt": attempt, "session": session}
         reply = SupersededAttempt[SessionOutcome]
@@ -182,9 +185,9 @@ class GatewayClient(GatewayTransport):
         await self._request("DELETE", _feed_path(name), _Ignored)
 
     async def take_over_feed(self, name: str, after: int | None = None, mark: str = "") -> str:
-        """Become the reader of a feed, and return the token for fetching and committing. The previous reader's token stops working.
+        """Become the reader of a feed. Return the token for fetching and committing deliveries.
 
-        `after` and `mark` come from the trainer's checkpoint, if it has one.
+        The previous reader's token stops working. `after` and `mark` come from the trainer's checkpoint, if it has one.
         """
         start = "" if after is None else f"?after={after}&mark={quote(mark, safe='')}"
         return (await self._request("POST", f"{_feed_path(name)}/reader{start}", FeedReader)).reader
@@ -192,19 +195,22 @@ class GatewayClient(GatewayTransport):
     async def fetch_deliveries(
         self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
     ) -> DeliveryPage:
-        """Fetch deliveries after a number (default: the last committed one), oldest first. Wait up to `wait` seconds for the first."""
+        """Return the deliveries after a number (default: the last committed one), oldest first.
+
+        Wait up to `wait` seconds for the first one.
+        """
         path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
         start = "" if after is None else f"&after={after}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILD_S)
         return await self._request("GET", path + start, DeliveryPage, msgpack=True, within=limits)
 
     async def commit_feed(self, name: str, reader: str, number: int) -> int:
-        """Commit everything up to a number. Return the last committed number, which may be higher."""
+        """Commit all deliveries up to a number. Return the last committed number, which may be higher."""
         body = {"reader": reader, "number": number}
         return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
-        """Return all host-tool calls, oldest first."""
+        """Return all host tool calls of a session, oldest first."""
         calls: list[ToolCallView] = []
         while True:
             after = calls[-1].call if calls else 0
@@ -215,17 +221,17 @@ class GatewayClient(GatewayTransport):
                 return calls
 
     async def answer_tool(self, session: str, call: int, reply: Json) -> AnsweredToolCall:
-        """Answer a call that is waiting for the host. Raise `RequestRejected` (409) if the agent is no longer waiting."""
+        """Answer a host tool call that is waiting for the host. Raise `RequestRejected` (409) if the agent is no longer waiting."""
         path = f"/admin/sessions/{quote(session)}/tools/{call}/answer"
         return await self._request("POST", path, AnsweredToolCall, {"reply": reply})
 
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """Follow the events of one session, or of all sessions if `session` is empty.
+        """Yield the events of one session, or of all sessions if `session` is empty.
 
-        `after` is the `seq` of the last event read, or 0 to start at the beginning. The stream survives gateway restarts without losing or
-        repeating an event. With `wait=False`, it stops after the existing events.
+        `after` is the `seq` of the last event that the caller has read, or 0 to start at the beginning. The stream survives gateway
+        restarts without losing or repeating an event. With `wait=False`, it stops after the existing events.
         """
         assert self._http is not None, "use it as a context manager"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"

@@ -1,4 +1,4 @@
-"""Tell a trainer what its feed waits for, and warn it if the batch makes groups of a different size."""
+"""Report what a feed is waiting for, and warn if the batch makes groups of a different size than the feed expects."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections import deque
 from turngate.store.feeds import IncompleteGroup
 
 log = logging.getLogger("turngate")
-_REPORT_S = 10.0  # waiting time until the first line about it
-_FIRST_LOOK_S = 30.0  # waiting time until the incomplete groups are compared; doubled after each look
+_REPORT_S = 10.0  # waiting time after which the wait is first reported
+_FIRST_LOOK_S = 30.0  # waiting time until the incomplete groups are first checked again; doubled after each check
 _MAX_GROUPS = 1000  # delivered groups that are remembered
 _FIX = "set n to the --n of the batch"
 
 
 class GroupSizeWatch:
-    """Reports what a feed waits for, and warns if its groups have another size than `n`: if they do not grow, are closed with fewer
-    rollouts, or are split into several deliveries."""
+    """Reports what a feed is waiting for, and warns if its groups do not have `n` rollouts.
+
+    It warns if incomplete groups stop growing, if groups are closed with fewer rollouts, or if groups are split into several deliveries.
+    """
 
     def __init__(self, feed: str, n: int) -> None:
         self._feed = feed
         self._n = n
         self._delivered: deque[str] = deque(maxlen=_MAX_GROUPS)
         self._has_warned_of_split = False
-        self._small_sizes: set[int] = set()  # sizes below n that were reported
+        self._small_sizes: set[int] = set()  # sizes below n for which a warning was logged
         self._usual_s = 0.0  # the wait before the last delivery
         self._is_wait_reported = False
         self._next_look_s = _FIRST_LOOK_S
         self._last_seen: tuple[IncompleteGroup, ...] = ()
 
     def add_delivery(self, group: str, rollouts: int, waited_s: float = 0.0) -> None:
-        """Warn once if the group was delivered before, and once for each size below `n`."""
+        """Record a delivery. Warn once if a group is delivered twice, and once for each group size below `n`."""
         self._next_look_s, self._last_seen = _FIRST_LOOK_S, ()
         self._usual_s, self._is_wait_reported = waited_s, False
         if group and group in self._delivered and not self._has_warned_of_split:
@@ -49,18 +51,18 @@ class GroupSizeWatch:
         self._delivered.append(group)
 
     def is_look_due(self, waited_s: float) -> bool:
-        """Return whether to read the incomplete groups, because no delivery has arrived for `waited_s` seconds."""
+        """Return whether to check the incomplete groups now, since no delivery has arrived for `waited_s` seconds."""
         return waited_s >= self.next_look_s
 
     @property
     def next_look_s(self) -> float:
-        """The waiting time at which the next look is due."""
+        """The waiting time in seconds after which the incomplete groups are next checked."""
         if self._is_wait_reported:
             return self._next_look_s
         return max(_REPORT_S, 2 * self._usual_s)  # only a longer wait than usual is reported
 
     def add_incomplete(self, groups: tuple[IncompleteGroup, ...], waited_s: float) -> None:
-        """Report the wait once. Later, warn if the incomplete groups are the same as at the last look."""
+        """Report the wait once. After that, warn if the incomplete groups have not changed since the last check."""
         if not self._is_wait_reported:
             self._report_wait(groups, waited_s)
             self._next_look_s = max(_FIRST_LOOK_S, 2 * waited_s)

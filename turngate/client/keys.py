@@ -14,9 +14,9 @@ ADMIN_KEY_FILE = "admin-key"  # in a gateway's data folder
 
 
 def read_key(variable: str) -> str:
-    """Read a key from an environment variable, or from the file named by `{variable}_FILE`. Return an empty string if neither is set.
+    """Read a key from an environment variable, or from the file that `{variable}_FILE` names. Return an empty string if neither is set.
 
-    Docker, Kubernetes and systemd provide secrets as files. Those systems set the permissions, so they are not checked here.
+    Docker, Kubernetes and systemd provide secrets as files and set their permissions, so the permissions are not checked here.
     """
     key, file = os.environ.get(variable, "").strip(), os.environ.get(f"{variable}_FILE", "").strip()
     register_secrets(key)
@@ -44,7 +44,7 @@ def read_key(variable: str) -> str:
 def read_admin_key() -> str:
     """Read the admin key of a gateway from the environment. Raise `ConfigError` if it is not set.
 
-    It cannot be a command-line argument: other users of the machine can read the arguments of a process.
+    The key cannot be a command-line argument, because other users of the machine can read the arguments of a process.
     """
     key = read_key(ADMIN_KEY)
     if not key:
@@ -57,7 +57,7 @@ def read_admin_key() -> str:
 
 
 def locate_admin_key(data: Path) -> str:
-    """Say where the admin key of the gateway with this data folder is, without the key itself."""
+    """Return a description of where the admin key for a data folder is stored, without the key itself."""
     if os.environ.get(ADMIN_KEY, "").strip():
         return f"the value of {ADMIN_KEY}"
     return f"in {os.environ.get(f'{ADMIN_KEY}_FILE', '').strip() or data / ADMIN_KEY_FILE}"

@@ -1,4 +1,4 @@
-"""Warnings while a gateway does not answer, so that a client that keeps trying does not look stuck."""
+"""Warnings while a gateway does not answer, so that a client that keeps retrying does not look stuck."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable
 
 log = logging.getLogger("turngate")
-_FIRST_S = 10.0  # silence before the first warning
-_LONGEST_S = 600.0  # between two warnings
+_FIRST_S = 10.0  # length of the outage before the first warning
+_LONGEST_S = 600.0  # the longest time between two warnings
 
 
 class OutageReport:
-    """Warns at growing intervals while one gateway does not answer. All calls of a client share it, so each warning appears once."""
+    """Warns at growing intervals while one gateway does not answer.
+
+    All calls of a client share one report, so each warning appears once.
+    """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._url = url
         self._clock = clock
-        self._since: float | None = None  # the first failure after the last answer
+        self._since: float | None = None  # the time of the first failure after the last answer
         self._next_s = _FIRST_S  # the length of the outage at which the next warning is due
 
     def add_failure(self) -> None:

@@ -23,24 +23,24 @@ class ProjectClient(GatewayTransport):
         return await self._request("PUT", f"/admin/projects/{quote(name, safe='')}", ProjectView, settings)
 
     async def delete_project(self, name: str, *, force: bool = False) -> None:
-        """Delete a project with its keys and data; with `force`, even if it has open sessions."""
+        """Delete a project with its keys and data. With `force`, delete it even if it has sessions that are open or not shipped yet."""
         query = "?force=true" if force else ""
         await self._request("DELETE", f"/admin/projects/{quote(name, safe='')}{query}", DeletedProject)
 
     async def keys(self, project: str = "") -> list[KeyView]:
-        """Return the keys of a project, or all that the caller may see."""
+        """Return the keys of a project. Without `project`, return all keys that the caller may see."""
         query = f"?{urlencode({'project': project})}" if project else ""
         return (await self._request("GET", f"/admin/keys{query}", KeyList)).keys
 
     async def create_key(
         self, scopes: Sequence[str], project: str = "", *, note: str = "", expires_s: float | None = None
     ) -> NewKey:
-        """Create a key. Only this reply contains it."""
+        """Create a key. Only this reply contains the key itself."""
         body: dict[str, Json] = {"project": project, "scopes": list(scopes), "note": note, "expires_s": expires_s}
         return await self._request("POST", "/admin/keys", NewKey, body)
 
     async def rotate_key(self, prefix: str, grace_s: float | None = None) -> NewKey:
-        """Create a key in place of another one, which stays valid for `grace_s` seconds."""
+        """Create a new key that replaces another one. The old key stays valid for `grace_s` seconds."""
         body: dict[str, Json] = {} if grace_s is None else {"grace_s": grace_s}
         return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/rotate", NewKey, body)
 
@@ -48,6 +48,6 @@ class ProjectClient(GatewayTransport):
         return await self._request("POST", f"/admin/keys/{quote(prefix, safe='')}/revoke", KeyView, {})
 
     async def audit(self, project: str = "", after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return the entries of the audit log past a number, oldest first."""
+        """Return up to `limit` entries of the audit log after number `after`, oldest first."""
         query = urlencode({"project": project, "after": after, "limit": limit})
         return (await self._request("GET", f"/admin/audit?{query}", AuditPage)).entries

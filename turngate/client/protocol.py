@@ -1,4 +1,4 @@
-"""Messages between a gateway and its clients.
+"""The messages that a gateway and its clients exchange.
 
 Messages are JSON unless a comment says msgpack. Clients ignore unknown fields, so they can talk to a newer gateway.
 """
@@ -27,7 +27,7 @@ from turngate.trace.training_report import TrainingReport
 from turngate.trace.tree import RefusedCalls
 from turngate.types import Constraint, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
 
-# All modes hold new calls. `drain` also waits for calls in flight, and `keep` freezes those in the engine.
+# All modes hold new calls. `drain` also waits until calls in flight have ended, and `keep` freezes them in the engine.
 PauseMode = Literal["hold", "drain", "keep"]
 CutPolicy = Literal["train", "mask", "exclude"]
 MAX_WAIT_S = 60.0  # the longest that a request for deliveries or gate calls waits at the gateway
@@ -50,7 +50,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The settings of a session as clients decode them: a `SessionConfig` that tolerates additions by a newer gateway."""
+    """The settings of a session as clients decode them: a `SessionConfig` that also accepts what a newer gateway may add."""
 
     model: str = ""
     mode: Mode = "exact"
@@ -91,7 +91,7 @@ class SessionSummary(msgspec.Struct, Generic[ConfigT, OutcomeT], frozen=True, kw
     config: ConfigT
     outcome: OutcomeT | None
     damaged: str = ""  # which part of the session cannot be read
-    # Why its outcome does not count: its attempt was superseded, or it was cancelled. It is in no group, feed or export.
+    # Why the outcome does not count (the attempt was superseded, or the session cancelled). Such a session is in no group, feed or export.
     excluded: str = ""
 
 
@@ -105,8 +105,8 @@ class SessionDescription(
     cache: CacheUse | None = None  # None: the engine did not report it
     in_flight: int
     last_error: CallError | None
-    refused: RefusedCalls | None = None  # model calls that were refused because of what was asked
-    # How long calls have been waiting for the engine. Older gateways do not send it.
+    refused: RefusedCalls | None = None  # model calls that were refused because of their content
+    # How long calls have been waiting for the engine, in seconds. Older gateways do not send this field.
     unheard_s: float = msgspec.field(default_factory=float)
     last_used: float
     tokens: int | None
@@ -147,7 +147,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class OutcomeReceipt(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome. `excluded` says why the outcome does not count, or is empty. Older gateways do not send it."""
+    """The reply to recording an outcome.
+
+    `excluded` says why the outcome does not count; it is empty if it counts, or from older gateways.
+    """
 
     excluded: str = ""
 
@@ -157,7 +160,7 @@ class AttemptList(msgspec.Struct, frozen=True):
 
 
 class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
-    """An attempt after a request to give it up. Unless its state is `superseded`, its outcome counts, and the caller must use it."""
+    """An attempt after a request to supersede it. Unless its state is `superseded`, its outcome counts, and the caller must use it."""
 
     attempt: AttemptRow
     outcome: OutcomeT | None
@@ -188,18 +191,18 @@ class TraceContext(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_fiel
     parent: int | None
     ids: Ids
     messages: msgspec.Raw  # a list of messages, in the form of `dialect`
-    preamble: str  # the key of its tools and template arguments in `SessionTrace.preambles`
+    preamble: str  # the key of the tools and template arguments in `SessionTrace.preambles`
     cause: str | None
-    detail: str | msgspec.UnsetType = msgspec.UNSET  # why the template forked here
+    detail: str | msgspec.UnsetType = msgspec.UNSET  # why the template caused a fork here
     dialect: str
     signals: Mapping[str, str] = msgspec.field(name="told")
 
 
 class TraceSideData(msgspec.Struct, frozen=True):
-    """Side data that was recorded with a turn: its tokens, and the type and shape of each value."""
+    """A description of side data that was recorded with a turn: which tokens have values, and the type and shape of each value."""
 
     name: str
-    first: int  # the first token, counted from the start of the reply; negative: in its prompt
+    first: int  # the first token, counted from the start of the reply; negative: in the prompt
     count: int
     dtype: str
     shape: tuple[int, ...]
@@ -211,9 +214,9 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
     id: int
     parent: int
     role: str  # a `TurnRole`; a newer gateway may send others, here and in `finish` and `capture`
-    evidence: str = ""  # what decided its role, such as `signal: header:x-kind: title`
+    evidence: str = ""  # what decided the role, such as `signal: header:x-kind: title`
     ids: Ids
-    logprobs: Logprobs | None  # NaN for tokens without one
+    logprobs: Logprobs | None  # NaN for tokens without a log-probability
     message: msgspec.Raw
     finish: str
     cause: str | None
@@ -245,7 +248,7 @@ class TracePreamble(msgspec.Struct, frozen=True):
 
 
 class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=False, kw_only=True, omit_defaults=True):
-    """The whole tree of a session. The gateway encodes its nodes one by one; clients decode `TraceContext` and `TraceTurn`."""
+    """The whole tree of a session. The gateway encodes its nodes one by one; clients decode them as `TraceContext` and `TraceTurn`."""
 
     session: str
     status: Status
@@ -273,7 +276,7 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
         return self._list_fields()
 
     def _list_fields(self) -> list[str]:
-        """Return the fields of its JSON, which omits `refused` if there is none."""
+        """Return the fields that the trace has as JSON. `refused` is omitted if it is None."""
         return [name for name in self.__struct_fields__ if name != "refused" or self.refused is not None]
 
     def _to_dict(self) -> dict[str, Json]:
@@ -282,14 +285,14 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
 
 
 TraceNode = TraceContext | TraceTurn
-DecodedTrace = SessionTrace[SessionSettings, TraceNode]  # as clients decode it
+DecodedTrace = SessionTrace[SessionSettings, TraceNode]  # the type that clients decode
 
 
 # ── host tools and events ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):
-    """One host-tool call."""
+    """One call of a host tool."""
 
     call: int
     tool: str
@@ -298,7 +301,7 @@ class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):
     reply: Json
     answered: float | None
     answered_by: AnsweredBy
-    waiting: bool  # for the host's reply
+    waiting: bool  # whether the call is waiting for the host's reply
 
 
 class ToolCallPage(msgspec.Struct, frozen=True):
@@ -307,7 +310,7 @@ class ToolCallPage(msgspec.Struct, frozen=True):
 
 
 class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A host-tool call and its answer, as the gateway recorded them."""
+    """A call of a host tool and its answer, as the gateway recorded them."""
 
     call: int
     tool: str
@@ -341,18 +344,18 @@ EngineState = Literal["active", "draining", "failed"]  # failed: it could not lo
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One engine of the pool, with the load that it reports: the calls of all gateways that use it."""
+    """One engine of the pool. `running`, `waiting` and `kv_use` are what the engine reports, for the calls of all gateways that use it."""
 
     url: str
     state: EngineState
     up: bool
     in_flight: int  # calls of this gateway
-    sessions: int = 0  # sessions of this gateway that stay there
+    sessions: int = 0  # sessions of this gateway whose calls go to this engine
     detail: str = ""  # why it is down
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None  # from 0 to 1
-    crowded: bool = False  # new sessions avoid it
+    crowded: bool = False  # new sessions are sent to other engines
 
 
 class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -368,13 +371,13 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a feed, fixed when it is created. A feed with different settings needs a different name."""
+    """The settings of a feed, which cannot be changed after it is created. A feed with different settings needs a different name."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # a group is complete once this many rollouts have an outcome
     advantage: Choice = "normalised"
-    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # policy versions; None: any
-    on_truncated: CutPolicy = "train"  # rollouts cut short by a limit; mask: part of the baseline, but not trained
-    on_timeout: CutPolicy = "train"  # rollouts that timed out
+    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # in policy versions; None: no limit
+    on_truncated: CutPolicy = "train"  # for rollouts that a limit ended; mask: in the baseline, but not trained
+    on_timeout: CutPolicy = "train"  # for rollouts that timed out
     groups: str = ""  # only groups whose names start with this prefix
     from_start: bool = False  # include rollouts recorded before the feed was created
     # Names of the side data to deliver with each row. Not sent if unset, because older clients reject unknown settings.
@@ -382,7 +385,7 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_history(mark: str) -> str:
-    """Return the part of a feed's mark that names the store's history. It is empty if the store was never restored."""
+    """Return the part of a feed's mark that names the store's history. It is empty if the store has never been restored."""
     return mark.split("-", 2)[2] if mark.count("-") == 2 else ""
 
 
@@ -401,18 +404,18 @@ class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     newest: int  # the last number assigned
     handed: int  # the highest number that a reader has fetched
     committed: int
-    read: bool  # it has or had a reader
+    read: bool  # whether the feed has or had a reader
     waiting: tuple[IncompleteGroup, ...] = ()
 
 
 class WireColumn(msgspec.Struct, frozen=True):
-    """Side data of a row: a value for each token inside a span; tokens outside have none."""
+    """Side data of a row. There is one value for each token inside a span, and none for other tokens."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # of one value
+    shape: tuple[int, ...]  # the shape of one value
     spans: tuple[tuple[int, int], ...]
-    data: memoryview  # of all values, one after the other
+    data: memoryview  # the bytes of all values, one after the other
 
 
 class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -421,7 +424,7 @@ class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
     branch: int
     ids: bytes  # int32
     mask: bytes  # one bit per token, the first token in the highest bit
-    logprobs: bytes  # float32, one for each token inside a span; tokens outside have none
+    logprobs: bytes  # float32, one for each token inside a span, and none for other tokens
     spans: tuple[RowSpan, ...]
     weight: float
     side: tuple[WireColumn, ...] = ()
@@ -492,7 +495,7 @@ class ProjectView(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     weight: float
     quotas: Quotas
-    keys: int  # that are valid
+    keys: int  # the number of valid keys
 
 
 class ProjectList(msgspec.Struct, frozen=True):
@@ -504,7 +507,7 @@ class DeletedProject(msgspec.Struct, frozen=True):
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without the key itself."""
+    """A description of a key, without the key itself."""
 
     prefix: str
     project: str
@@ -534,7 +537,7 @@ class AuditPage(msgspec.Struct, frozen=True):
 
 
 class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for calls to answer."""
+    """A request for model calls that the trainer will answer."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0
@@ -542,7 +545,7 @@ class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeasedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call leased to a trainer. Only the holder of the `lease` may answer it."""
+    """One model call that is leased to a trainer. Only the holder of `lease` may answer it."""
 
     id: str
     lease: str
@@ -562,7 +565,7 @@ class LeasedCalls(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A chunk of an answer, starting at token `at`. `finish` marks the last chunk, which may be the only one."""
+    """A chunk of an answer, starting at token `at`. The last chunk, which may be the only one, has `finish`."""
 
     lease: str
     ids: bytes

@@ -1,4 +1,4 @@
-"""Retry policy for a gateway that restarts, shared by all its clients."""
+"""Retry policy for the time while a gateway restarts, shared by all its clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def retry_while_unreachable(
 ) -> T:
     """Repeat a call while the gateway cannot be reached. After `limit_s` seconds (default: `RESTART_S`), raise the last error.
 
-    Use it only for calls that are safe to repeat. `warn` logs the first failure.
+    Use this only for calls that are safe to repeat. With `warn`, log the first failure.
     """
     limit_s = RESTART_S if limit_s is None else limit_s
     deadline = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""HTTP transport to a gateway: connection pool, admin key, decoded replies and typed errors."""
+"""HTTP transport to a gateway: connection pool, admin key, decoding of replies, and typed errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from turngate.types import Json, decode_array
 
 T = TypeVar("T")
 _LIMIT = aiohttp.ClientTimeout(total=60)
-_PROXY_STATUSES = (502, 503, 504)  # what a proxy returns while it cannot reach the gateway
+_PROXY_STATUSES = (502, 503, 504)  # statuses that a proxy returns while it cannot reach the gateway
 
 
 class GatewayUnreachable(TurngateError):
-    """The gateway cannot be reached, is stopping, or cannot write to its store (503). A retry is safe."""
+    """The gateway cannot be reached, is stopping, or cannot write to its store (503). The request can be retried safely."""
 
     status = 503
     kind = "gateway_unreachable"
@@ -34,7 +34,7 @@ class GatewayUnreachable(TurngateError):
 
 
 class RequestRejected(TurngateError):
-    """The gateway rejected the request. `answered` is the HTTP status."""
+    """The gateway rejected the request. `answered` is the HTTP status of its reply."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(f"gateway: {message}", param=param)
@@ -52,7 +52,7 @@ class GatewayTransport:
     """Sends requests to one gateway. Use it as a context manager."""
 
     def __init__(self, url: str, admin_key: str, project: str = "") -> None:
-        """`admin_key` is the admin key or the key of a project. With the admin key, `project` chooses the project to act on."""
+        """`admin_key` is the admin key or the key of a project. With the admin key, `project` is the project to act on."""
         reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
