@@ -36,7 +36,7 @@ def test_rows_of_a_project_are_deleted_and_the_audit_log_stays(store: Store) -> 
     assert [key.prefix for key in table.list_keys()] == ["tgp-2"]
     assert store.quotas.used("acme", "live_sessions") == 0 and table.list_deleted() == {"acme"}
     assert store.audit.page(project="acme")[-1].action == "project deleted"
-    with pytest.raises(Conflict, match="was deleted, and its name is not used again"):
+    with pytest.raises(Conflict, match="was deleted, and its name cannot be reused"):
         table.create(ProjectRow("acme", 1.0), CREATED)
     with pytest.raises(NotFound, match="unknown project 'acme'"):
         table.delete("acme", DELETED)

@@ -1,6 +1,7 @@
-"""A session with everything recorded for it, independent of the store that it is in: read it, write it, compare it.
+"""A session with all its recorded data, in a form that does not depend on the store that it is in.
 
-Keys, event numbers and checksums belong to one store, so they are not part of it. Checksums are verified on reading.
+`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and checksums are not included, because
+they have a meaning only within one store. Checksums are verified when a session is read.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from turngate.store.shipment import NODE_COLUMNS, SESSION_COLUMNS, SESSION_TABLE
 from turngate.store.sqlite import Store
 
 Row = tuple[Any, ...]
-ARCHIVED_TABLES = {**SESSION_TABLES, "events": ("time", "kind", "data")}  # with their columns
+ARCHIVED_TABLES = {**SESSION_TABLES, "events": ("time", "kind", "data")}  # the columns of each table
 ARCHIVED_NODE = NODE_COLUMNS[:-1]  # without the checksum
 _ATTEMPT = AttemptRow.__struct_fields__
 _SESSION = ", ".join("CAST(config AS BLOB)" if name == "config" else name for name in SESSION_COLUMNS)
 
 
 class ArchivedSession(msgspec.Struct, frozen=True):
-    """One session. Rows have the columns of `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
+    """One session. Its rows have the columns of `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
 
     session: Row
     nodes: list[Row]
     tables: dict[
         str, list[Row]
-    ]  # without `side_data` if there is none, so that digests are as before that table existed
+    ]  # an empty `side_data` is omitted, so that digests stay the same as before that table existed
     attempts: list[AttemptRow]
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
 
@@ -46,17 +47,17 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Roughly its size in bytes."""
+        """The approximate size of the session in bytes."""
         rows = (*self.nodes, *(row for table in self.tables.values() for row in table))
         return sum(50 + sum(len(cell) for cell in row if isinstance(cell, (bytes, str))) for row in rows)
 
     def compute_digest(self) -> bytes:
-        """Return a digest of all its content. Two stores with the same session get the same digest."""
+        """Return a digest of the whole session. It is the same in every store that has the session."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="sorted")).digest()
 
 
 def read_session(db: StoreConnection, key: int) -> ArchivedSession:
-    """Read a session. Raise `StoreError` if it is damaged. Call this inside a snapshot."""
+    """Read a session with everything recorded for it. Raise `StoreError` if it is damaged. Call this inside a snapshot."""
     session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (key,)).fetchone()
     if session is None:
         raise StoreError("it was deleted")
@@ -86,9 +87,9 @@ def read_session(db: StoreConnection, key: int) -> ArchivedSession:
 
 
 def write_session(store: Store, archived: ArchivedSession) -> bool:
-    """Add a session to a store. Return False if the store already has it. Feeds do not get it.
+    """Add a session to a store. Return False if the store already has it.
 
-    Raise `StoreError` if the store has another session with the same id.
+    The session is not added to any feed. Raise `StoreError` if the store has a different session with the same id.
     """
     with store.database.writing() as db:
         query = "SELECT CAST(secret AS BLOB) FROM sessions WHERE id=?"
@@ -121,5 +122,5 @@ def _insert(db: StoreConnection, table: str, columns: Sequence[str], row: Sequen
 
 
 def tokenizer_settings(store: Store) -> Mapping[str, str]:
-    """Return the settings that name the tokenizers of a store's sessions."""
+    """Return the settings of a store that name its sessions' tokenizers and renderers."""
     return store.settings_with(("tokenizer:", "renderer:"))

@@ -1,11 +1,11 @@
 """The attempts table: every attempt at a rollout, its session, and whether its outcome counts.
 
     running ──► settled       its outcome counts: groups, feeds and exports include it; no further attempt can be opened
-       │ ─────► failed        an infrastructure fault; a further attempt can be opened
+       │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
        └──────► superseded    given up, or replaced by a higher attempt; its outcome is stored but never counts
 
-At most one attempt of a rollout is ever settled. Each function changes the row, and so locks it, before it reads the row and decides. So
-two concurrent transactions of a database with row locks cannot both decide.
+At most one attempt of a rollout is ever settled. To ensure this, each function writes to an attempt's row before it reads the row and
+decides. The write locks the row, so two concurrent transactions cannot both decide.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CANCELLED = "SELECT key FROM sessions JOIN outcomes ON outcomes.session=session
 
 
 class AttemptRow(msgspec.Struct, frozen=True):
-    """One attempt as stored."""
+    """One row of the attempts table."""
 
     rollout: str
     attempt: int
@@ -83,11 +83,14 @@ class AttemptTable:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
     def explain_exclusions(self, first: int, last: int) -> dict[int, str]:
-        """Return why sessions with keys from `first` to `last` do not count, by session key. Sessions that count are omitted."""
+        """Return why the outcomes of sessions do not count, by session key, for keys from `first` to `last`.
+
+        Sessions with outcomes that count are omitted.
+        """
         return self._explain("key BETWEEN ? AND ?", (first, last))
 
     def explain_exclusions_of(self, keys: Sequence[int]) -> dict[int, str]:
-        """Return why the sessions with these keys do not count, by session key. Sessions that count are omitted."""
+        """Like `explain_exclusions`, for the sessions with these keys."""
         found: dict[int, str] = {}
         for start in range(0, len(keys), _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])
@@ -109,11 +112,11 @@ class AttemptTable:
         }
 
     def find_exclusion(self, session: int) -> str:
-        """Return why a session does not count, or an empty string if it does. `session` is its key."""
+        """Return why the outcome of a session does not count, or an empty string if it does. `session` is the session's key."""
         return self.explain_exclusions(session, session).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
-        """Return which of the given session ids have superseded attempts."""
+        """Return those of the given session ids that belong to superseded attempts."""
         found: list[str] = []
         for start in range(0, len(sessions) if self._has_tables else 0, _MAX_VALUES):
             chunk = tuple(sessions[start : start + _MAX_VALUES])
@@ -124,14 +127,14 @@ class AttemptTable:
         return found
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
-        """Give up an attempt, unless it already has an outcome. Return the attempt, and the outcome if there is one.
+        """Give up an attempt, unless it already has an outcome. Return the attempt, and its outcome if there is one.
 
-        `session` is the id that was chosen for the attempt's session. It is used if the attempt was never opened, or was opened by a client
-        that does not name its rollouts. If the state is `superseded`, the outcome, if any, does not count.
+        `session` is the id that was chosen for the attempt's session. It is used if the attempt was never opened, or if the client that
+        opened it does not name its rollouts. If the returned attempt is `superseded`, its outcome does not count.
         """
         now = time.time()
         with self._writing() as db:
-            # Changes nothing in an existing row, but locks it.
+            # If the row exists, this statement does not change it, but locks it.
             row = db.execute(
                 f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt)"
                 f" DO UPDATE SET rollout=excluded.rollout RETURNING {_COLUMNS}",
@@ -150,14 +153,14 @@ class AttemptTable:
                     (state, now, rollout, attempt),
                 )
                 return msgspec.structs.replace(before, state=state), recorded
-            sessions = (before.session, session)  # usually the same
+            sessions = (before.session, session)  # usually the same id twice
             which = "(rollout=? AND attempt=?) OR (session IN (?,?) AND session!='' AND state!='settled')"
             supersede_attempts(db, which, (rollout, attempt, *sessions))
             return msgspec.structs.replace(before, state="superseded", ended=now), None
 
 
 def _read_outcome(db: StoreConnection, session: str) -> tuple[RecordedOutcome | None, str]:
-    """Return the outcome and the status of a session. A damaged outcome is treated as missing, because it cannot be adopted."""
+    """Return the outcome and the status of a session, or None and an empty string. A damaged outcome is treated as missing."""
     query = (
         "SELECT CAST(outcome AS BLOB), status FROM sessions JOIN outcomes ON outcomes.session=sessions.key WHERE id=?"
     )
@@ -166,15 +169,15 @@ def _read_outcome(db: StoreConnection, session: str) -> tuple[RecordedOutcome | 
     return (outcome, row[1]) if isinstance(outcome, RecordedOutcome) else (None, "")
 
 
-# ── in the transaction of the caller ────────────────────────────────────────────────────────────────────────────────
+# ── in the caller's transaction ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def register_attempt(
     db: StoreConnection, rollout: str, attempt: int, session: str, started: float, cell: str = ""
 ) -> None:
-    """Register an attempt whose session is being opened, and supersede lower attempts.
+    """Register an attempt when its session is opened, and supersede lower attempts.
 
-    Raise `Conflict` if it was superseded or opened before, or if the rollout already has an outcome.
+    Raise `Conflict` if the attempt was superseded or opened before, or if the rollout already has an outcome.
     """
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
@@ -208,9 +211,9 @@ def register_attempt(
 
 
 def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
-    """Record that a session has an outcome. Return whether the outcome counts.
+    """Update the state of a session's attempt after its outcome was recorded. Return whether the outcome counts.
 
-    The outcome of a cancelled session does not count either: cancelling ends a rollout without a verdict.
+    The outcome does not count if the attempt was superseded or the session was cancelled.
     """
     (status,) = db.execute("SELECT status FROM sessions WHERE id=?", (session,)).fetchone()
     state = outcome_state(decode_outcome(outcome), status)
@@ -222,20 +225,23 @@ def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
 
 
 def release_attempt(db: StoreConnection, session: str) -> None:
-    """Forget the session of an attempt because it is being deleted. Its id can be reused, but the attempt of a named rollout cannot."""
+    """Detach an attempt from its session, which is being deleted.
+
+    The session's id can then be reused. An attempt at a named rollout stays registered, so its number cannot be used again.
+    """
     supersede_attempts(db, "session=? AND rollout!=session", (session,))
     db.execute("DELETE FROM attempts WHERE session=? AND rollout=session", (session,))
     db.execute("UPDATE attempts SET session='' WHERE session=?", (session,))
 
 
 def find_rollout(db: StoreConnection, session: str) -> str:
-    """Return the name of a session's rollout, or an empty string if it has none."""
+    """Return the name of a session's rollout, or an empty string if the rollout has no name."""
     row = db.execute("SELECT rollout FROM attempts WHERE session=? AND rollout!=session", (session,)).fetchone()
     return "" if row is None else row[0]
 
 
 def supersede_attempts(db: StoreConnection, where: str, values: Sequence[object]) -> None:
-    """Mark attempts as superseded, and announce it in the events of their sessions."""
+    """Mark the attempts that match the SQL condition `where` as superseded, and add an event to each of their sessions."""
     query = (
         f"UPDATE attempts SET state='superseded', ended=? WHERE ({where}) AND state!='superseded'"
         " RETURNING rollout, attempt, session"
@@ -248,6 +254,6 @@ def supersede_attempts(db: StoreConnection, where: str, values: Sequence[object]
 
 
 def outcome_state(outcome: RecordedOutcome | DamagedOutcome, status: str) -> AttemptState:
-    """Return the state of an attempt with this outcome. Cancelling a session ends its rollout without a verdict."""
+    """Return the state of an attempt with this outcome, in a session with this status."""
     is_fault = isinstance(outcome, RecordedOutcome) and outcome.kind == "infrastructure fault"
     return "failed" if is_fault or status == "cancelled" else "settled"

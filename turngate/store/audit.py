@@ -50,7 +50,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewAuditEntry(msgspec.Struct, frozen=True):
-    """An entry to add. It never contains a key."""
+    """An entry to add to the audit log. It never contains an API key."""
 
     actor: str
     project: str
@@ -70,9 +70,9 @@ class AuditTable:
             insert_audit_entry(db, entry)
 
     def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return entries past a number, oldest first, of one project or of all.
+        """Return the entries after a number, oldest first, of one project or of all projects.
 
-        The entries of one project are numbered 1, 2, … of their own: gaps would tell its members how much happens in others.
+        The entries of one project are numbered 1, 2, … without gaps. Gaps would show the project's members how active other projects are.
         """
         if not self._has_tables:
             return []
@@ -100,7 +100,7 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Add an entry in the transaction of the change that it describes, after all other locks."""
+    """Insert an entry in the transaction of the change that it describes. Take all other locks before."""
     db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",

@@ -1,4 +1,7 @@
-"""PostgreSQL's binary formats, for the tables with the most rows. Encoding them here takes a fraction of psycopg's CPU time."""
+"""Encode values and rows in PostgreSQL's binary format, which takes a fraction of the CPU time that psycopg needs.
+
+This is used for the tables with the most rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 COPY_TRAILER = b"\xff\xff"
 _NULL = b"\xff\xff\xff\xff"
 _node_start = Struct(">hiqiqiq").pack  # 10 columns; session, id, parent
-_root_start = Struct(">hiqiqi").pack  # the same without a parent
+_root_start = Struct(">hiqiqi").pack  # the same, for a node without a parent
 _length = Struct(">i").pack
 _node_end = Struct(">iqiq").pack  # delivered, checksum
 _SESSION_AT, _CHECKSUM_AT = np.arange(6, 14), np.arange(-8, 0)  # in an encoded node, from its start and its end
@@ -26,14 +29,14 @@ _FLOATS = np.dtype([("length", ">i4"), ("value", ">f8")])
 
 
 class EncodedArray(msgspec.Struct, frozen=True):
-    """An array in PostgreSQL's format."""
+    """An array in PostgreSQL's binary format."""
 
     data: bytes
-    oid: int  # of its type
+    oid: int  # PostgreSQL's number for the array type
 
 
 def encode_text(value: str) -> bytes:
-    """Encode an element of a text array."""
+    """Encode a string as an element of a text array or as a column of a row."""
     data = value.encode()
     return _length(len(data)) + data
 
@@ -42,7 +45,7 @@ _KINDS = {kind: encode_text(kind) for kind in ("context", "sampled")}
 
 
 def make_text_array(elements: Sequence[bytes], count: int) -> EncodedArray:
-    """Join encoded elements into an array of `count` elements. Each item of `elements` may contain several."""
+    """Build a text array of `count` encoded elements. Each item of `elements` may contain several of them."""
     return EncodedArray(b"".join((_array_start(1, 0, _TEXT, count, 1), *elements)), _ARRAYS[_TEXT])
 
 
@@ -61,7 +64,7 @@ def make_float_array(values: Sequence[float]) -> EncodedArray:
 
 
 def _encode_list(values: list[Any]) -> tuple[bytes, int]:
-    """Encode a list of one type, which may contain None."""
+    """Encode a list as an array, and return it with the oid of its type. All elements except None must have the same type."""
     elements = [encode_value(value) for value in values]
     oid = next((of for _, of in elements if of), _TEXT)
     has_null = any(data is None for data, _ in elements)
@@ -83,7 +86,7 @@ _ENCODERS: dict[type, Callable[[Any], tuple[bytes | None, int]]] = {
 
 
 def encode_value(value: Any) -> tuple[bytes | None, int]:
-    """Encode a value, and return it with the oid of its type."""
+    """Encode a value, and return its bytes with the oid of its type. None becomes NULL."""
     return _ENCODERS[type(value)](value)
 
 
@@ -120,7 +123,7 @@ def encode_node(
 
 
 def rekey_nodes(rows: bytearray, ends: Sequence[int], session: int, checksums: Sequence[int]) -> None:
-    """Replace the session and the checksums in encoded rows of the nodes table, which end at `ends`."""
+    """Replace the session's key and the checksums in encoded rows of the nodes table. `ends` are the offsets at which the rows end."""
     data, last = np.frombuffer(rows, np.uint8), np.array(ends, np.int64)
     first = np.array([0, *ends][:-1], np.int64)
     data[first[:, None] + _SESSION_AT] = np.frombuffer(_int8(session), np.uint8)

@@ -1,4 +1,4 @@
-"""The checksum of a stored node, which reveals a damaged trace."""
+"""Checksums of stored nodes, which reveal damage to a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 UNDELIVERED = 0x5EED  # XORed into the checksum of an undelivered turn, so that the checksum covers this flag too
 _POLYNOMIAL = 0xEDB88320  # of CRC-32
-_DIGITS = 8  # of a size in base 16
+_DIGITS = 8  # hexadecimal digits of a size
 _Words = npt.NDArray[np.int64]
 
 
@@ -25,7 +25,7 @@ def join_fields(
     info: bytes,
     messages: bytes,
 ) -> bytes:
-    """Join what a node's checksum covers. It begins with `session`, the session's key."""
+    """Join the fields that a node's checksum covers. The first one is `session`, the session's key."""
     place = f"{session}/{node}/{parent}/{kind}".encode()
     return b"".join((place, ids or b"\0", logprobs or b"\0", info or b"\0", messages or b"\0"))
 
@@ -40,23 +40,27 @@ def node_checksum(
     info: bytes,
     messages: bytes,
 ) -> int:
-    """Return the checksum of a delivered node."""
+    """Return the checksum of a node that is a context or a delivered turn."""
     return zlib.crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
 
 
-# ── another key ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── new keys ────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# A CRC is linear: crc(a + c) ^ crc(b + c) depends only on crc(a) ^ crc(b) and the size of c. So if a session gets another key, the new
-# checksums follow from the old ones without reading the nodes again.
+# A CRC is linear: crc(a + c) ^ crc(b + c) depends only on crc(a) ^ crc(b) and the size of c. So if a session gets a new key, the new
+# checksums can be computed from the old ones without reading the nodes again.
 
 
 def key_difference(old: int, new: int) -> int:
-    """Return the difference between two keys that `rekey_checksums` needs."""
+    """Return the difference between two session keys, for `rekey_checksums`."""
     return zlib.crc32(str(old).encode()) ^ zlib.crc32(str(new).encode())
 
 
 def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:
-    """Return the checksums of nodes under new keys. `sizes` counts the bytes after each key; `differences` is from `key_difference`."""
+    """Return the checksums of nodes after their sessions get new keys.
+
+    For each node, `sizes` has the number of bytes that its checksum covers after the key, and `differences` has the `key_difference` of its
+    session's old and new key.
+    """
     changes, left = np.array(differences, np.int64), np.array(sizes, np.int64)
     for digit in range(_DIGITS):
         changes = _append_zeros(_zeros(digit), changes, left & 15)
@@ -68,7 +72,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Extend each checksum with zero bytes: `digits[i]` times as many as the tables are for."""
+    """Return each checksum continued with zero bytes. `digits[i]` selects the table, and so the number of bytes, for checksum i."""
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):
@@ -78,7 +82,10 @@ def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
 
 @cache
 def _zeros(digit: int) -> _Words:
-    """Return tables that continue a checksum with n · 16^digit zero bytes, by n and by the position and value of its bytes."""
+    """Return lookup tables that continue a checksum with n · 16^digit zero bytes, for n from 0 to 15.
+
+    They are indexed by n, by the position of a byte in the checksum, and by the byte's value.
+    """
     basis = np.arange(256) << np.arange(0, 32, 8)[:, None]
     none, one = np.zeros((4, 256), np.int64), np.ones((4, 256), np.int64)
     if digit:

@@ -1,6 +1,6 @@
-"""The seam below the store: a database with short transactions. `database.py` implements it on SQLite, `shared/` on PostgreSQL.
+"""The interface between the store and its database. `database.py` implements it with SQLite, `shared/` with PostgreSQL.
 
-The SQL of the table modules runs on both. It uses `?` for values, `ON CONFLICT` and `RETURNING`, and the locks below.
+The table modules use the same SQL for both: `?` for values, `ON CONFLICT`, `RETURNING`, and the lock comments below.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Durability = Literal["process", "disk"]
 # The locks last until the end of the transaction. They are comments to SQLite, where only one transaction writes at a time.
 # To prevent deadlocks, transactions lock sessions first, then attempts, then feeds, and write events last.
 FOR_UPDATE = "/* FOR UPDATE */"  # after a SELECT: lock its rows
-# So that outcomes enter one after the other, and a group completes exactly once.
+# Makes outcomes enter the feeds one after the other, so that a group is completed exactly once.
 LOCK_FEEDS = f"SELECT key FROM feeds ORDER BY key {FOR_UPDATE}"
 LOCK_FEEDS_TABLE = (
     "/* LOCK TABLE feeds IN EXCLUSIVE MODE */"  # wait for all transactions that have locked feeds, and block new ones
@@ -49,24 +49,24 @@ class Database(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the tables, as in `schema.py`. It is older than this program's only if the database is read-only."""
+        """The version of the tables (`schema.py`). It can be older than `SCHEMA_VERSION` only if the database is read-only."""
 
     def writing(self) -> AbstractContextManager[StoreConnection]:
-        """Run a write transaction. It is rolled back if the block raises."""
+        """Run a write transaction. It is rolled back if the block raises an exception."""
 
     def reading(self) -> AbstractContextManager[StoreConnection]:
-        """Run single reads, each of which sees the newest data."""
+        """Run single reads. Each read sees the newest data."""
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """Make all reads inside the block see the same data. Only for a database with its own connection (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""
 
     def newest_event(self) -> int:
         """Return the highest event number ever assigned, even if that event was removed."""
 
     def change_count(self) -> int:
-        """Return a number that changes when another process writes events. Numbers are comparable within a thread."""
+        """Return a number that changes whenever another process writes events. Compare it only with numbers from the same thread."""
 
     def used_bytes(self) -> int:
-        """Return how many bytes the data takes."""
+        """Return how many bytes the stored data takes."""
 
     def close(self) -> None: ...

@@ -26,7 +26,10 @@ log = logging.getLogger("turngate")
 
 
 class SqliteDatabase:
-    """One SQLite file with one connection for writing and one for each thread that reads. Transactions are short and synchronous."""
+    """One SQLite file, with one connection for writing and one for each thread that reads.
+
+    Transactions are short and block the calling thread.
+    """
 
     durability: Durability
     _readers: _Readers | None
@@ -62,13 +65,13 @@ class SqliteDatabase:
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints: threading.Thread | None = None
-        if shard.number == 0:  # one thread for all workers
+        if shard.number == 0:  # the first worker runs the checkpoints of all workers
             self._checkpoints = threading.Thread(target=self._run_checkpoints, name="turngate-checkpoint", daemon=True)
             self._checkpoints.start()
 
     @classmethod
     def open_for_reading(cls, folder: Path) -> SqliteDatabase:
-        """Open a folder read-only. Another process may be writing to it."""
+        """Open the database in a folder read-only. Another process may be writing to it."""
         database = cls.__new__(cls)
         database._connect_for_reading(folder)
         return database
@@ -92,7 +95,7 @@ class SqliteDatabase:
                 "use the turngate version that wrote it",
                 param="data",
             )
-        self._readers = None  # one thread uses it
+        self._readers = None  # None: only one thread uses this database
         self._mutex = threading.Lock()
         self._checkpoints = None
         self._lock_file = None
@@ -115,7 +118,7 @@ class SqliteDatabase:
         prepare_upgrade(self._db, version)
         self._db.executescript(SCHEMA + SQLITE_AUDIT_GUARD)
         if version == BEFORE_EVENTS:
-            # Event numbers used to start at the start time in milliseconds. New numbers must be higher than any such cursor.
+            # Older versions numbered events from their start time in milliseconds. New numbers must be higher than those.
             self._db.execute(
                 "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
                 " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
@@ -137,7 +140,7 @@ class SqliteDatabase:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Make all reads inside the block see the same snapshot. Only for a database with its own connection (`Store.open_reader`)."""
+        """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""
         with self.reading() as db:
             db.execute("BEGIN")
             try:
@@ -204,7 +207,7 @@ class SqliteDatabase:
         return 0 if row is None else int(row[0])
 
     def used_bytes(self) -> int:
-        """Return the size of the pages that are in use. Pages freed by deletions are reused, and do not count."""
+        """Return the size of the pages that are in use. Free pages are not included, because new data will reuse them."""
         with self.reading() as db:
             count, free, size = (
                 db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
@@ -230,26 +233,27 @@ class SqliteDatabase:
 
 
 class _Connection(sqlite3.Connection):
-    """A connection to the file. Unlike its base class, it supports weak references."""
+    """A SQLite connection that supports weak references, unlike its base class."""
 
 
 def _connect(path: Path) -> _Connection:
-    """Open a connection that any thread may use, and that opens no transactions itself."""
+    """Open a connection that any thread may use. It does not begin transactions by itself."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
     db.text_factory = decode_text
     return db
 
 
 class _Readers:
-    """A connection for reading in each thread, so that no read waits for a synced write.
+    """One connection for reading per thread, so that no read waits until a write is synced.
 
-    Threads cannot share one: while a query of one thread is open, another thread would not see what was written since it began.
+    Threads cannot share a connection: while one thread has an open query, the others would not see data written since that query began.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._own = threading.local()
-        self._all: weakref.WeakSet[_Connection] = weakref.WeakSet()  # the reader of an ended thread is closed
+        # Weak, so that the connection of a thread is closed when the thread ends.
+        self._all: weakref.WeakSet[_Connection] = weakref.WeakSet()
         self._closed = False
 
     def get(self) -> sqlite3.Connection:
@@ -268,7 +272,10 @@ class _Readers:
 
 
 class _Transaction:
-    """One write transaction. It is a class because every turn uses it, and a generator is several times slower."""
+    """A context manager for one write transaction.
+
+    It is a class because every turn uses it, and a generator would be several times slower.
+    """
 
     __slots__ = ("_store",)
 

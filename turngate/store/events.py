@@ -1,6 +1,6 @@
 """The events table: everything that happened, in commit order.
 
-An event that describes another write, such as a turn or the end of a session, is inserted in the same transaction as that write.
+Some events describe another write, such as a turn or the end of a session. They are inserted in the same transaction as that write.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: StoreConnection, event: NewEvent) -> None:
-    """Insert an event in the caller's transaction.
+    """Insert an event in the caller's transaction. Take all other locks before.
 
-    In the shared store, this makes other transactions wait to number their events. So it comes after all other locks.
+    In the shared store, this locks the event counter. Other transactions cannot number their events until this one ends.
     """
     db.execute(_EVENT, (event.time, event.session, event.kind, event.data))
 
 
 def insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
-    """Like `insert_event`, for several events with one statement. They are numbered in their order."""
+    """Insert several events with one statement. They are numbered in the given order. See `insert_event` about locks."""
     rows = ",".join(["(?,?,?,?)"] * len(events))
     values = [value for event in events for value in (event.time, event.session, event.kind, event.data)]
     db.execute(f"INSERT INTO events (time, session, kind, data) VALUES {rows}", values)
@@ -87,21 +87,21 @@ class EventTable:
     def __init__(
         self, database: Database, on_add: Callable[[StoreConnection, str], None] = lambda db, session: None
     ) -> None:
-        """`on_add` is called with the session of each event that is added on its own, in the same transaction."""
+        """Create the table. `add` calls `on_add` with the event's session, in the same transaction."""
         self._database = database
         self._writing = database.writing
         self._reading = database.reading
         self._on_add = on_add
 
     def add(self, event: NewEvent) -> int:
-        """Write an event and return its number."""
+        """Write an event in its own transaction, and return its number."""
         with self._writing() as db:
             self._on_add(db, event.session)
             row = db.execute(f"{_EVENT} RETURNING seq", (event.time, event.session, event.kind, event.data)).fetchone()
             return int(row[0])
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
-        """Return the oldest events after a number, of one session, or of all sessions if `session` is empty."""
+        """Return the oldest `limit` events with numbers above `after`, of one session, or of all sessions if `session` is empty."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = (
             f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
@@ -115,17 +115,20 @@ class EventTable:
         return self._database.newest_event()
 
     def knows(self, session: str) -> bool:
-        """Return whether a session has events other than its deletion."""
+        """Return whether a session has any events except `deleted`."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind!='deleted' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
 
     def state(self) -> int:
-        """Return a number that changes when another process writes events. Numbers are comparable within a thread."""
+        """Return a number that changes whenever another process writes events. Compare it only with numbers from the same thread."""
         return self._database.change_count()
 
     def prune(self, before: float) -> int:
-        """Remove events older than a time, and return how many. Works in short transactions, so that no turn waits long."""
+        """Remove events older than the time `before`, and return how many were removed.
+
+        It uses short transactions, so that turns do not wait long. Events of sessions in the outbox are kept.
+        """
         removed = 0
         which = f"seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<? AND {_SHIPPED}"
         while True:
@@ -139,14 +142,14 @@ class EventTable:
                 return removed
 
     def last_pruned(self) -> int:
-        """Return the highest event number removed because of its age, or 0. A reader that is behind it has missed events."""
+        """Return the highest number of an event that `prune` removed, or 0. A reader that has not read up to it has missed events."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])
 
 
 def _read_event(seq: int, when: object, session: object, kind: object, data: object) -> GatewayEvent:
-    """Return an event. One that is damaged on disk says so in its data, so that its reader gets the others."""
+    """Return an event from its columns. If they are damaged, the event's data says so, and other events can still be read."""
     of, at, is_text = as_name(session), as_number(when), isinstance(kind, str)
     if is_text and (of, at) == (session, when) and isinstance(data, bytes | str):
         with suppress(msgspec.DecodeError, UnicodeDecodeError):

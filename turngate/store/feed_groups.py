@@ -1,6 +1,6 @@
 """Decide how outcomes change the groups of one feed. No I/O.
 
-Outcomes are added one after the other. The result is the same whether they are added in one transaction or in several.
+Outcomes are added one after another. The result is the same whether they are added in one transaction or in several.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import msgspec
 
 
 class NewEntry(msgspec.Struct, frozen=True):
-    """An outcome that is added to the feeds."""
+    """An outcome to be added to the feeds."""
 
     session: int  # key of the session
-    id: str  # of the session
+    id: str  # id of the session
     rollout: str  # name of the rollout; empty: it has none
     group: str
     outcome: bytes  # JSON of RecordedOutcome
-    is_fault: bool  # an infrastructure fault removes an earlier outcome of the rollout, and is not added itself
+    is_fault: bool  # an infrastructure fault is not added, but removes the rollout's earlier outcome
 
 
 class FeedEntry(msgspec.Struct, eq=False):
-    """One row of `rolled`, or one that will be written."""
+    """A rollout in a feed: a row of the table `rolled`, or a row that will be written to it."""
 
     session: int
     rollout: str
     group: str
-    number: int | None  # of the delivery; None: the group is not complete
-    place: int = 0  # 0: not written yet
+    number: int | None  # number of the delivery; None: the group is not complete
+    place: int = 0  # key of the row; 0: not written yet
     new: NewEntry | None = None
 
 
 class FeedGroups:
-    """The entries of a feed that new ones may affect, and the changes so far.
+    """The entries of a feed that new outcomes may affect, and the changes that the outcomes make.
 
-    `entries` has at least the entries of incomplete groups that are added to, and those of the same sessions and rollouts.
+    `entries` must include all entries of the incomplete groups that get new outcomes, and all entries with the same sessions or rollouts.
     """
 
     def __init__(self, n: int, prefix: str, newest: int, entries: Iterable[FeedEntry]) -> None:
@@ -46,19 +46,19 @@ class FeedGroups:
         self._by_rollout: dict[str, FeedEntry] = {}
         self._added: dict[int, FeedEntry] = {}  # by session
         self.newest = newest
-        self.removed: list[int] = []  # places
+        self.removed: list[int] = []  # places of the rows to delete
         self.completed: list[tuple[int, str, list[FeedEntry]]] = []  # number, group and entries of each new delivery
         for entry in entries:
             self._keep(entry)
 
     @property
     def added(self) -> list[FeedEntry]:
-        """The entries to write, first to last."""
+        """The entries to write, in the order in which they were added."""
         return list(self._added.values())
 
     def add(self, new: NewEntry) -> None:
-        """Add a rollout. If this completes its group, assign the group a number."""
-        # A rollout that is already in the feed is replaced while its group is incomplete. Once it has a number, it never changes.
+        """Add an outcome. If this completes its group, assign the group a delivery number."""
+        # An entry of the same session or rollout is replaced while its group is incomplete. Once it has a number, it never changes.
         is_delivered = False
         for old in (self._by_session.get(new.session), self._by_rollout.get(new.rollout)):
             if old is not None and old.number is None:
@@ -69,7 +69,7 @@ class FeedGroups:
         entry = FeedEntry(new.session, new.rollout, new.group, None, new=new)
         self._keep(entry)
         self._added[new.session] = entry
-        if len(self._waiting[new.group]) >= self._n or not new.group:  # a rollout without a group forms its own group
+        if len(self._waiting[new.group]) >= self._n or not new.group:  # a rollout without a group is a group by itself
             self._complete(new.group)
 
     def _complete(self, group: str) -> None:
@@ -87,9 +87,9 @@ class FeedGroups:
             self._waiting.setdefault(entry.group, []).append(entry)
 
     def _remove(self, entry: FeedEntry) -> None:
-        """Remove an entry without a number."""
+        """Remove an entry that has no delivery number."""
         if entry not in self._waiting[entry.group]:
-            return  # the same entry by session and by rollout
+            return  # already removed: it was found by its session and by its rollout
         self._waiting[entry.group].remove(entry)
         self._by_session.pop(entry.session, None)
         self._by_rollout.pop(entry.rollout, None)

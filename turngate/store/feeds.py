@@ -1,7 +1,8 @@
 """Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery.
 
 A delivery gets its number in the transaction that records the last outcome of its group. A complete group therefore always has a number,
-even after a crash. All workers write to the same file, so numbers are unique. `gateway/deliveries.py` builds deliveries from these tables.
+even after a crash. All workers write to the same database, so numbers are unique. `gateway/deliveries.py` builds deliveries from these
+tables.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
 _ALL_ADDED = 1e308  # later than any outcome
-_BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # later closings are in `later`
+_BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # groups closed after that are in `later`
 _LAST_WAITING = (
     "(SELECT max(recorded) FROM rolled JOIN outcomes ON outcomes.session=rolled.session"
     " WHERE feed=? AND team=? AND number IS NULL)"
@@ -78,7 +79,7 @@ _OPEN = "key, name, n, prefix, newest"
 
 
 class FeedRow(msgspec.Struct, frozen=True):
-    """A feed as stored."""
+    """One row of the feeds table."""
 
     key: int
     name: str
@@ -91,7 +92,7 @@ class FeedRow(msgspec.Struct, frozen=True):
 
 
 class _OpenFeed(msgspec.Struct, frozen=True):
-    """What decides which outcomes a feed accepts, and when their groups are complete."""
+    """The columns of a feed that decide which outcomes it accepts and when a group is complete."""
 
     key: int
     name: str
@@ -110,7 +111,7 @@ class DeliveryMember(msgspec.Struct, frozen=True):
 
 
 class IncompleteGroup(msgspec.Struct, frozen=True):
-    """A group that is not complete, and the number of its rollouts so far."""
+    """An incomplete group, and how many rollouts it has so far."""
 
     group: str
     rollouts: int
@@ -125,12 +126,12 @@ class FeedLog:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, name: str, config: bytes, n: int, prefix: str, *, from_start: bool) -> FeedRow:
-        """Return the feed with this name, creating it if necessary.
+        """Return the feed with this name. Create it if it does not exist.
 
-        With `from_start`, a new feed must then be filled with earlier outcomes (`fill`).
+        A feed created with `from_start` must then be filled with earlier outcomes (`fill`).
         """
         with self._writing() as db:
-            # Every outcome either sees this feed or is recorded before it, so none is missed.
+            # With this lock, every outcome is recorded either before the feed exists or with the feed visible, so none is missed.
             db.execute(LOCK_FEEDS_TABLE)
             if (existing := _find(db, name)) is not None:
                 return existing
@@ -150,8 +151,8 @@ class FeedLog:
         """Add up to `most` outcomes to a feed that is being filled. Return whether there may be more.
 
         Outcomes recorded before the feed was created are added first, oldest first. Outcomes recorded since then follow. Each call is one
-        transaction, so turns can be written between calls. The position is stored, so any process can continue after a crash. The resulting
-        numbers are the same as if all outcomes had been added in one transaction.
+        transaction, so turns can be written between calls. The position is stored, so any process can continue after a crash. Deliveries
+        get the same numbers as if all outcomes were added in one transaction.
         """
         with self._writing() as db:
             _lock_feed(db, feed)
@@ -162,8 +163,8 @@ class FeedLog:
             if row is None:
                 return False
             recorded, session, *target = row
-            # An outcome that was recorded or replaced since then is added later, even if the clock was set back. The outcomes of
-            # superseded attempts and cancelled sessions do not count.
+            # Outcomes recorded or replaced since the feed was created are in `later` and are skipped here, even if the clock was set
+            # back. The outcomes of superseded attempts and cancelled sessions do not count.
             old = db.execute(
                 "SELECT recorded, outcomes.session, id, CAST(outcome AS BLOB),"
                 " EXISTS (SELECT 1 FROM later WHERE later.feed=? AND later.session=outcomes.session)"
@@ -178,7 +179,7 @@ class FeedLog:
                 recorded, session = old[-1][:2]
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
                 return True
-            if recorded < _ALL_ADDED:  # the first call after the last earlier outcome
+            if recorded < _ALL_ADDED:  # the first call after all earlier outcomes were added
                 _number_closed_groups(db, feed, target[0])
                 db.execute("UPDATE filling SET recorded=? WHERE feed=?", (_ALL_ADDED, feed))
             new = db.execute(
@@ -200,7 +201,7 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add earlier outcomes to a feed. A group that was closed between two of them gets its number at that point."""
+        """Add earlier outcomes to a feed. If a group was closed between two of its outcomes, it is numbered between them."""
         entries = [
             (at, make_entry(db, key, known_as, outcome))
             for at, key, known_as, outcome, is_skipped in old
@@ -227,13 +228,13 @@ class FeedLog:
             return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
 
     def waiting(self, feed: int, limit: int) -> list[IncompleteGroup]:
-        """Return incomplete groups, oldest first."""
+        """Return up to `limit` incomplete groups of a feed, oldest first."""
         query = "SELECT team, count(*) FROM rolled WHERE feed=? AND number IS NULL GROUP BY team ORDER BY min(place) LIMIT ?"
         with self._reading() as db:
             return [IncompleteGroup(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
     def waiting_counts(self) -> dict[int, tuple[int, int]]:
-        """Count the incomplete groups and their rollouts, by feed key."""
+        """Return the number of incomplete groups and the number of their rollouts, by feed key."""
         if not self._has_tables:
             return {}
         query = "SELECT feed, count(DISTINCT team), count(*) FROM rolled WHERE number IS NULL GROUP BY feed"
@@ -250,9 +251,9 @@ class FeedLog:
     # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
-        """Add outcomes to every feed that accepts their groups, in the transaction that records or replaces them.
+        """Add outcomes to every feed that accepts their groups. Call this in the transaction that records or replaces the outcomes.
 
-        Return the events of the groups that are complete now. The caller writes them.
+        Return the events that announce the groups completed by them. The caller must write these events.
         """
         db.execute(LOCK_FEEDS)
         query = f"SELECT {_OPEN}, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
@@ -270,9 +271,9 @@ class FeedLog:
         return self.enter(db, [make_entry(db, session, session_id, outcome)])
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
-        """Make a group complete with the rollouts it has. Return the name of each feed and the number of the delivery there.
+        """Complete a group with the rollouts that it has. Return the name of each feed that delivers it, and the delivery's number.
 
-        In a feed that is still being filled, the group gets its number later.
+        In a feed that is still being filled, the group is numbered later.
         """
         closed = []
         with self._writing() as db:
@@ -291,7 +292,7 @@ class FeedLog:
     # ── delivering ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def members(self, feed: int, number: int) -> list[DeliveryMember]:
-        """Return the rollouts of a delivery, in the order in which they were recorded."""
+        """Return the rollouts of a delivery, in the order in which they entered the feed."""
         query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
@@ -301,21 +302,21 @@ class FeedLog:
         ]
 
     def take_over(self, name: str) -> FeedRow | None:
-        """Replace the reader of a feed with a new one that has a new token. Return None if the feed does not exist."""
+        """Give the feed a new reader token, so that the previous reader can no longer use it. Return None if the feed does not exist."""
         with self._writing() as db:
             db.execute("UPDATE feeds SET reader=? WHERE name=?", (secrets.token_hex(12), name))
             return _find(db, name)
 
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
-        """Record that deliveries up to `number` are being handed out to a reader. Return False if another reader has replaced it."""
+        """Record that a reader is being handed the deliveries up to `number`. Return False if another reader has taken over."""
         with self._writing() as db:
             query = "UPDATE feeds SET handed=CASE WHEN handed<? THEN ? ELSE handed END WHERE key=? AND reader=?"
             return db.execute(query, (number, number, feed, reader)).rowcount == 1
 
     def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
-        """Commit up to a number, provided it was handed out to this reader or an earlier one.
+        """Commit the deliveries up to `number`, if they were handed out. Otherwise, the committed number does not change.
 
-        Return the feed, or None if it was deleted or has another reader.
+        Return the feed, or None if it was deleted or another reader has taken it over.
         """
         with self._writing() as db:
             query = (
@@ -339,7 +340,7 @@ def _lock_feed(db: StoreConnection, feed: int) -> None:
 def make_entry(
     db: StoreConnection, session: int, session_id: str, outcome: bytes, rollout: str | None = None
 ) -> NewEntry:
-    """Build the entry of an outcome. `rollout` is the name of the rollout, if the caller knows it."""
+    """Build the entry for an outcome. If `rollout` is None, look up the name of the session's rollout."""
     recorded = decode_outcome(outcome)
     is_fault = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
     # If a damaged outcome were skipped, its group would wait forever. It is added without a reward, so it is never trained.
@@ -351,7 +352,7 @@ def make_entry(
 
 
 def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]) -> list[NewEvent]:
-    """Add outcomes to locked feeds. Return the events of the groups that are complete now."""
+    """Add outcomes to feeds that the caller has locked. Return the events that announce the groups completed by them."""
     events: list[NewEvent] = []
     if not feeds or not entries:
         return events
@@ -372,7 +373,10 @@ def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Seque
 def _find_entries(
     db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]
 ) -> dict[int, list[FeedEntry]]:
-    """Return the entries that the new ones may affect, by feed: of their incomplete groups, their sessions and their rollouts."""
+    """Return the existing entries that new ones may affect, by feed key.
+
+    These are the entries of the same incomplete groups, the same sessions and the same rollouts.
+    """
     sessions = [entry.session for entry in entries]
     groups = sorted({entry.group for entry in entries})
     rollouts = sorted({entry.rollout for entry in entries if entry.rollout})
@@ -387,7 +391,7 @@ def _find_entries(
         f" AND ({which % tuple(marks)})"
     )
     found: dict[int, list[FeedEntry]] = {feed.key: [] for feed in feeds}
-    # Sorted here: with an index on `place`, SQLite might read the whole table in that order.
+    # Sorted in Python, because with ORDER BY place SQLite might read the whole table by the index on `place`.
     for feed, *entry in sorted(db.execute(query, (*found, *values)).fetchall(), key=lambda row: row[-1]):
         found[feed].append(FeedEntry(*entry))
     return found
@@ -420,14 +424,14 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Assign a number to the waiting rollouts of a group, if the group was closed between them and an outcome recorded at `recorded`."""
+    """Number the waiting rollouts of a group as one delivery if the group was closed after they were recorded, but before `recorded`."""
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:
         _assign_number(db, feed.key, feed.name, group)
 
 
 def _number_closed_groups(db: StoreConnection, feed: int, name: str) -> None:
-    """Assign numbers to the groups that were closed after the last of their earlier outcomes, in the order in which they were closed."""
+    """Number the waiting rollouts of each group that was closed after they were recorded, in the order in which the groups were closed."""
     query = (
         f"SELECT team, min(closed) FROM closed_groups WHERE {_BEFORE_OPENING} AND EXISTS"
         " (SELECT 1 FROM rolled WHERE rolled.feed=? AND rolled.team=closed_groups.team AND number IS NULL)"
@@ -448,7 +452,7 @@ def _postpone(db: StoreConnection, feed: int, session: int | None, known_as: str
 
 
 def _assign_number(db: StoreConnection, feed: int, name: str, group: str) -> int:
-    """Assign the next number to the waiting rollouts of a group, and return it."""
+    """Make the waiting rollouts of a group the feed's next delivery, and return its number."""
     (number,) = db.execute("UPDATE feeds SET newest=newest+1 WHERE key=? RETURNING newest", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
     count = db.execute(query, (number, feed, group)).rowcount
@@ -466,12 +470,12 @@ def _decode_or_stand_in(stored: bytes, group: str) -> RecordedOutcome:
 
 
 def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
-    """Build the outcome that replaces a damaged one."""
+    """Build the outcome that is delivered in place of a damaged one."""
     return RecordedOutcome(kind="infrastructure fault", message=DAMAGED_OUTCOME, group=group, task=task)
 
 
 def _read_metadata(db: StoreConnection, session: int) -> tuple[str, str]:
-    """Read the group and task that a session was opened with. Both are empty if its settings are damaged too."""
+    """Read the group and the task from a session's settings. Both are empty if the settings are damaged too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

@@ -1,8 +1,8 @@
-"""Write turns to the store, immediately or in batches, depending on the durability.
+"""Write turns to the store, immediately or in batches, depending on the durability setting.
 
-`process` durability writes each turn immediately in the calling task, because a commit without a sync is cheaper than a switch to a thread.
-`disk` durability syncs every commit, so turns that end at the same time share one transaction, which a thread writes. A turn with side data
-is always written by that thread, because its side data may be many megabytes.
+With `process` durability, each turn is written immediately in the calling task, because a commit without a sync is cheaper than a switch to
+a thread. With `disk` durability, every commit is synced. Turns that end at the same time therefore share one transaction, which runs in a
+thread. A turn with side data is always written in that thread, because its side data may be many megabytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Journal:
         self._failed = False
 
     async def commit(self, turn: NewTurn) -> None:
-        """Write a turn and return when it is durable. Raise `StoreError` if it cannot be written."""
+        """Write a turn, and return once it is durable. Raise `StoreError` if it cannot be written."""
         began = time.perf_counter()
         await self._write_durably(turn)
         self._took.observe(time.perf_counter() - began)
@@ -48,24 +48,24 @@ class Journal:
             raise
 
     def mark_undelivered(self, session: int, node: int) -> None:
-        """Mark a stored turn whose reply was not fully delivered to the agent."""
+        """Mark a stored turn as undelivered, because the agent did not get its whole reply."""
         self._store.mark_undelivered(session, node)
 
     def add_refusal(
         self, session: int, name: str, status: int, message: str, request: bytes | None
     ) -> RefusedCalls | None:
-        """Add a refused call, which is durable when this returns. `name` is the session's id."""
+        """Store a refused call. It is durable when this method returns. `name` is the session's id."""
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls with the same conversation as a call that was answered."""
+        """Mark the refused calls that have the same conversation as a call that has now been answered. `name` is the session's id."""
         return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:
         self._store.note_stop(session, stop)
 
     def require_writable(self) -> None:
-        """Raise `StoreError` before a call starts if the last write failed and the store still cannot be written."""
+        """Raise `StoreError` if the last write failed and the store still cannot be written to. Called before each model call."""
         if self._failed:
             self._store.probe()
             self._failed = False
@@ -77,7 +77,7 @@ class Journal:
             self._failed = True
             raise
         except Exception as error:
-            # Every waiting call must fail on any error: a turn that cannot be written is not delivered.
+            # Whatever the error is, every waiting call must fail: a turn that cannot be written is not delivered.
             self._failed = True
             raise StoreError(f"cannot record the turn ({type(error).__name__}: {error})") from error
 

@@ -17,21 +17,27 @@ from turngate.store.sqlite import Store
 def open_store(
     data: str, durability: Durability = "process", shard: Shard = SINGLE_SHARD, *, answer_s: float | None = None
 ) -> Store:
-    """Open a store for reading and writing, creating it if necessary. With `answer_s`, a shared store that takes longer to answer fails."""
+    """Open a store for reading and writing, and create it if necessary.
+
+    With `answer_s`, queries fail if a shared store takes longer than that to answer.
+    """
     if is_database_url(data):
         return SharedStore(parse_database_url(data), answer_s=answer_s)
     return Store(Path(data), durability, shard)
 
 
 def open_store_for_reading(data: str | Path) -> Store:
-    """Open a store read-only. Gateways may be writing to it."""
+    """Open a store read-only. Gateways may be writing to it at the same time."""
     if is_database_url(str(data)):
         return SharedStore(parse_database_url(str(data)), read_only=True)
     return Store.reading(Path(data))
 
 
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
-    """Yield the existing store that `data` names, then the store of each project, with the project's name. Each is closed afterwards."""
+    """Yield each project's name and store, beginning with the project `default`, which is the store that `data` names.
+
+    Each store is closed when the next one is requested. Raise an error if there is no store.
+    """
     if not is_database_url(data) and not (Path(data) / "turngate.db").is_file():
         raise NoRecordings(Path(data))
     if is_database_url(data):
@@ -50,7 +56,7 @@ def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[s
 
 
 def count_unfinished(data: str, project: str) -> int:
-    """Return how many sessions of a project are open, or run in cells that have not shipped them."""
+    """Return how many sessions of a project are open, including those in cells that have not shipped them yet."""
     where = locate_project(data, project)
     if not is_database_url(where) and not (Path(where) / "turngate.db").is_file():
         return 0  # nothing was recorded yet

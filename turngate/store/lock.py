@@ -10,7 +10,10 @@ from turngate.errors import ConfigError, DataFolderInUse
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Create the folder if necessary and lock it. The lock is held while the file is open in this process or in one that inherited it."""
+    """Create the folder if necessary, and lock it. Return the lock file.
+
+    The folder stays locked while this process, or a process that inherited the file, has it open.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is

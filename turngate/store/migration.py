@@ -1,4 +1,4 @@
-"""Convert a SQLite file of an older version. Each step can run again after an interruption."""
+"""Upgrade a SQLite file written by an older version. Each step can be repeated after an interruption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turngate.trace.session import MAX_ATTEMPT
 
 
 class _NamedAttempt(msgspec.Struct, frozen=True):
-    """The metadata with which runners named their attempts before version 6."""
+    """The metadata in which runners named the rollout and attempt of a session before schema version 6."""
 
     rollout: Annotated[str, msgspec.Meta(min_length=1)]
     attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
@@ -28,7 +28,7 @@ _decoder = msgspec.json.Decoder(_OldConfig)
 
 
 def prepare_upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Add new columns to existing tables, before missing tables and indexes are created."""
+    """Add the columns that existing tables lack. Runs before missing tables and indexes are created."""
     if BEFORE_FEEDS < version <= BEFORE_ATTEMPTS:
         columns = [name for _, name, *_ in db.execute("PRAGMA table_info(rolled)").fetchall()]
         if "rollout" not in columns:
@@ -36,7 +36,7 @@ def prepare_upgrade(db: sqlite3.Connection, version: int) -> None:
 
 
 def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
-    """Fill new tables from existing ones."""
+    """Fill the new tables with data from the old ones."""
     if 0 < version <= BEFORE_ATTEMPTS:
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -51,7 +51,7 @@ def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
 
 
 def _register_named_attempts(db: sqlite3.Connection) -> None:
-    """Register the attempts that sessions name in their metadata. Only the last attempt of each rollout counts."""
+    """Register the attempts that sessions name in their metadata. Only the last attempt at each rollout counts."""
     query = (
         "SELECT id, CAST(config AS BLOB), status, opened, recorded, CAST(outcome AS BLOB)"
         " FROM sessions LEFT JOIN outcomes ON outcomes.session=sessions.key ORDER BY key"
@@ -61,7 +61,7 @@ def _register_named_attempts(db: sqlite3.Connection) -> None:
         try:
             name = _decoder.decode(config).metadata
         except (msgspec.DecodeError, UnicodeDecodeError):
-            continue  # it has no name, or its settings are damaged
+            continue  # the session names no rollout, or its settings are damaged
         known = None if outcome is None else decode_outcome(outcome)
         state = outcome_state(known, status) if isinstance(known, RecordedOutcome) else "running"
         named.setdefault((name.rollout, name.attempt), (session, state, opened, recorded))

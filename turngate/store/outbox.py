@@ -1,7 +1,7 @@
 """The outbox of a cell: the sessions that the shared store does not have yet, or not in their latest state.
 
-A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. A change after that,
-such as a replaced outcome, adds it again. A session in the outbox cannot be deleted, and its events are kept.
+A session enters the outbox in the transaction that opens it, and leaves it after the shared store has committed it. Any later change, such
+as a replaced outcome, adds the session again. A session in the outbox cannot be deleted, and its events are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EARLIER = "due=CASE WHEN outbox.due<excluded.due THEN outbox.due ELSE excluded.
 
 
 class UnshippedSession(msgspec.Struct, frozen=True):
-    """One row of the outbox."""
+    """One row of the outbox table."""
 
     session: int
     cell: str
@@ -44,18 +44,18 @@ class UnshippedSession(msgspec.Struct, frozen=True):
 
 
 class ShippedSession(msgspec.Struct, frozen=True):
-    """A session that this cell has shipped."""
+    """A session that this cell has shipped to the shared store."""
 
     key: int
     id: str
-    newest: int  # number of its newest event here
+    newest: int  # number of its newest event in the cell's store
 
 
 class ShippingPosition(msgspec.Struct, frozen=True):
-    """What a cell last knew of the shared store."""
+    """The last state of the shared store that a cell has seen."""
 
-    history: str | None  # None: nothing yet
-    last: str | None  # the last session that it shipped, if it is still here
+    history: str | None  # name of its history (`restores.py`); None: the cell has not connected to it yet
+    last: str | None  # id of the session that the cell shipped last, if the cell still has it
 
 
 class OpenAttempt(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class OpenAttempt(msgspec.Struct, frozen=True):
 
 
 class OutboxState(msgspec.Struct, frozen=True):
-    """The size of the outbox. Open sessions are not counted."""
+    """How many ended sessions are waiting in the outbox, and since when."""
 
     unshipped: int = 0
     oldest_due: float | None = None  # when the session that has waited longest was due
@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """The operations that a cell needs on an outbox, or on the outboxes of all its projects."""
+    """The operations that a cell needs, on one outbox or on the outboxes of all projects."""
 
     def cells(self) -> list[str]: ...
 
@@ -115,7 +115,7 @@ class Outboxes:
 
 
 class OutboxTable:
-    """The outbox table. If `cell` is empty, this gateway is not a cell, and no sessions are added."""
+    """The outbox table. If `cell` is empty, this gateway is not a cell and nothing is added."""
 
     def __init__(self, writing: Connect, reading: Connect, *, has_tables: bool = True) -> None:
         self._writing = writing
@@ -123,27 +123,27 @@ class OutboxTable:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
         self.cell = ""  # id of this cell
 
-    # ── in the transaction of the change ────────────────────────────────────────────────────────────────────────
+    # ── in the transaction of a change ──────────────────────────────────────────────────────────────────────────
 
     def add_open(self, db: StoreConnection, session: int) -> None:
         if self.cell:
             db.execute("INSERT INTO outbox (session, cell) VALUES (?,?)", (session, self.cell))
 
     def add_ended(self, db: StoreConnection, session: int, ended: float, *, cancelled: bool) -> None:
-        """Make an ended session due later, because its runner may still record an outcome.
+        """Add a session that has ended. It is due after `ABANDONED_S`, because its runner may still record an outcome.
 
-        A cancelled session is due now, since its outcome would not count.
+        A cancelled session is due immediately, because its outcome would not count.
         """
         if self.cell:
             query = f"INSERT INTO outbox (session, cell, due) VALUES (?,?,?) {_CHANGE}, {_EARLIER}"
             db.execute(query, (session, self.cell, ended if cancelled else ended + ABANDONED_S))
 
     def add_outcome(self, db: StoreConnection, session_id: str) -> None:
-        """Make a session due now: its outcome was recorded or replaced."""
+        """Make a session due now, because its outcome was recorded or replaced."""
         self._add(db, session_id, time.time(), f"{_CHANGE}, {_EARLIER}")
 
     def add_event(self, db: StoreConnection, session_id: str) -> None:
-        """Make an ended session due again, because of an event after it was shipped. Do nothing for an open one."""
+        """Make an ended session due again, because it has a new event. Do nothing if the session is open."""
         self._add(db, session_id, time.time() + _LATE_EVENT_S, _CHANGE)
 
     def _add(self, db: StoreConnection, session_id: str, due: float, on_conflict: str) -> None:
@@ -157,14 +157,17 @@ class OutboxTable:
     # ── for the shipper ─────────────────────────────────────────────────────────────────────────────────────────
 
     def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
-        """Return the sessions to ship, longest due first. No session is due later than `ABANDONED_S`, unless the clock was set back."""
+        """Return the sessions to ship, longest due first.
+
+        No due time is later than `ABANDONED_S` from now unless the clock was set back. Such a session is shipped now.
+        """
         query = "SELECT session, cell, revision FROM outbox WHERE (due<=? OR due>?) AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:
             rows = db.execute(query, (now, now + ABANDONED_S, limit)).fetchall()
         return [UnshippedSession(*row) for row in rows]
 
     def find_unannounced(self, limit: int) -> list[OpenAttempt]:
-        """Return open sessions that were not announced to the shared store."""
+        """Return open sessions that have not been announced to the shared store."""
         query = (
             "SELECT key, id, cell, CAST(config AS BLOB), opened FROM outbox JOIN sessions ON key=session"
             " WHERE due IS NULL AND announced=0 ORDER BY key LIMIT ?"
@@ -173,7 +176,7 @@ class OutboxTable:
             return [OpenAttempt(*row) for row in db.execute(query, (limit,)).fetchall()]
 
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
-        """Record that these sessions were announced to the shared store, and which of their attempts are superseded there."""
+        """Record that sessions were announced to the shared store. `superseded` are the ids of those with superseded attempts there."""
         with self._writing() as db:
             for attempt in attempts:
                 db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))
@@ -187,7 +190,7 @@ class OutboxTable:
             return db.execute(query, (session,)).fetchone() is None
 
     def remove(self, shipped: Iterable[UnshippedSession]) -> None:
-        """Remove sessions that the shared store has committed. One that changed since it was read stays."""
+        """Remove sessions that the shared store has committed. A session that has changed since it was read stays in the outbox."""
         last = None
         with self._writing() as db:
             for last in shipped:
@@ -198,7 +201,7 @@ class OutboxTable:
     # ── after the shared store was restored from a backup ───────────────────────────────────────────────────────
 
     def read_position(self) -> ShippingPosition:
-        """Return what this cell last knew of the shared store."""
+        """Return the last state of the shared store that this cell has seen."""
         with self._reading() as db:
             found = dict(
                 db.execute("SELECT name, value FROM settings WHERE name IN (?,?)", (_LAST, _HISTORY)).fetchall()
@@ -208,12 +211,12 @@ class OutboxTable:
         return ShippingPosition(found.get(_HISTORY), None if row is None else row[0])
 
     def set_history(self, history: str) -> None:
-        """Record the history of the shared store that this cell ships to."""
+        """Record the name of the shared store's current history."""
         with self._writing() as db:
             db.execute(_SET, (_HISTORY, history))
 
     def list_shipped(self, after: int, limit: int) -> list[ShippedSession]:
-        """Return ended sessions that are not in the outbox, oldest first, with the number of their newest event."""
+        """Return the shipped sessions after a key, oldest first, each with the number of its newest event."""
         query = (
             "SELECT key, id, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0) FROM sessions"
             " WHERE key>? AND status<>'open' AND key NOT IN (SELECT session FROM outbox) ORDER BY key LIMIT ?"
@@ -222,7 +225,7 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Make sessions due that the shared store has lost. Mark them, because their outcomes may have been delivered before."""
+        """Make sessions due that the shared store has lost, and mark them, because their outcomes may already have been delivered."""
         now = time.time()
         with self._writing() as db:
             for session in sessions:
@@ -232,12 +235,12 @@ class OutboxTable:
                 db.execute("INSERT INTO reshipped VALUES (?) ON CONFLICT DO NOTHING", (session,))
 
     def announce_again(self) -> None:
-        """Announce all open sessions once more."""
+        """Mark all open sessions as not announced, so that they are announced again."""
         with self._writing() as db:
             db.execute("UPDATE outbox SET announced=0 WHERE due IS NULL")
 
     def mark_failed(self, row: UnshippedSession, error: str) -> None:
-        """Keep a session that cannot be shipped, with the reason. It is tried again if it changes or the cell restarts."""
+        """Record why a session cannot be shipped. It stays in the outbox, and is tried again once it changes or the cell restarts."""
         with self._writing() as db:
             query = "UPDATE outbox SET error=? WHERE session=? AND revision=?"
             db.execute(query, (error, row.session, row.revision))
@@ -250,7 +253,7 @@ class OutboxTable:
             return OutboxState(*db.execute(query).fetchone())
 
     def failures(self, limit: int = 10) -> list[tuple[str, str]]:
-        """Return the ids of sessions that cannot be shipped, and why."""
+        """Return the ids of sessions that cannot be shipped, each with the reason."""
         if not self._has_tables:
             return []
         query = "SELECT id, error FROM outbox JOIN sessions ON key=session WHERE error<>'' ORDER BY session LIMIT ?"
@@ -260,12 +263,15 @@ class OutboxTable:
     # ── for the cell ────────────────────────────────────────────────────────────────────────────────────────────
 
     def cells(self) -> list[str]:
-        """Return the ids of the cells that sessions in the outbox belong to."""
+        """Return the ids of the cells that the sessions in the outbox belong to."""
         with self._reading() as db:
             return [cell for (cell,) in db.execute("SELECT DISTINCT cell FROM outbox ORDER BY cell").fetchall()]
 
     def start(self, cell: str, adopted: Iterable[str]) -> None:
-        """Make this gateway the cell. Move the sessions of the adopted cells to it, and add changes made while no cell was running."""
+        """Make this gateway the cell `cell`, and move the sessions of the `adopted` cells to it.
+
+        Sessions that ended while no cell was running become due.
+        """
         with self._writing() as db:
             for old in adopted:
                 db.execute("UPDATE outbox SET cell=? WHERE cell=?", (cell, old))
@@ -277,19 +283,20 @@ class OutboxTable:
                 " WHERE due IS NULL AND session IN (SELECT key FROM sessions WHERE status<>'open')",
                 (ABANDONED_S,),
             )
-            # The runner may have ended with the previous cell. Until an ended session is shipped, its attempt cannot be superseded.
+            # No session waits for an outcome any longer: its runner may have died with the previous cell, and its attempt cannot be
+            # superseded before the session is shipped.
             now = time.time()
             db.execute("UPDATE outbox SET due=? WHERE due>?", (now, now))
         self.cell = cell
 
     def find_foreign(self, cell: str) -> list[str]:
-        """Return the ids of open sessions that belong to another cell, whose lease was taken over."""
+        """Return the ids of open sessions in the outbox that belong to a different cell."""
         query = "SELECT id FROM outbox JOIN sessions ON key=session WHERE status='open' AND cell<>?"
         with self._reading() as db:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """Raise `Conflict` if the shared store does not have the session, and make it due now."""
+        """Raise `Conflict` if a session has not been shipped, and make it due now."""
         if not self._has_tables:
             return
         with self._reading() as db:

@@ -1,4 +1,4 @@
-"""The outcomes table. An outcome describes how a rollout ended, as recorded by its runner."""
+"""The outcomes table. An outcome describes how a rollout ended, and is recorded by the rollout's runner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # wh
 
 
 class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The end of a rollout. An unknown `reward` is None, never 0."""
+    """How a rollout ended. An unknown `reward` is None, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -41,11 +41,11 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def failure(self) -> str:
-        """The fault that ended the rollout, which was not the agent's; an empty string if there was none."""
+        """The message of a failure that was not the agent's fault, or an empty string if there was none."""
         return self.message or self.kind if self.kind in NO_REWARD else ""
 
     def event_data(self) -> dict[str, Json]:
-        """Return the data for the event that announces this outcome."""
+        """Return the data of the event that announces this outcome."""
         return {
             "kind": self.kind,
             "reward": self.reward,
@@ -56,7 +56,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def encode(self) -> bytes:
-        """Validate the outcome and encode it for the store, equal outcomes as equal bytes. Raise `BadRequest` if it is invalid."""
+        """Validate the outcome and encode it for the store. Equal outcomes have equal bytes. Raise `BadRequest` if it is invalid."""
         if self.reward is not None and not math.isfinite(self.reward):
             raise BadRequest(f"reward must be a finite number or null, not {self.reward}", param="reward")
         if self.reward is not None and self.kind in NO_REWARD:
@@ -98,8 +98,9 @@ def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
 class Outcomes:
     """The outcomes table.
 
-    In each transaction that writes an outcome, it calls `settle` with the session's id, which returns whether the outcome counts, and
-    `enter` with the session's key and id if it does, which returns further events to write.
+    Each transaction that writes an outcome calls `settle` with the session's id. `settle` returns whether the outcome counts. If it does,
+    the transaction also calls `enter` with the session's key and id. `enter` adds the outcome to the feeds and returns more events to
+    write.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class Outcomes:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
-        """Return the outcome of a session, or None. `session` is its key."""
+        """Return the outcome of a session, or None. `session` is the session's key."""
         return self.read(session, session).get(session)
 
     def read(self, first: int, last: int) -> dict[int, RecordedOutcome | DamagedOutcome]:
-        """Return the outcomes of sessions with keys from `first` to `last`. A damaged outcome does not affect the others."""
+        """Return the outcomes of the sessions with keys from `first` to `last`, by key. A damaged one becomes a `DamagedOutcome`."""
         if not self._has_tables:
             return {}
         with self._reading() as db:
@@ -131,7 +132,7 @@ class Outcomes:
         return {key: decode_outcome(stored) for key, stored in rows}
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
-        """Write an outcome, and return the previous one. Without `replace`, an existing outcome is kept."""
+        """Write an outcome, and return the previous one, if any. Without `replace`, an existing outcome is kept."""
         with self._writing() as db:
             if not db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall():
                 raise NotFound("cannot record the outcome: its session was deleted")

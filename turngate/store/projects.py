@@ -1,4 +1,4 @@
-"""Projects and their API keys. They are in the gateway's main store; each project's own store has its sessions."""
+"""Projects and their API keys, in the gateway's main store. The sessions of each project are in a store of their own."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _Limit = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Quotas(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a project may use. None means no limit."""
+    """The limits of a project. None means no limit."""
 
     live_sessions: _Limit | None = None
-    tokens_per_day: _Limit | None = None  # sampled; a day begins at midnight UTC
+    tokens_per_day: _Limit | None = None  # counts sampled tokens; a day begins at midnight UTC
     stored_bytes: _Limit | None = None
 
 
@@ -58,7 +58,7 @@ class ProjectRow(msgspec.Struct, frozen=True):
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """An API key as stored, without the key itself."""
+    """One API key as stored: a hash of the key, and its metadata."""
 
     prefix: str
     hash: bytes
@@ -74,13 +74,13 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sends a request: the operator, or the holder of a project's key."""
+    """The sender of a request: the operator, or the holder of a project's key."""
 
-    actor: str  # as in the audit log
+    actor: str  # the name that the audit log shows
     project: str | None  # None: the operator, who may act on every project
 
     def require_project(self, project: str) -> None:
-        """Raise `NotFound` unless the caller may act on a project. A project's key cannot find out which others exist."""
+        """Raise `NotFound` unless the caller may act on a project. The error does not reveal whether the project exists."""
         if self.project is not None and project != self.project:
             raise unknown_project(project)
 
@@ -95,7 +95,7 @@ class ProjectTable:
         self._has_tables = has_tables  # False: a read-only file of an older version, without these tables
 
     def list_projects(self) -> list[ProjectRow]:
-        """Return all projects by name. The project `default` always exists."""
+        """Return all projects, sorted by name. The project `default` always exists."""
         rows: list[ProjectRow] = []
         if self._has_tables:
             with self._reading() as db:
@@ -109,12 +109,12 @@ class ProjectTable:
         return sorted(rows, key=lambda row: row.name)
 
     def create(self, project: ProjectRow, entry: NewAuditEntry) -> None:
-        """Add a project. Raise `Conflict` if it exists."""
+        """Add a project. Raise `Conflict` if the name is taken or belonged to a deleted project."""
         row = (project.name, project.created, project.weight, msgspec.json.encode(project.quotas))
         with self._writing() as db:
             if _is_deleted(db, project.name):
                 raise Conflict(
-                    f"project {project.name!r} was deleted, and its name is not used again; choose a different name",
+                    f"project {project.name!r} was deleted, and its name cannot be reused; choose a different name",
                     param="name",
                 )
             query = "INSERT INTO projects (name, created, weight, quotas) VALUES (?,?,?,?) ON CONFLICT DO NOTHING"
@@ -123,7 +123,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def change(self, name: str, weight: float | None, quotas: Quotas | None, entry: NewAuditEntry) -> None:
-        """Change the weight and the quotas of a project. None keeps them."""
+        """Change the weight or the quotas of a project, or both. None means no change."""
         with self._writing() as db:
             if name == DEFAULT_PROJECT:
                 first = (name, time.time(), 1.0, msgspec.json.encode(Quotas()))
@@ -142,7 +142,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def delete(self, name: str, entry: NewAuditEntry) -> None:
-        """Delete a project with its keys, and record that its store must be removed. The audit log stays."""
+        """Delete a project and its keys, and record that its store must be removed. Its audit log entries are kept."""
         with self._writing() as db:
             if not db.execute("DELETE FROM projects WHERE name=?", (name,)).rowcount:
                 raise unknown_project(name)
@@ -153,7 +153,7 @@ class ProjectTable:
             self._drop_store(db, name)
 
     def _drop_store(self, db: StoreConnection, name: str) -> None:
-        """Remove the project's store, if it is in the same database. A folder is removed by the gateways that use it."""
+        """Remove a project's store if it is in the same database. If it is a folder, the gateways that use it remove it."""
 
     def list_deleted(self) -> frozenset[str]:
         """Return the names of deleted projects."""
@@ -164,7 +164,7 @@ class ProjectTable:
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def list_keys(self, project: str | None = None) -> list[ApiKey]:
-        """Return the keys of one project or of all, oldest first."""
+        """Return the API keys of one project or of all projects, oldest first."""
         if not self._has_tables:
             return []
         where, values = ("", ()) if project is None else ("WHERE project=?", (project,))
@@ -178,7 +178,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def replace_key(self, old: str, key: ApiKey, old_expires: float, entry: NewAuditEntry) -> None:
-        """Add a key in place of another one, which expires at `old_expires` at the latest."""
+        """Add a new key, and let the old one expire at `old_expires` or, if that is earlier, at its own expiry time."""
         with self._writing() as db:
             _insert_key(db, key)
             query = "UPDATE api_keys SET expires=? WHERE prefix=? AND (expires IS NULL OR expires>?)"
@@ -186,7 +186,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def revoke_key(self, prefix: str, entry: NewAuditEntry) -> None:
-        """Revoke a key. Revoking it again changes nothing."""
+        """Revoke a key. Do nothing if it is already revoked."""
         with self._writing() as db:
             query = "UPDATE api_keys SET revoked=? WHERE prefix=? AND revoked IS NULL"
             if db.execute(query, (time.time(), prefix)).rowcount:
@@ -226,7 +226,10 @@ def unknown_project(name: str) -> NotFound:
 
 
 def locate_project(data: str, project: str) -> str:
-    """Return where a project's own store is, in the form of `--data`: a folder or an address below that of the main store."""
+    """Return the location of a project's store, as a value for `--data`.
+
+    It is a folder or an address below that of the main store. The project `default` uses the main store itself.
+    """
     if project == DEFAULT_PROJECT:
         return data
     if is_database_url(data):
@@ -235,7 +238,7 @@ def locate_project(data: str, project: str) -> str:
 
 
 def refuse_project_store(data: str) -> None:
-    """Refuse to serve the store of a single project: its keys, cells and fence are in the main store."""
+    """Raise `ConfigError` if `data` names the store of a single project: keys, cells and the fence are only in the main store."""
     if is_database_url(data) and (url := parse_database_url(data)).project:
         whole = url.name.removesuffix(f"/projects/{url.project}")
         raise ConfigError(

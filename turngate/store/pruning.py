@@ -1,7 +1,7 @@
-"""Remove old sessions from a store, after writing them to an archive.
+"""Remove old sessions from a store, optionally after writing them to an archive.
 
-Sessions are archived in files of bounded size. Once a file is complete, its sessions are removed in short transactions, so that gateways
-and cells can keep writing. After a crash, the next run does not copy sessions again that the archive already contains.
+Sessions are archived in files of limited size. Once a file is complete, its sessions are removed in short transactions, so that gateways
+and cells can keep writing. After a crash, the next run does not write sessions that the archive already contains.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FILE_BYTES = 256_000_000  # a file of this size gets no further session
 
 
 class PruneResult(msgspec.Struct):
-    """What was removed and kept or, after a dry run, what would be."""
+    """How many sessions were removed and kept or, after a dry run, would be."""
 
     removed: int = 0  # sessions
-    archived: int = 0  # of them, how many were written to the archive by this run
+    archived: int = 0  # sessions that this run wrote to the archive
     files: list[Path] = []  # new files of the archive
     kept: Counter[str] = msgspec.field(default_factory=Counter)  # sessions by reason
 
@@ -42,9 +42,9 @@ def prune(
     dry_run: bool = False,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> PruneResult:
-    """Remove the sessions that ended before a time and that nothing needs any more.
+    """Remove the sessions that ended before the time `before` and are no longer needed.
 
-    With `archive`, a session is removed only once the archive has it. A damaged session cannot be archived and is kept.
+    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
@@ -60,12 +60,12 @@ def prune(
 
 
 def locate_archive(archive: Path | None, project: str) -> Path | None:
-    """Return the folder for the archived sessions of a project."""
+    """Return the folder in the archive for the sessions of a project."""
     return archive if archive is None or project == DEFAULT_PROJECT else archive / "projects" / project
 
 
 class _Pruner:
-    """One run, which ends early if `is_stopping` says so."""
+    """One pruning run. It ends early if `is_stopping` returns True."""
 
     def __init__(self, store: Store, reader: Store, result: PruneResult, is_stopping: Callable[[], bool]) -> None:
         self._store = store
@@ -74,7 +74,10 @@ class _Pruner:
         self._is_stopping = is_stopping
 
     def archive(self, sessions: Sequence[OldSession], archive: SessionArchive) -> None:
-        """Write sessions to the archive, and remove them after each file. Sessions that the archive already has are not written again."""
+        """Write sessions to the archive file by file, and remove them from the store after each file.
+
+        A session that the archive already contains is removed without being written again.
+        """
         known = archive.find_digests(session.id for session in sessions)
         settings = tokenizer_settings(self._store)
         left = deque(sessions)
@@ -88,7 +91,7 @@ class _Pruner:
     def _read_sessions(
         self, left: deque[OldSession], archived: list[OldSession], known: set[bytes]
     ) -> Iterator[ArchivedSession]:
-        """Take sessions for one file from `left`, and add them to `archived`. Yield those that the archive does not have."""
+        """Move the sessions for one file from `left` to `archived`, and yield those that the archive does not contain yet."""
         size = 0
         while left and len(archived) < _FILE_SESSIONS and size < _FILE_BYTES and not self._is_stopping():
             session = left.popleft()
@@ -117,9 +120,9 @@ class _Pruner:
 
 
 def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:
-    """Add the sessions of an archive to a store, oldest first: all of them, or those with the given ids.
+    """Add the sessions of an archive to a store, oldest file first: all of them, or those with the given ids.
 
-    Return how many were added, and how many the store already had. If the archive has several versions of a session, the last one counts.
+    Return how many were added, and how many the store already had. If several files contain a session, the newest file is used.
     """
     files, added, had = SessionArchive(archive), 0, 0
     wanted, last = set(sessions), {name: file for file in files.files() for name in files.list_ids(file)}

@@ -1,7 +1,7 @@
-"""Queries over many rollouts, answered without reading traces.
+"""Queries over many rollouts that do not read traces.
 
-They use only tables that other modules write, so listings add no cost to a turn. SQLite computes the sums, so other threads can run
-in the meantime.
+They read only tables that are written anyway, so they add no cost to a turn. The database computes the sums, so other Python threads can
+run meanwhile.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RawSession(msgspec.Struct, frozen=True):
     closed: float | None
     status: str
     stop: str
-    damaged: bool = False  # a column had a value of the wrong type, and has a default instead
+    damaged: bool = False  # a column has a value of the wrong type, which a default replaces here
 
 
 class EventTotals(msgspec.Struct, frozen=True):
-    """Totals over the events of one session."""
+    """Totals of the events of one session."""
 
     session: str
     newest: int  # number of the last event
@@ -46,7 +46,7 @@ class EventTotals(msgspec.Struct, frozen=True):
 
 
 class RawEvent(msgspec.Struct, frozen=True):
-    """One event with undecoded data."""
+    """One event, with its data still encoded as JSON."""
 
     seq: int
     time: float
@@ -56,7 +56,7 @@ class RawEvent(msgspec.Struct, frozen=True):
 
 
 class TurnTotals(msgspec.Struct, frozen=True):
-    """Totals over the turns of one session."""
+    """Totals of the turns of one session."""
 
     turns: int
     sampled_tokens: int
@@ -65,9 +65,9 @@ class TurnTotals(msgspec.Struct, frozen=True):
 
 
 class TimeBucket(msgspec.Struct, frozen=True):
-    """Counts for one time interval. All intervals have the same length."""
+    """Turns, tokens and outcomes in one time interval. All intervals have the same length."""
 
-    number: int  # of the interval, counted since the Unix epoch
+    number: int  # number of the interval, counted from the Unix epoch
     turns: int
     sampled_tokens: int
     outcomes: int
@@ -78,7 +78,7 @@ class RolloutQueries:
         self._reading = reading
 
     def sessions(self, after: int, limit: int) -> list[RawSession]:
-        """Return the sessions after a key, oldest first."""
+        """Return up to `limit` sessions with keys above `after`, oldest first."""
         return self._sessions("key>? ORDER BY key LIMIT ?", (after, limit))
 
     def find_sessions(self, ids: Sequence[str]) -> list[RawSession]:
@@ -93,7 +93,7 @@ class RolloutQueries:
         return [_read_session(*row) for row in rows]
 
     def outcomes(self, keys: Sequence[int]) -> dict[int, tuple[float, bytes]]:
-        """Return the time and the JSON of each outcome, by session key."""
+        """Return the recording time and the JSON of each session's outcome, by session key."""
         found: dict[int, tuple[float, bytes]] = {}
         with self._reading() as db:
             for chunk in _chunks(keys):
@@ -110,7 +110,7 @@ class RolloutQueries:
         return None if row is None else as_number(row[0])
 
     def sum_events(self) -> list[EventTotals]:
-        """Compute totals over the events of every session."""
+        """Return the totals of the events of each session."""
         # SQLite guarantees that with a single max(), `time` is taken from the row with the highest number.
         query = (
             f"SELECT session, max(seq), time, sum({_TURNS}),"
@@ -124,7 +124,7 @@ class RolloutQueries:
             ]
 
     def last_stages(self) -> list[RawEvent]:
-        """Return the last stage event of every session."""
+        """Return the last stage event of each session."""
         return self._facts("seq IN (SELECT max(seq) FROM events WHERE kind='stage' AND session!='' GROUP BY session)")
 
     def first_stage(self, session: str) -> RawEvent | None:
@@ -134,7 +134,7 @@ class RolloutQueries:
         return self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 500", values=(session,))
 
     def list_gateway_events(self, kinds: Sequence[str]) -> list[RawEvent]:
-        """Return events of the gateway itself, oldest first."""
+        """Return the events of these kinds that belong to no session, oldest first."""
         return self._facts(f"session='' AND kind IN ({_placeholders(kinds)}) ORDER BY seq", values=kinds)
 
     def list_deleted(self) -> list[str]:
@@ -144,7 +144,7 @@ class RolloutQueries:
             return [as_name(session) for (session,) in db.execute(query)]
 
     def has_opened_event(self, session: str) -> bool:
-        """Return whether the events of a session go back to its opening."""
+        """Return whether the event that announces a session's opening still exists."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind='opened' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
@@ -153,7 +153,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events after event number `after`, without duplicates. Return at most `limit` + 1."""
+        """Return the ids of sessions that have events with numbers above `after`, at most `limit` + 1 of them."""
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
@@ -169,7 +169,7 @@ class RolloutQueries:
         return [RawEvent(n, as_number(at), as_name(of), as_text(kind), as_blob(data)) for n, at, of, kind, data in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
-        """Count turns and outcomes per interval of `seconds`, as far back as events go."""
+        """Count turns, tokens and outcomes in intervals of `seconds`, from the oldest event on."""
         query = (
             f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
             f" sum({_TOKENS}), sum(kind='outcome')"
@@ -181,7 +181,7 @@ class RolloutQueries:
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def count_turns(self, key: int) -> TurnTotals:
-        """Count a session's turns from its nodes, for sessions whose events were removed."""
+        """Count the turns and tokens of a session from its nodes. Used for sessions without their early events."""
         turns = tokens = 0
         first: int | None = None
         last: int | None = None
@@ -198,7 +198,10 @@ class RolloutQueries:
         return TurnTotals(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
-        """Return the policy versions of the first and last turn, or None if the session has no turns or one of them is damaged."""
+        """Return the policy versions at the start of the first turn and at the end of the last.
+
+        Return None if the session has no turns, or one of these two is damaged.
+        """
         query = "SELECT CAST(info AS BLOB) FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:
             first = db.execute(query.format(""), (key,)).fetchone()
@@ -209,7 +212,7 @@ class RolloutQueries:
         return None if first_info is None or last_info is None else (first_info.version_start, last_info.version_end)
 
     def state(self, key: int) -> tuple[int, int, int]:
-        """Return a value that changes whenever a session's trace does."""
+        """Return a value that changes whenever the session's trace changes."""
         query = "SELECT count(*), coalesce(max(id), 0), coalesce(sum(delivered), 0) FROM nodes WHERE session=?"
         with self._reading() as db:
             count, newest, delivered = db.execute(query, (key,)).fetchone()
@@ -226,7 +229,7 @@ def _read_session(
 
 
 def _decode_info(packed: bytes) -> SampledInfo | None:
-    """Decode the info of a turn. Return None if it is damaged, so that one damaged turn does not break a listing."""
+    """Decode the info of a turn. Return None if it is damaged, so that a listing can skip the turn."""
     try:
         return _info.decode(as_blob(packed))
     except (msgspec.DecodeError, UnicodeDecodeError):

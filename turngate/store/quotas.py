@@ -1,4 +1,4 @@
-"""The parts of quotas that gateways and cells have taken. A process spends its part without further queries."""
+"""The parts of projects' quotas that gateways and cells have taken. A process can use its part without further queries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CREATE TABLE IF NOT EXISTS quota_parts (
     project TEXT NOT NULL,
     quota TEXT NOT NULL,          -- live_sessions or tokens_per_day
     period INTEGER NOT NULL,      -- number of the day; 0 for a quota that is not renewed
-    holder TEXT NOT NULL,         -- the process that has taken the part
+    holder TEXT NOT NULL,         -- the process that has taken this part
     amount INTEGER NOT NULL,
-    until REAL NOT NULL,          -- when the part comes back if its holder does not renew it
+    until REAL NOT NULL,          -- when the part expires unless its holder renews it
     PRIMARY KEY (project, quota, period, holder)
 );
 """
@@ -38,9 +38,9 @@ class QuotaTable:
         period: int = 0,
         until: float = NEVER,
     ) -> int:
-        """Make the part of a holder as large as wanted, or as large as the other holders' parts allow. Return its size.
+        """Resize a holder's part of a quota to `wanted`, or to what the other holders leave of `limit`. Return its size.
 
-        A part never shrinks below what was taken for the same day, since that may be spent. Live sessions can be given back.
+        A part of a daily quota never shrinks, because it may already have been used. A part of the live sessions may shrink.
         """
         where = (project, quota, period)
         with self._writing() as db:
@@ -62,13 +62,13 @@ class QuotaTable:
             return amount
 
     def give_back(self, project: str, quota: QuotaName, holder: str, unused: int, period: int = 0) -> None:
-        """Give back the unused rest of a part, because its holder stops."""
+        """Give back the unused amount of a part when its holder stops."""
         with self._writing() as db:
             query = "UPDATE quota_parts SET amount=amount-? WHERE project=? AND quota=? AND period=? AND holder=? AND amount>=?"
             db.execute(query, (unused, project, quota, period, holder, unused))
 
     def used(self, project: str, quota: QuotaName, period: int = 0) -> int:
-        """Return how much of a quota is taken."""
+        """Return how much of a quota its holders have taken."""
         query = "SELECT coalesce(sum(amount), 0) FROM quota_parts WHERE project=? AND quota=? AND period=? AND until>?"
         with self._reading() as db:
             return int(db.execute(query, (project, quota, period, time.time())).fetchone()[0])
@@ -78,12 +78,12 @@ class QuotaTable:
         return None
 
     def prune(self, before_period: int) -> None:
-        """Remove the parts of past days and of dead holders."""
+        """Remove the parts of past days, and those that their holders did not renew in time."""
         with self._writing() as db:
             query = "DELETE FROM quota_parts WHERE (period>0 AND period<?) OR until<?"
             db.execute(query, (before_period, time.time()))
 
 
 def _lock(db: StoreConnection, project: str) -> None:
-    """Let one transaction at a time take a part of the project's quotas."""
+    """Lock a project's row, so that only one transaction at a time takes a part of its quotas."""
     db.execute(f"SELECT name FROM projects WHERE name=? {FOR_UPDATE}", (project,)).fetchall()

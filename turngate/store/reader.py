@@ -1,6 +1,6 @@
-"""Run long reads of the store in a thread with its own connection, so that no turn waits for them.
+"""Run long reads of the store in a thread with its own connection, so that turns do not wait for them.
 
-Reads run one at a time, because they need a lot of memory and CPU time.
+Reads run one at a time, because each may need a lot of memory and CPU time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreReader:
-    """Runs long reads one at a time. Call `close` when the gateway stops."""
+    """A thread that runs long reads one at a time. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class StoreReader:
         self.closed = False
 
     async def run(self, work: Callable[[Store], T]) -> T:
-        """Run `work` on the store in the thread and return its result."""
+        """Call `work` with the store in the thread, and return its result."""
         self._require_open()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_in_thread, work)
 

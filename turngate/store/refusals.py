@@ -1,4 +1,4 @@
-"""The refusals table: the model calls of a session that were refused, and whether the agent then repeated them successfully."""
+"""The refusals table: model calls that were refused, and whether the agent later repeated them successfully."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS refusals (
 ) WITHOUT ROWID;
 """
 DAMAGED = "this refusal is damaged on disk"
-MAX_CALLS = 100  # per session, not counting those repeated successfully; an agent may repeat a refused call forever
+MAX_CALLS = 100  # per session, without those repeated successfully; an agent may repeat a refused call forever
 
 
 class Refusals:
@@ -28,10 +28,10 @@ class Refusals:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
-        """Add a refused call and its event. `name` is the session's id. Return the calls so far.
+        """Add a refused call and its event. Return a summary of the refused calls that were not repeated. `name` is the session's id.
 
-        Beyond the limit, a call is not stored if a stored call has the same conversation, or none that is known. Any other call is stored
-        without the digest of its conversation, so it counts even if it is repeated successfully.
+        Once `MAX_CALLS` such calls are stored, a call is stored only if its conversation is new and all stored conversations are known. It
+        is then stored without the digest of its conversation, so it can never be marked as repeated.
         """
         with self._writing() as db:
             exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None
@@ -45,7 +45,10 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls with the same conversation as a call that was answered. Return the other refused calls."""
+        """Mark the refused calls that have the same conversation as a call that has now been answered.
+
+        Return a summary of the refused calls that were not repeated, or None if there are none.
+        """
         where = "session=? AND request=? AND repeated=0"
         with self._writing() as db:
             calls = db.execute(f"SELECT call FROM refusals WHERE {where} ORDER BY call", (session, request)).fetchall()
@@ -55,7 +58,7 @@ class Refusals:
             return _read(db, session)
 
     def find(self, session: int) -> RefusedCalls | None:
-        """Return the refused calls that were not repeated successfully, or None if there are none. `session` is its key."""
+        """Return a summary of the refused calls that were not repeated successfully, or None if there are none."""
         if not self._has_tables:
             return None
         with self._reading() as db:

@@ -1,6 +1,6 @@
-"""The tables of stored replies: an agent may refer to a reply by its id, or read or delete it.
+"""The tables of stored replies. An agent may refer to a reply by its id, read it, or delete it.
 
-A reply belongs to the turn that it delivered. Deleting a reply does not change the turn.
+Each reply belongs to the turn that it delivered. Deleting a reply does not change the turn.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class StoredReply(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> bytes:
-        """The reply's JSON."""
+        """The whole reply as JSON."""
         return self.head + self.echo + self.tail
 
 
 class PathNode(msgspec.Struct, frozen=True):
-    """A recorded node on the path to a reply."""
+    """A node on the path from the root to a turn."""
 
-    dialect: str  # of a context's messages; empty for a turn
+    dialect: str  # dialect of a context's messages; empty for a turn
     messages: bytes  # JSON: a list for a context, one message for a turn
-    tail: bytes | None = None  # of the reply that delivered the turn, if it is stored
+    tail: bytes | None = None  # tail of the reply that delivered the turn, if that reply is stored
 
 
 class ReplyTable:
@@ -72,7 +72,7 @@ class ReplyTable:
         self._reading = reading
 
     def add(self, session: int, node: int, record: ReplyRecord, known: bytes = b"") -> bytes:
-        """Add a reply and return the digest of its echo. `known` is that digest if the echo is stored already."""
+        """Add a reply, and return the digest of its echo. If the echo is already stored, `known` is that digest."""
         digest = known or blake2b(record.echo, digest_size=16).digest()
         row = (session, record.id, node, record.head, digest, record.tail, record.tools)
         with self._writing() as db:
@@ -98,7 +98,7 @@ class ReplyTable:
             return bool(db.execute("DELETE FROM replies WHERE session=? AND id=?", (session, reply_id)).rowcount)
 
     def path(self, session: int, node: int) -> list[PathNode]:
-        """Return the nodes from the root to a turn."""
+        """Return the nodes from the root to a turn, in that order."""
         with self._reading() as db:
             rows = db.execute(_PATH, (session, node, session, session)).fetchall()
         by_id = {

@@ -1,8 +1,8 @@
-"""A store that was restored from an older backup: what its feeds and cells must not repeat.
+"""Record that a store was restored from an older backup, so that feeds and cells do not repeat earlier deliveries.
 
-Each restore gives the store a new *history*, a random name. Numbers of deliveries that a trainer got in an earlier history mean the same
-only up to the newest number in the backup. Sessions that a cell ships again may have been trained before, so feeds deliver
-them without rows, with the reason.
+Each restore starts a new *history* of the store, with a random name. A delivery number from an earlier history means the same delivery only
+up to the newest number in the backup. Sessions that a cell ships again may already have been trained on. Feeds therefore deliver them
+without rows, and say why.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class RestoreLog:
         self._reading = reading
 
     def history(self) -> str:
-        """Return the name of the store's current history. It is empty if the store was never restored."""
+        """Return the name of the store's current history, or an empty string if the store was never restored."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_HISTORY,)).fetchone()
         return "" if row is None else str(row[0])
 
     def note(self, known: str) -> str:
-        """Record that the store was restored, and return the new history.
+        """Record that the store was restored, and return the name of the new history.
 
-        If the store's history is not `known`, another process has already recorded the restore, and nothing changes. Feeds lose their
-        readers, and a trainer must pass the number in its checkpoint when it reopens a feed.
+        If the current history is not `known`, another process has already recorded the restore, and nothing changes. Otherwise, all feeds
+        lose their readers. A trainer must then reopen its feed at the position of its checkpoint.
         """
         new = secrets.token_hex(4)
         with self._writing() as db:
@@ -68,24 +68,24 @@ class RestoreLog:
         return new
 
     def last_number(self, feed: int, history: str) -> int | None:
-        """Return the last delivery whose number is the same as in an earlier history, or None if that history is unknown."""
+        """Return the last delivery number that means the same now as in an earlier history, or None if that history is unknown."""
         query = "SELECT last FROM feed_histories WHERE feed=? AND history=?"
         with self._reading() as db:
             row = db.execute(query, (feed, history)).fetchone()
         return None if row is None else int(row[0])
 
     def is_unconfirmed(self, feed: int) -> bool:
-        """Return whether commits of the feed may have been lost."""
+        """Return whether the restore may have lost commits of the feed."""
         with self._reading() as db:
             return db.execute("SELECT 1 FROM unconfirmed_feeds WHERE feed=?", (feed,)).fetchone() is not None
 
     def confirm(self, feed: int) -> None:
-        """Record that a trainer has stated its position."""
+        """Record that a trainer has reopened the feed at its own position, so lost commits no longer matter."""
         with self._writing() as db:
             db.execute("DELETE FROM unconfirmed_feeds WHERE feed=?", (feed,))
 
     def filter_reshipped(self, sessions: Sequence[int]) -> set[int]:
-        """Return which of the sessions, given by their keys, were shipped again."""
+        """Return those of the given session keys that were shipped again after a restore."""
         found: set[int] = set()
         with self._reading() as db:
             for start in range(0, len(sessions), _MAX_VALUES):

@@ -1,7 +1,7 @@
-"""Which sessions may be removed because of their age, and their removal.
+"""Choose the sessions that are old enough to be removed, and remove them.
 
 A session is kept while something may still need it: its runner, the shared store, a feed, or the other rollouts of its group. Groups are
-removed as a whole, so that the advantages of an export never change.
+removed as a whole, so that the advantages in an export never change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DAMAGED = "its row is damaged on disk"
 
 
 class OldSession(msgspec.Struct, frozen=True):
-    """A session as it was when its removal was planned. It is removed only if it has not changed since."""
+    """The state of a session when its removal was planned. It is removed only if its state has not changed since."""
 
     key: int
     id: str
@@ -47,7 +47,7 @@ class OldSession(msgspec.Struct, frozen=True):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether one of its columns has the wrong type, so that the session's age is unknown."""
+        """Whether a column of the session has the wrong type. Its age is then unknown."""
         times = (self.closed, self.recorded)
         return not all(isinstance(text, str) for text in (self.id, self.status)) or not all(
             when is None or isinstance(when, int | float) for when in times
@@ -55,7 +55,7 @@ class OldSession(msgspec.Struct, frozen=True):
 
 
 class RetentionPlan(msgspec.Struct):
-    """The sessions to remove, oldest first, and how many are kept for which reason."""
+    """The sessions to remove, oldest first, and the number of sessions to keep, by reason."""
 
     removable: list[OldSession] = []
     kept: Counter[str] = msgspec.field(default_factory=Counter)
@@ -84,14 +84,14 @@ class Retention:
         self._has_tables = has_tables  # False: a read-only file of an older version
 
     def claim(self) -> AbstractContextManager[None]:
-        """Prevent other processes from removing old sessions at the same time. A folder is locked anyway."""
+        """Prevent other processes from removing old sessions at the same time. A data folder needs no claim, because it is locked."""
         return nullcontext()
 
     def renew_claim(self) -> None:
-        """Extend the claim. It expires if this process dies."""
+        """Extend the claim, which would otherwise expire."""
 
     def plan(self, before: float) -> RetentionPlan:
-        """Choose the sessions that ended before a time and that nothing needs any more."""
+        """Choose the sessions that ended before the time `before` and are no longer needed."""
         if not self._has_tables:
             raise ConfigError(
                 "data: the folder was written by an older version; start turngate serve on it once to upgrade it",
@@ -115,7 +115,7 @@ class Retention:
         return plan
 
     def _read_pages(self) -> Iterator[list[tuple[OldSession, str]]]:
-        """Read all sessions with their groups, oldest first."""
+        """Yield all sessions with the names of their groups, oldest first, in pages."""
         after = 0
         while True:
             with self._reading() as db:
@@ -126,12 +126,12 @@ class Retention:
             after = rows[-1][0]
 
     def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
-        """Remove sessions in one transaction. Return how many are kept after all, by reason."""
+        """Remove sessions in one transaction, except those that are needed again or have changed. Count the latter by reason."""
         kept: Counter[str] = Counter()
         keys = [session.key for session in sessions]
         marks = ",".join("?" * len(keys))
         with self._writing() as db:
-            # Locks are taken in the order of `connection.py`. With the feeds locked, no feed can begin to need a session.
+            # Locks are taken in the order given in `connection.py`. While the feeds are locked, no feed can begin to need a session.
             db.execute(f"SELECT key FROM sessions WHERE key IN ({marks}) ORDER BY key {FOR_UPDATE}", keys).fetchall()
             ids = [session.id for session in sessions]
             query = f"SELECT rollout FROM attempts WHERE session IN ({marks}) ORDER BY rollout, attempt {FOR_UPDATE}"
@@ -154,18 +154,18 @@ class Retention:
         return kept
 
     def delete_rows(self, db: StoreConnection, keys: Sequence[int]) -> None:
-        """Delete all rows of sessions and their events, except their attempts, in the caller's transaction."""
+        """Delete sessions with all their rows and events, except their attempts, in the caller's transaction."""
         marks = ",".join("?" * len(keys))
         for table in _SESSION_TABLES:
             db.execute(f"DELETE FROM {table} WHERE session IN ({marks})", keys)
         ids = [name for (name,) in db.execute(f"SELECT id FROM sessions WHERE key IN ({marks})", keys).fetchall()]
         db.execute(f"DELETE FROM sessions WHERE key IN ({marks})", keys)
-        if ids:  # last, like every change of events
+        if ids:  # events are always changed last
             db.execute(f"DELETE FROM events WHERE session IN ({','.join('?' * len(ids))})", ids)
 
 
 def _judge_age(session: OldSession, before: float) -> str:
-    """Return why a session is kept, or an empty string if it is old enough."""
+    """Return why a session is kept, or an empty string if it ended early enough."""
     if session.is_damaged:
         return DAMAGED
     if session.status == "open":
@@ -175,7 +175,7 @@ def _judge_age(session: OldSession, before: float) -> str:
 
 
 def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
-    """Return why sessions cannot be removed, whatever their age."""
+    """Return why sessions must be kept whatever their age, by key. Sessions that may be removed are omitted."""
     marks = ",".join("?" * len(keys))
     filling = db.execute("SELECT name FROM filling JOIN feeds ON feeds.key=feed LIMIT 1").fetchone()
     if filling is not None:
@@ -191,7 +191,7 @@ def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
 
 
 def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
-    """Forget the sessions of attempts. An attempt that counts still counts, so that its rollout is not run again."""
+    """Detach the attempts of sessions that are being removed. A settled attempt stays settled, so its rollout is not run again."""
     marks = ",".join("?" * len(ids))
     db.execute(f"DELETE FROM attempts WHERE session IN ({marks}) AND rollout=session", ids)
     query = f"UPDATE attempts SET state='superseded', ended=? WHERE session IN ({marks}) AND state='running'"
@@ -200,7 +200,7 @@ def _release_attempts(db: StoreConnection, ids: Sequence[str]) -> None:
 
 
 def _read_group(config: bytes, outcome: bytes | None) -> str:
-    """Return the name of a session's group, or an empty string if it has none or its rows are damaged."""
+    """Return the name of a session's group, or an empty string if it has none or the name cannot be read."""
     try:
         group = _config.decode(config).metadata.group if outcome is None else _outcome.decode(outcome).group
     except (msgspec.DecodeError, ValueError, RecursionError):

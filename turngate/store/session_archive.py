@@ -1,7 +1,7 @@
-"""An archive of sessions: a folder with Parquet files, one row per session (extra `parquet`).
+"""An archive of sessions: a folder of Parquet files with one row per session (requires the extra `parquet`).
 
-A file appears under its name only when it is complete and synced, and never changes. Each row has a digest of its content, by which a
-session that is already in the archive is recognized, and a damaged row is detected.
+A file gets its final name once it is complete and synced, and never changes after that. Each row has a digest of its content. The digest
+shows whether a session is already in the archive, and whether a row is damaged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from turngate.store.shipment import SESSION_COLUMNS
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 _VERSION = 1
-_METADATA = b"turngate"  # name of the file's own metadata: its version and settings
-_GROUP_BYTES = 8_000_000  # of sessions in one row group
-_STALE_S = 86400.0  # an unfinished file that is older was left behind by a crash
+_METADATA = b"turngate"  # key of our metadata in a Parquet file: the version and the settings
+_GROUP_BYTES = 8_000_000  # size of one row group
+_STALE_S = 86400.0  # an older unfinished file was left behind by a crash
 _KINDS = {  # columns that are not text
     **dict.fromkeys(("secret", "config", "outcome", "info", "messages", "digest", "tools", "kwargs", "data"), "bytes"),
     **dict.fromkeys(("arguments", "reply", "request", "head", "echo", "tail"), "bytes"),
@@ -44,16 +44,16 @@ _OWN_KINDS = {
     ("nodes", "logprobs"): "logprobs",
 }
 _OUTCOME_COLUMNS = ("recorded", "outcome")
-_FOUND_COLUMNS = ("group", "task", "kind", "reward")  # from the outcome, to select sessions by
+_FOUND_COLUMNS = ("group", "task", "kind", "reward")  # copied from the outcome, for queries
 
 
 class ArchiveMetadata(msgspec.Struct, frozen=True):
     version: int
-    settings: dict[str, str] = {}  # of the store: the tokenizers of its sessions
+    settings: dict[str, str] = {}  # settings of the store that name the tokenizers of its sessions
 
 
 class SessionArchive:
-    """The archive in a folder. The folder is created when the first file is written."""
+    """An archive of sessions in a folder. The folder is created when the first file is written."""
 
     def __init__(self, folder: Path) -> None:
         if find_spec("pyarrow") is None:
@@ -72,7 +72,7 @@ class SessionArchive:
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, sessions: Iterable[ArchivedSession], settings: Mapping[str, str]) -> Path | None:
-        """Write sessions to a new file, and return it. Return None if there are none."""
+        """Write sessions to a new file, and return its path. Return None if there are no sessions."""
         self._prepare_folder()
         unfinished = self.folder / f".sessions-{os.getpid()}-{time.time_ns()}.unfinished"
         names = hashlib.sha256()
@@ -183,7 +183,7 @@ class SessionArchive:
                     yield session
 
     def read_settings(self, file: Path) -> dict[str, str]:
-        """Return the settings that a file's sessions need."""
+        """Return the settings that the sessions in a file need, which name their tokenizers."""
         with self._open(file) as opened:
             return self._read_metadata(file, opened).settings
 
@@ -231,7 +231,7 @@ def _to_record(session: ArchivedSession) -> dict[str, Any]:
 
 
 def _to_arrays(node: dict[str, Any]) -> dict[str, Any]:
-    """Replace the bytes of tokens and log-probabilities with arrays that other programs can read."""
+    """Convert the ids and log-probabilities of a node from bytes to arrays that other programs can read."""
     logprobs = node["logprobs"]
     return {
         **node,
@@ -251,7 +251,7 @@ def _from_record(record: dict[str, Any]) -> ArchivedSession:
     return ArchivedSession(
         tuple(record[name] for name in SESSION_COLUMNS),
         rows("nodes", ARCHIVED_NODE),
-        # Archives from before side data do not have that table.
+        # Archives written before side data existed do not have that table.
         {
             table: rows(table, names)
             for table, names in ARCHIVED_TABLES.items()
@@ -263,7 +263,7 @@ def _from_record(record: dict[str, Any]) -> ArchivedSession:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name in a folder survive a crash of the machine."""
+    """Sync a folder, so that a new file in it keeps its name if the machine crashes."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)

@@ -1,7 +1,7 @@
-"""One ended session as data, on its way from a cell's store to the shared store.
+"""A shipment: one ended session as data, on its way from a cell's store to the shared store.
 
-Checksums cover a session's key, and the shared store assigns a new key. So they are verified when the session is read,
-and recomputed for the new key.
+A node's checksum covers its session's key, and the shared store assigns a new key. Checksums are therefore verified when a session is read
+from the cell's store, and recomputed for the new key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.store.sqlite import Store
 
 Row = tuple[Any, ...]
 _SESSION = "id, secret, CAST(config AS BLOB), opened, closed, status, vocabulary, stop"
-# The tables with rows of a session, and their columns after the session's key.
+# The tables with rows that belong to a session, each with its columns except the session's key.
 SESSION_TABLES = {
     "preambles": ("digest", "tools", "kwargs"),
     "tool_calls": ("call", "tool", "repeat", "called", "answered", "answered_by", "arguments", "reply"),
@@ -39,7 +39,7 @@ _EVENTS = "SELECT seq, time, kind, data FROM events WHERE session=? ORDER BY seq
 
 
 class ConflictingShipment(StoreError):
-    """A session cannot be shipped, because the shared store has another one with the same id."""
+    """The shared store has a different session with the same id as a shipped one."""
 
     def __init__(self, session: str) -> None:
         super().__init__(
@@ -50,11 +50,11 @@ class ConflictingShipment(StoreError):
 
 
 class RejectedShipment(StoreError):
-    """PostgreSQL rejects a value in one of the shipped sessions, and would reject it again."""
+    """PostgreSQL has rejected a value in one of the shipped sessions. Retrying does not help."""
 
 
 class EncodedTrace(msgspec.Struct):
-    """The nodes of a session in PostgreSQL's COPY format. `rekey_traces` replaces the session's key and the checksums."""
+    """The nodes of a session in PostgreSQL's COPY format. `rekey_traces` replaces the session's key and the checksums in them."""
 
     rows: bytearray = msgspec.field(default_factory=bytearray)
     ends: list[int] = []  # where each row ends
@@ -63,26 +63,26 @@ class EncodedTrace(msgspec.Struct):
 
 
 class Shipment(msgspec.Struct, frozen=True):
-    """A session with everything recorded for it."""
+    """A session with everything recorded for it, as read from a cell's store."""
 
     id: str
-    key: int  # in the cell's store
+    key: int  # key of the session in the cell's store
     cell: str
     session: Row  # the columns of `SESSION_COLUMNS`
     trace: EncodedTrace
     others: dict[str, list[Row]]  # rows of `SESSION_TABLES`, by table
     events: list[Row]  # number in the cell's store, time, kind and data
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
-    is_reshipped: bool = False  # the shared store had it before it was restored from a backup
+    is_reshipped: bool = False  # the shared store had the session and lost it when it was restored from a backup
 
     @property
     def newest_event(self) -> int:
-        """The number of its last event in the cell's store, or 0 if it has none."""
+        """The number of the session's last event in the cell's store, or 0 if it has no events."""
         return self.events[-1][0] if self.events else 0
 
     @property
     def size(self) -> int:
-        """The size of its rows in bytes."""
+        """The size of the session's rows in bytes."""
         rows = (row for table in self.others.values() for row in table)
         others = sum(len(cell) for row in rows for cell in row if isinstance(cell, (bytes, str)))
         return len(self.trace.rows) + sum(len(event[3]) for event in self.events) + others
@@ -95,7 +95,7 @@ SESSION_COLUMNS = ("id", "secret", "config", "opened", "closed", "status", "voca
 
 
 class ShipmentBatch(msgspec.Struct):
-    """Sessions that were read from the outbox."""
+    """The sessions of the outbox that were read, and those that were deleted or are damaged."""
 
     shipments: list[tuple[UnshippedSession, Shipment]] = []
     deleted: list[UnshippedSession] = []
@@ -103,7 +103,7 @@ class ShipmentBatch(msgspec.Struct):
 
 
 def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: int) -> ShipmentBatch:
-    """Read sessions, and verify their traces. After `max_bytes`, no further session is read."""
+    """Read sessions and verify their traces. Stop once more than `max_bytes` have been read."""
     batch, size = ShipmentBatch(), 0
     keys = [row.session for row in rows]
     marks = ",".join("?" * len(keys))
@@ -149,12 +149,12 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
 
 
 def _split(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
-    """Split rows into their keys and the rest."""
+    """Split each row into its first column, the key, and the other columns."""
     return ((row[0], row[1:]) for row in rows)
 
 
 def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
-    """Verify the checksums of nodes, and encode them for COPY."""
+    """Verify the checksums of nodes, and encode the nodes for COPY. Raise `StoreError` if one is damaged."""
     trace, before, crc = EncodedTrace(), len(str(key)), zlib.crc32
     rows, ends, sizes, checksums = trace.rows, trace.ends, trace.sizes, trace.checksums
     for node, parent, kind, ids, logprobs, info, messages, delivered, checksum in nodes:
@@ -172,7 +172,7 @@ def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
 
 
 def rekey_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> list[bytearray]:
-    """Return the encoded nodes of sessions under their new keys."""
+    """Replace the keys of sessions in their encoded nodes with new ones, by session id. Return the encoded nodes of each session."""
     traces = [shipment.trace for shipment in shipments]
     differences = [key_difference(shipment.key, keys[shipment.id]) for shipment in shipments]
     checksums = iter(

@@ -1,7 +1,7 @@
-"""Store the side data of turns (`trace/side_data.py`) in pieces of bounded size.
+"""Store the side data of turns (`trace/side_data.py`) in pieces of limited size.
 
 A turn's side data may be a thousand times as large as its ids. It is written before the turn, piece by piece, so that other sessions can
-write their turns in between. A crash may leave pieces of a turn that was never written. They are ignored.
+write their turns in between. A crash may leave pieces of a turn that was never written. Such pieces are ignored.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SideDataTable:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def write(self, session: int, node: int, arrays: Sequence[SideArray]) -> None:
-        """Write the side data of a turn that is about to be written. Each piece has its own short transaction."""
-        with self._writing() as db:  # pieces that a crash left
+        """Write the side data of a turn before the turn itself is written. Each piece is written in a short transaction of its own."""
+        with self._writing() as db:  # remove pieces that a crash has left behind
             db.execute("DELETE FROM side_data WHERE session=? AND node=?", (session, node))
         for array in arrays:
             for piece in split_array(array, PIECE_BYTES):
@@ -54,7 +54,10 @@ class SideDataTable:
                     db.execute(_INSERT, (session, *row, session))
 
     def load(self, session: Session, names: Collection[str] | None = None) -> dict[int, list[SideArray]]:
-        """Load a session's side data by node: all of it, or only these names. Raise `StoreError` if it is damaged."""
+        """Load a session's side data, by node id.
+
+        With `names`, load only the side data with these names. Raise `StoreError` if it is damaged.
+        """
         due = {
             (turn.id, side.name, side.first): side
             for turn in session.trace.turns()
@@ -84,7 +87,7 @@ class _DamagedPiece(Exception):
 
 
 def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
-    """Split an array into pieces of at most `max_bytes`, or of one token."""
+    """Split an array into pieces of at most `max_bytes`. A piece has at least one token, even if that is larger."""
     values = array.values
     step = max(1, max_bytes * len(values) // max(1, values.nbytes))
     for start in range(0, len(values), step):
@@ -92,7 +95,7 @@ def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
 
 
 def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
-    """Encode a piece as the columns of its row, without the session's key."""
+    """Encode a piece as a row of the table, without the session's key."""
     values = np.ascontiguousarray(piece.values, piece.values.dtype.newbyteorder("<"))
     dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), values.tobytes()
     return (
@@ -107,14 +110,14 @@ def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
 
 
 def _checksum(node: int, name: str, first: int, dtype: str, shape: str, data: bytes) -> int:
-    """Return the checksum of a piece. The session's key is not part of it, so it is the same in another store."""
+    """Return the checksum of a piece. It does not cover the session's key, so it stays the same in another store."""
     return zlib.crc32(data, zlib.crc32(f"{node}/{name}/{first}/{dtype}/{shape}".encode()))
 
 
 def _join_pieces(
     due: Mapping[tuple[int, str, int], SideRange], rows: Sequence[tuple[Any, ...]]
 ) -> dict[int, list[SideArray]]:
-    """Join stored pieces into the arrays that the nodes list. Raise `_DamagedPiece` if a piece is damaged or missing."""
+    """Join stored pieces into the arrays that turns list in their info. Raise `_DamagedPiece` if one is damaged or missing."""
     pieces = {row[:3]: row for row in rows}
     found: dict[int, list[SideArray]] = {}
     for (node, name, first), side in due.items():
@@ -134,7 +137,7 @@ def _join_pieces(
 
 
 def _decode_piece(row: tuple[Any, ...], side: SideRange) -> np.ndarray | None:
-    """Return the values of a piece, or None if it is damaged or does not match what the node lists."""
+    """Return the values of a piece, or None if it is damaged or does not match what its turn lists."""
     node, name, first, dtype, shape, data, checksum = row
     if dtype != side.dtype or dtype not in DTYPES or shape != "x".join(map(str, side.shape)):
         return None

@@ -1,6 +1,6 @@
-"""Sessions and traces in the store. Each turn is written in one transaction.
+"""The store: sessions and their traces. Each turn is written in one transaction.
 
-Nodes have a checksum, so a damaged trace is rejected and never trained on. `docs/decisions/0003-durability.md` lists the cost of each
+Each node has a checksum, so a damaged trace is detected and never trained on. `docs/decisions/0003-durability.md` gives the cost of each
 durability setting.
 """
 
@@ -59,7 +59,7 @@ _DAMAGED_ROW = "its row is damaged on disk"
 
 
 class SessionRow(msgspec.Struct, frozen=True):
-    """A session as stored, without its trace."""
+    """One row of the sessions table. It does not include the trace."""
 
     key: int
     id: str
@@ -73,7 +73,7 @@ class SessionRow(msgspec.Struct, frozen=True):
 
 
 class _SessionColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The other columns of a session. SQLite stores a value of any type in any column."""
+    """The columns of a session besides its key, id and settings. They are validated, since SQLite stores any type in any column."""
 
     opened: float
     closed: float | None
@@ -83,7 +83,7 @@ class _SessionColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewTurn(msgspec.Struct, frozen=True):
-    """The additions of one turn to a trace. `context` is None if it is already stored."""
+    """The nodes and data that one turn adds to a trace. `context` is None if the context is already stored."""
 
     session: int
     context: Context | None
@@ -96,20 +96,23 @@ class NewTurn(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """Sessions, their traces, and settings. Methods are synchronous and short. Each method that writes uses one transaction."""
+    """Sessions, their traces, and settings.
+
+    Methods block, but are short. Each method that writes uses one transaction, except `commit` for turns with side data.
+    """
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self._use(SqliteDatabase(folder, durability, shard))
 
     @classmethod
     def reading(cls, folder: Path) -> Store:
-        """Open a folder read-only. Another process may be writing to it."""
+        """Open the store in a folder read-only. Another process may be writing to it."""
         store = cls.__new__(cls)
         store._use(SqliteDatabase.open_for_reading(folder))
         return store
 
     def open_reader(self) -> Store:
-        """Open the same data read-only, over another connection."""
+        """Open the same store read-only, over a new connection."""
         assert isinstance(self.database, SqliteDatabase)
         return Store.reading(self.database.path.parent)
 
@@ -156,7 +159,10 @@ class Store:
         vocabulary: str = "",
         event: NewEvent | None = None,
     ) -> int:
-        """Add a session with its attempt, and return its key. Raise `KeyError` if the id is taken, `Conflict` if the attempt is."""
+        """Add a session and its attempt, and return the session's key.
+
+        Raise `KeyError` if the id is taken, or `Conflict` if the attempt cannot be registered.
+        """
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
             added = db.execute(
@@ -178,12 +184,12 @@ class Store:
             insert_optional_event(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
-        """Record that a session reached a limit. It stays open."""
+        """Record which limit a session has reached. The session stays open."""
         with self._writing() as db:
             db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
 
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
-        """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
+        """Delete a session and everything recorded for it, including its events. `event` announces the deletion."""
         with self._writing() as db:
             sessions = db.execute(f"SELECT id FROM sessions WHERE key=? {FOR_UPDATE}", (key,)).fetchall()
             for (session_id,) in sessions:
@@ -192,7 +198,7 @@ class Store:
             insert_optional_event(db, event)
 
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
-        """Settle the attempt of an outcome that is being written. Return whether the outcome counts; if so, lock the feeds."""
+        """Settle the attempt of a session whose outcome is being written. Return whether the outcome counts. If so, lock the feeds."""
         self.outbox.add_outcome(db, session_id)
         counts = settle_attempt(db, session_id, outcome)
         if counts:
@@ -203,14 +209,14 @@ class Store:
         return next(self._rows("WHERE id=?", (session_id,)), None)
 
     def find_key(self, key: int) -> SessionRow | None:
-        """Find a session by its key. Unlike ids, keys are never reused after a session is deleted."""
+        """Return the session with this key, or None. Unlike ids, keys are never reused after a session is deleted."""
         return next(self._rows("WHERE key=?", (key,)), None)
 
     def find_secret(self, secret: bytes) -> SessionRow | None:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Return sessions, newest first. Damaged sessions are included and marked."""
+        """Return sessions with keys below `before`, newest first. Damaged sessions are included and marked."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
@@ -226,7 +232,7 @@ class Store:
         ]
 
     def ids(self, limit: int) -> list[str]:
-        """Return the ids of sessions, newest first, including damaged ones."""
+        """Return the ids of the newest sessions, newest first. Damaged sessions are included."""
         with self._reading() as db:
             rows = db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,)).fetchall()
         return [as_name(session) for (session,) in rows]
@@ -238,7 +244,7 @@ class Store:
         return [(as_name(session), secret, as_number(opened)) for session, secret, opened in rows]
 
     def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
-        """Read session rows. Raise `StoreError` for damaged settings, or mark the row as damaged if `marked` is set."""
+        """Read session rows. If one is damaged, raise `StoreError` or, with `marked`, mark it."""
         columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
         with self._reading() as db:
             rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
@@ -249,7 +255,7 @@ class Store:
             yield row
 
     def commit(self, turns: Sequence[NewTurn]) -> None:
-        """Write all turns in one transaction, and their side data in others before it."""
+        """Write turns in one transaction. Their side data is written before that, in other transactions."""
         for turn in turns:
             if turn.side:
                 self.side_data.write(turn.session, turn.sampled.id, turn.side)
@@ -275,7 +281,7 @@ class Store:
             )
 
     def load(self, row: SessionRow) -> Session:
-        """Load a session with its whole trace, and verify the checksums."""
+        """Load a session with its whole trace. Raise `StoreError` if the trace is damaged."""
         session = Session(row.id, row.key, row.config, row.opened)
         session.status, session.stop = row.status, row.stop
         session.truncated = row.stop == "context_tokens"
@@ -326,7 +332,10 @@ class Store:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return how many turns and roots each session has, by key, for keys from `first` to `last`. Sessions without nodes are omitted."""
+        """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`.
+
+        Sessions without nodes are omitted.
+        """
         query = (
             "SELECT session, count(*) FILTER (WHERE kind='sampled'), count(*) FILTER (WHERE parent IS NULL)"
             " FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
@@ -347,7 +356,7 @@ class Store:
         return None if row is None else row[0]
 
     def settings_with(self, prefixes: tuple[str, ...]) -> dict[str, str]:
-        """Return the settings whose names start with one of the prefixes."""
+        """Return the settings with names that start with one of these prefixes."""
         with self._reading() as db:
             rows = db.execute("SELECT name, value FROM settings").fetchall()
         return {name: value for name, value in rows if as_text(name).startswith(prefixes)}
@@ -363,7 +372,7 @@ class Store:
             insert_optional_event(db, event)
 
     def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Compute a new value from the old one in one transaction, so that no concurrent change is lost."""
+        """Replace a setting's value with `change(old value)` in one transaction, so that no concurrent change is lost."""
         with self._writing() as db:
             # A setting that does not exist cannot be locked, so it is added first.
             is_new = db.execute("INSERT INTO settings VALUES (?,'') ON CONFLICT DO NOTHING", (name,)).rowcount == 1
@@ -371,7 +380,7 @@ class Store:
             db.execute(_SET_SETTING, (name, change(None if is_new else old)))
 
     def probe(self) -> None:
-        """Test whether the store can write as much as a large turn. Raise `StoreError` if not."""
+        """Write as much data as a large turn has. Raise `StoreError` if the store cannot be written to."""
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 
@@ -410,7 +419,7 @@ def _is_intact(
     delivered: int,
     checksum: int,
 ) -> bool:
-    """Return whether a node is as it was written."""
+    """Return whether a stored node matches its checksum."""
     _, _, _, ids, logprobs, info, messages = fields
     blobs = (ids, b"" if logprobs is None else logprobs, info, messages)
     if delivered not in (0, 1) or not all(isinstance(blob, bytes) for blob in blobs):
@@ -420,7 +429,7 @@ def _is_intact(
 
 
 def _read_session_row(key: int, session_id: object, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
-    """Return the row of a session, and which part of it cannot be read, if any. That part has its default."""
+    """Return a session from its columns, and a description of the damaged part, if any. Defaults replace the damaged part."""
     settings, columns = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", "")
     damaged = "" if isinstance(session_id, str) else _DAMAGED_ROW
     try:

@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS tool_calls (
 ) WITHOUT ROWID;
 """
 _COLUMNS = "call, tool, arguments, called, repeat, reply, answered, answered_by"
-AnsweredBy = Literal["", "tool", "host", "time"]  # not yet answered; by the tool itself; by the host; by the time limit
+AnsweredBy = Literal["", "tool", "host", "time"]  # not answered yet; by the tool itself; by the host; by the time limit
 
 
 class HostToolCall(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class ToolCalls:
     def add(
         self, session: int, name: str, tool: str, arguments: bytes, repeat: str, reply: bytes | None, most: int
     ) -> HostToolCall | None:
-        """Add a call and its event. Return None if the session already has `most` calls. `name` is the session's id."""
+        """Add a host-tool call and its event. `name` is the session's id. Return None if the session already has `most` calls."""
         with self._writing() as db:
             db.execute(f"SELECT key FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchall()
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
@@ -82,7 +82,7 @@ class ToolCalls:
         return next(iter(self._select(session, "call=?", call)), None)
 
     def find_repeat(self, session: int, repeat: str) -> HostToolCall | None:
-        """Find a call by the id that its caller gave it."""
+        """Return the call with this repeat id, which its caller chose, or None."""
         return next(iter(self._select(session, "repeat=? LIMIT 1", repeat)), None)
 
     def _select(self, session: int, where: str, *values: object) -> list[HostToolCall]:

@@ -1,1 +1,1 @@
-"""The shared store: the store's tables in PostgreSQL, for many machines (extra `postgres`)."""
+"""The shared store: the store's tables in PostgreSQL, for many machines (requires the extra `postgres`)."""

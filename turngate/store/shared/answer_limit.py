@@ -1,6 +1,6 @@
-"""A limit on the time that PostgreSQL may take to answer, because a query blocks the gateway's event loop.
+"""A limit on the time that PostgreSQL may take to answer, because each query blocks the gateway's event loop.
 
-If a server does not answer, calls fail immediately for a few seconds, and then one of them tries again.
+After a server has not answered in time, connecting to it fails immediately for a few seconds. Then one call tries again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PAUSE_S = 5.0
 
 
 class AnswerLimit:
-    """The limit for all connections of one database."""
+    """The limit on answer times for all connections to one database."""
 
     def __init__(self, seconds: float, name: str) -> None:
         self._seconds = seconds
@@ -27,7 +27,7 @@ class AnswerLimit:
         self._silent_until = 0.0
 
     def connect(self, driver: Any, address: str, **settings: Any) -> psycopg.Connection:
-        """Connect with psycopg (`driver`). Raise `StoreError` without trying if the server was silent a moment ago."""
+        """Connect with psycopg (`driver`). Raise `StoreError` without trying if the server has just failed to answer."""
         if time.monotonic() < self._silent_until:
             raise StoreError(f"{self._name} does not answer; retrying every {_PAUSE_S:.0f} s")
         limit = self
@@ -43,7 +43,10 @@ class AnswerLimit:
             raise
 
     def _apply(self, driver: Any, db: psycopg.Connection, waits: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Run psycopg's generator, which yields what it waits for. It is resumed with 0 if that has not happened yet."""
+        """Wrap the generator with which psycopg waits for the server, and raise an error when the time limit has passed.
+
+        The generator yields the socket state that it waits for. psycopg resumes it with 0 if that state has not been reached yet.
+        """
         end = time.monotonic() + self._seconds
         try:
             state = next(waits)

@@ -44,7 +44,7 @@ LOCK_ROWS = "/* FOR SHARE */"
 
 
 class CellRow(msgspec.Struct, frozen=True):
-    """One cell as stored."""
+    """One row of the cells table."""
 
     id: str
     name: str
@@ -53,18 +53,21 @@ class CellRow(msgspec.Struct, frozen=True):
     ttl: float
     lease_until: float
     state: CellState
-    left_s: float  # until the lease ends; negative if it has ended
+    left_s: float  # seconds until the lease ends; negative if it has ended
 
 
 class CellTable:
-    """The cells. Each method is one transaction."""
+    """The cells table. Each method is one transaction."""
 
     def __init__(self, writing: Connect, reading: Connect) -> None:
         self._writing = writing
         self._reading = reading
 
     def register(self, cell: str, name: str, url: str, ttl_s: float, previous: Iterable[str] = ()) -> list[str]:
-        """Register a cell that starts, and give it the attempts of its previous ids. Return the previous ids that were not lost."""
+        """Register a cell that is starting, and move the running attempts of its `previous` ids to it.
+
+        Return the previous ids, except those that were declared lost.
+        """
         with self._writing() as db:
             adopted = [old for old in previous if old != cell and self._adopt(db, old, cell)]
             db.execute(
@@ -77,31 +80,31 @@ class CellTable:
     def _adopt(self, db: StoreConnection, old: str, cell: str) -> bool:
         if db.execute(f"SELECT state FROM cells WHERE id=? {FOR_UPDATE}", (old,)).fetchall() == [("lost",)]:
             return False
-        # An id that is not here at all was registered after the backup from which the store was restored.
+        # An unknown id was registered after the backup from which the store was restored. It is adopted too.
         db.execute("UPDATE cells SET state='replaced' WHERE id=?", (old,))
         db.execute("UPDATE attempts SET cell=? WHERE cell=? AND state='running'", (cell, old))
         return True
 
     def renew(self, cell: str) -> bool:
-        """Renew a lease. Return False if it was taken over."""
+        """Renew the lease of a cell. Return False if the cell is no longer active."""
         query = f"UPDATE cells SET lease_until={NOW}+ttl WHERE id=? AND state='active'"
         with self._writing() as db:
             return db.execute(query, (cell,)).rowcount == 1
 
     def end(self, cell: str) -> None:
-        """End the lease of a cell that stops."""
+        """End the lease of a cell that is stopping."""
         with self._writing() as db:
             query = f"UPDATE cells SET state='ended', lease_until={NOW} WHERE id=? AND state='active'"
             db.execute(query, (cell,))
 
     def take_over(self, cell: str) -> bool:
-        """Declare a cell lost and supersede its running attempts. Return False while its lease lasts, or if it is unknown."""
+        """Declare a cell lost, and supersede its running attempts. Return False if its lease has not ended or the cell is unknown."""
         with self._writing() as db:
             query = f"UPDATE cells SET state='lost' WHERE id=? AND state<>'lost' AND lease_until<{NOW}"
             db.execute(query, (cell,))
             if db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is None:
                 return False
-            # Also if it was lost before: another project may have declared it.
+            # Also if the cell was already lost: it may have been declared lost from another project's store.
             supersede_attempts(db, "cell=? AND state='running'", (cell,))
             return True
 
@@ -109,7 +112,7 @@ class CellTable:
         return next(iter(self._select("id=?", (cell,))), None)
 
     def list_cells(self, state: CellState = "active") -> list[CellRow]:
-        """Return the cells in a state, oldest first."""
+        """Return the cells in the given state, oldest first."""
         return self._select("state=? ORDER BY started, id", (state,))
 
     def _select(self, where: str, values: Sequence[object]) -> list[CellRow]:
@@ -119,14 +122,17 @@ class CellTable:
 
 
 class LeasedAttempts(AttemptTable):
-    """The attempts of all cells. A running attempt can be superseded only after the lease of its cell has ended."""
+    """The attempts table of the shared store. An attempt running on a cell can be superseded only after the cell's lease has ended."""
 
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
-        """If the attempt runs on a cell whose lease has lapsed, take over the cell, so that all its attempts can run elsewhere."""
+        """Like `AttemptTable.supersede`. Raise `Conflict` if the attempt is running on a cell whose lease has not ended.
+
+        If the lease has ended, the cell is taken over, so that all its attempts can run elsewhere.
+        """
         query = (
             f"SELECT cells.id, cells.name, lease_until-{NOW} FROM attempts JOIN cells ON cells.id=attempts.cell"
             " WHERE rollout=? AND attempt=? AND attempts.state='running' AND cells.state='active'"
-            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # a shipped session no longer runs
+            " AND NOT EXISTS (SELECT 1 FROM sessions WHERE sessions.id=attempts.session)"  # a session that was shipped has ended
         )
         with self._reading() as db:
             row = db.execute(query, (rollout, attempt)).fetchone()
@@ -139,5 +145,5 @@ class LeasedAttempts(AttemptTable):
 
 
 def lock_cells(db: StoreConnection, cells: Iterable[str]) -> Cursor:
-    """Select the id and state of cells. They cannot be taken over before the caller's transaction ends."""
+    """Return the id and state of cells. None of them can be taken over until the caller's transaction ends."""
     return db.execute(f"SELECT id, state FROM cells WHERE id=ANY(?) ORDER BY id {LOCK_ROWS}", (sorted(cells),))

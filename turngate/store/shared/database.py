@@ -1,6 +1,6 @@
-"""The shared store's database: connections to PostgreSQL, transactions, and errors in plain words.
+"""The shared store's database: connections to PostgreSQL, transactions, and readable errors.
 
-It prepares no statements on the server and uses no state of a database session, so it works behind PgBouncer in transaction mode.
+It prepares no statements on the server and keeps no state in a database session, so it works behind PgBouncer in transaction mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _copy_statement(table: str, columns: Sequence[str]) -> bytes:
 
 
 class SharedConnection:
-    """A connection to PostgreSQL that accepts the store's SQL."""
+    """A connection to PostgreSQL that translates the store's SQL."""
 
     __slots__ = ("_cursors",)
 
@@ -60,7 +60,7 @@ class SharedConnection:
     def copy_rows(
         self, table: str, columns: Sequence[str], types: Sequence[str], rows: Iterable[Sequence[Any]]
     ) -> None:
-        """Insert many rows with COPY, at a fraction of the cost of single statements."""
+        """Insert many rows with COPY, which costs a fraction of single INSERT statements."""
         with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
             copy.set_types(types)
             for row in rows:
@@ -68,7 +68,7 @@ class SharedConnection:
 
 
 class _ReadConnection:
-    """The connection for reading. It reconnects after an interruption, since a read can be repeated."""
+    """A connection for reading. It reconnects after an interruption, because a read can be repeated."""
 
     __slots__ = ("_database",)
 
@@ -80,13 +80,13 @@ class _ReadConnection:
 
 
 class SharedDatabase:
-    """One PostgreSQL database with one connection for writing and one for reading. Both reconnect after an interruption."""
+    """A PostgreSQL database, with one connection for writing and one for reading. Both reconnect after an interruption."""
 
     durability: Durability = "disk"  # PostgreSQL syncs every commit
     version = SCHEMA_VERSION
 
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
-        """Connect to the database. A statement that takes longer than `answer_s` fails. None means no limit."""
+        """Connect to the database. A statement that takes longer than `answer_s` seconds fails; None means no limit."""
         self.url = url
         lock_s = _LOCK_S if answer_s is None else max(1, round(answer_s * 0.8))
         begin = _BEGIN.format(lock_s)
@@ -102,7 +102,7 @@ class SharedDatabase:
         self._in_snapshot = False
         self._closed = False
         self._limit: AnswerLimit | None = None
-        self.others: weakref.WeakSet[SharedDatabase] = weakref.WeakSet()  # to interrupt together with this one
+        self.others: weakref.WeakSet[SharedDatabase] = weakref.WeakSet()  # databases that `interrupt` interrupts too
         try:
             self._open()
         except self._psycopg.Error as error:
@@ -111,7 +111,7 @@ class SharedDatabase:
         except BaseException:
             self.close()
             raise
-        if answer_s is not None:  # only now, because an upgrade of the tables may take long
+        if answer_s is not None:  # not earlier, because upgrading the tables may take long
             self._disconnect()
             self._limit = AnswerLimit(answer_s, url.name)
 
@@ -143,7 +143,7 @@ class SharedDatabase:
         self._writer = self._reader = None
 
     def interrupt(self) -> None:
-        """Fail whatever waits for PostgreSQL in other threads, and refuse further use."""
+        """Make all statements that other threads are running fail, and refuse any further use."""
         for other in list(self.others):
             other.interrupt()
         self._closed = True
@@ -165,9 +165,9 @@ class SharedDatabase:
 
     @contextmanager
     def pipelining(self, settings: str = "") -> Iterator[PipelinedConnection]:
-        """Like `writing`, with statements that are sent together. `settings` are further statements to begin with.
+        """Like `writing`, but statements are sent together. The statements in `settings` are run first.
 
-        An interrupted connection is noticed only by the first result. The block then fails, and the next one reconnects.
+        An interrupted connection is noticed only when the first result is read. The block then fails, and the next block reconnects.
         """
         with self._handling_errors():
             db = PipelinedConnection(self._require_writer(), self._begin_write + settings)
@@ -176,7 +176,7 @@ class SharedDatabase:
 
     @contextmanager
     def _handling_errors(self) -> Iterator[None]:
-        """Let one thread write, roll back if the block raises, and describe errors."""
+        """Let only one thread write at a time. If the block raises, roll back, and turn errors of PostgreSQL into `StoreError`."""
         if self._read_only:
             raise StoreError("the shared store was opened read-only")
         with self._mutex:
@@ -241,7 +241,7 @@ class SharedDatabase:
         return db
 
     def _roll_back(self) -> None:
-        """Roll back, or drop the connection if that fails; PostgreSQL then rolls back."""
+        """Roll back the transaction. If that fails, close the connection, and PostgreSQL rolls back by itself."""
         db = self._writer
         if db is None or db.closed:
             return
@@ -251,7 +251,10 @@ class SharedDatabase:
             db.close()
 
     def execute_read(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read. Reconnect if the connection was interrupted, except inside a snapshot, whose reads would then differ."""
+        """Run a read. If the connection was interrupted, reconnect and repeat it.
+
+        Inside a snapshot, this raises an error instead, because the repeated read would not see the same data.
+        """
         db = self._require_reader()
         try:
             return self._read(db, sql, values)
@@ -261,7 +264,7 @@ class SharedDatabase:
             return self._read(self._require_reader(), sql, values)
 
     def _read(self, db: psycopg.Connection, sql: str, values: Sequence[Any]) -> psycopg.Cursor:
-        """Run a read, in its own transaction if it has to choose the schema."""
+        """Run a read. For a project's store, the read needs a transaction, because it must choose the schema first."""
         if not self._use_schema or sql.startswith(("BEGIN", "ROLLBACK")) or self._in_snapshot:
             return SharedConnection(db).execute(sql, values)
         db.execute(f"BEGIN READ ONLY; {self._use_schema}".encode())
@@ -269,7 +272,7 @@ class SharedDatabase:
             return SharedConnection(db).execute(sql, values)
         finally:
             if not db.closed:
-                db.execute("ROLLBACK")  # it has only read
+                db.execute("ROLLBACK")  # the transaction has written nothing
 
     def _require_writer(self) -> psycopg.Connection:
         if self._writer is None or self._writer.closed:
@@ -302,7 +305,7 @@ class SharedDatabase:
             )
         except self._psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
             raise ConfigError(
-                f"data: the address of {self.url.name} is not valid: {ENCODE_HINT}, and use only parameters of libpq after ?",
+                f"data: the address of {self.url.name} is not valid: {ENCODE_HINT}, and use only libpq parameters after ?",
                 param="data",
             ) from None
         encoding = db.info.parameter_status("server_encoding")

@@ -1,4 +1,4 @@
-"""The engines of all cells: what was added, drained, removed or taken out of service at the gateway on the shared store."""
+"""The engines of all cells. Operators add, drain and remove engines at the gateway that uses the shared store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CREATE TABLE IF NOT EXISTS engines (
 );
 """
 SharedEngineState = Literal["active", "draining", "failed", "removed"]
-# Cells read the engines when the fence has a new epoch. The stage and the version of the fence do not change.
+# Cells read the engines whenever the fence has a new epoch. This raises the epoch without changing the fence's stage and version.
 _RAISE_EPOCH = (
     "INSERT INTO fence (row, epoch, stage, version, model, weights) VALUES (1,1,'open',0,'','')"
     " ON CONFLICT (row) DO UPDATE SET epoch=fence.epoch+1 RETURNING epoch"
@@ -24,7 +24,7 @@ _RAISE_EPOCH = (
 
 
 class SharedEngine(msgspec.Struct, frozen=True):
-    """One engine as stored."""
+    """One row of the engines table."""
 
     url: str
     state: SharedEngineState
@@ -32,7 +32,7 @@ class SharedEngine(msgspec.Struct, frozen=True):
 
 
 class EngineTable:
-    """The engines. Each method is one transaction."""
+    """The engines table. Each method is one transaction."""
 
     def __init__(self, writing: Connect, reading: Connect) -> None:
         self._writing = writing
@@ -44,7 +44,7 @@ class EngineTable:
         return [SharedEngine(*row) for row in rows]
 
     def write(self, engine: SharedEngine) -> int:
-        """Write the state of an engine, and return the epoch at which cells know it."""
+        """Write the state of an engine. Return the epoch of the fence from which on cells know this state."""
         query = (
             "INSERT INTO engines (url, state, reason) VALUES (?,?,?)"
             " ON CONFLICT (url) DO UPDATE SET state=excluded.state, reason=excluded.reason"

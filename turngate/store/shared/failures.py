@@ -1,4 +1,4 @@
-"""Errors of PostgreSQL in plain words, with what to do about them."""
+"""Describe errors of PostgreSQL in plain words, and suggest what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNREACHABLE = "cannot connect to {name} ({error}); check that PostgreSQL runs t
 
 
 def describe_error(error: psycopg.Error, name: str) -> str:
-    """Describe an error. `name` is the database without its password. Messages of libpq and of the server contain no password."""
+    """Describe an error in one line without passwords. `name` is the database's address without its password."""
     text = _first_line(error)
     state = error.sqlstate or _guess_state(text)
     template = _BY_STATE.get(state) or _BY_STATE.get(state[:2])
@@ -46,7 +46,7 @@ def describe_error(error: psycopg.Error, name: str) -> str:
 
 
 def is_rejected_value(error: BaseException | None) -> bool:
-    """Return whether PostgreSQL rejected a value, for example a null character in a text. Trying again does not help."""
+    """Return whether PostgreSQL rejected a value, for example a null character in text. Retrying does not help then."""
     return (getattr(error, "sqlstate", None) or "")[:2] in _REJECTED_VALUES
 
 
@@ -57,7 +57,7 @@ def _guess_state(text: str) -> str:
 
 
 def _first_line(error: psycopg.Error) -> str:
-    """Return the message on one line, starting at the server's own part."""
+    """Return the error's message on one line. If it contains `FATAL:`, return only the text after it."""
     text = " ".join(str(error).split())
     _, fatal, rest = text.partition("FATAL: ")
     return (rest if fatal else text).strip() or type(error).__name__

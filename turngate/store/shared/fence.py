@@ -1,7 +1,7 @@
-"""The fence of all cells: one row with the newest change, and the cells that follow it. All times are PostgreSQL's.
+"""The fence of all cells: one row with the newest change, and one row per cell that follows it.
 
-Each change gets the next number, its epoch. A follower reports the newest epoch that it has carried out, and only then reads the row. So if
-a follower has not read a change yet, the change finds it in the table.
+All times are PostgreSQL's. Each change gets the next number, its epoch. A follower first reports the newest epoch that it has carried out,
+and then reads the fence. A gateway that makes a change therefore finds every follower that has not read the change yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SharedFence(msgspec.Struct, frozen=True):
 
 
 class FenceFollowerRow(msgspec.Struct, frozen=True):
-    """One follower as stored, and the time of reading."""
+    """One row of the followers table, and the time `now` at which it was read."""
 
     id: str
     name: str
@@ -57,7 +57,7 @@ class FenceFollowerRow(msgspec.Struct, frozen=True):
 
 
 class FenceTable:
-    """The fence of all cells. Each method is one transaction, except `report`."""
+    """The fence and its followers. Each method is one transaction, except `report`."""
 
     def __init__(self, writing: Connect, reading: Connect) -> None:
         self._writing = writing
@@ -69,7 +69,7 @@ class FenceTable:
         return SharedFence() if row is None else SharedFence(*row)
 
     def write(self, stage: FenceStage, version: int, model: str, weights: str) -> int:
-        """Write a change and return its epoch."""
+        """Write a change of the fence, and return its epoch."""
         query = (
             "INSERT INTO fence (row, epoch, stage, version, model, weights) VALUES (1,1,?,?,?,?)"
             " ON CONFLICT (row) DO UPDATE SET epoch=fence.epoch+1, stage=excluded.stage, version=excluded.version,"
@@ -101,6 +101,6 @@ class FenceTable:
         return [FenceFollowerRow(*row) for row in rows]
 
     def prune(self, age_s: float) -> None:
-        """Remove followers that have not reported for `age_s`. They report again before they serve."""
+        """Remove followers whose reports expired more than `age_s` seconds ago. They report again before they serve."""
         with self._writing() as db:
             db.execute(f"DELETE FROM fence_followers WHERE seen + ttl < {_NOW} - ?", (age_s,))

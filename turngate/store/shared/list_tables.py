@@ -1,4 +1,4 @@
-"""The tables of the lists of rollouts and groups. `rollout_list.py` writes them, `rollout_pages.py` reads them."""
+"""The tables behind the lists of rollouts and groups. `rollout_list.py` writes them, and `rollout_pages.py` reads them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A connection that sends statements together, without waiting for each result.
+"""A connection that sends several statements together, without waiting for the result of each.
 
-It uses libpq's pipelines without psycopg's cursors, which take more CPU time than the statements themselves. A result is read when
-the caller asks for it, together with all results before it.
+It uses libpq's pipeline mode directly. psycopg's cursors would take more CPU time than the statements themselves. When a caller asks for a
+result, all pending results are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BINARY = 1
 
 
 class PipelinedCursor:
-    """The result of a statement, which may not have been sent yet."""
+    """The result of a statement. It is read when it is first needed."""
 
     __slots__ = ("_connection", "_rows", "rowcount_or_none")
 
@@ -57,7 +57,7 @@ class PipelinedCursor:
 
 
 class PipelinedConnection:
-    """One transaction over a psycopg connection. `finish` commits it; until then, nothing else may use the connection."""
+    """One transaction over a psycopg connection, committed by `finish`. Nothing else may use the connection until then."""
 
     def __init__(self, db: psycopg.Connection, begin: str) -> None:
         from psycopg import errors, pq
@@ -67,7 +67,7 @@ class PipelinedConnection:
         self._loader = Transformer(db)
         self._make_error = errors.error_from_result
         self._status = pq.ExecStatus
-        self._waiting: list[PipelinedCursor] = []  # for their results
+        self._waiting: list[PipelinedCursor] = []  # cursors that have no result yet
         self._poll = select.poll()
         for statement in begin.split("; "):
             self.execute(statement)
@@ -90,14 +90,14 @@ class PipelinedConnection:
     def insert_rows(
         self, table: str, columns: Sequence[str], types: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
-        """Insert rows with one statement."""
+        """Insert rows with a single statement. `types` are the PostgreSQL types of the columns."""
         if rows:
             arrays = ", ".join(f"?::{name}[]" for name in types)
             query = f"INSERT INTO {table} ({', '.join(columns)}) SELECT * FROM unnest({arrays})"
             self.execute(query, [list(column) for column in zip(*rows, strict=True)])
 
     def copy_encoded(self, table: str, columns: Sequence[str], data: Iterable[bytes | bytearray]) -> None:
-        """Insert rows in PostgreSQL's binary format (`binary_format.py`)."""
+        """Insert rows that are already encoded in PostgreSQL's binary format (`binary_format.py`), with COPY."""
         self.flush()
         libpq = self._libpq
         libpq.send_query(f"COPY {table} ({', '.join(columns)}) FROM STDIN (FORMAT BINARY)".encode())
@@ -113,7 +113,7 @@ class PipelinedConnection:
             self._check(result)
 
     def flush(self) -> None:
-        """Wait for the results of all statements so far. Raise the first error."""
+        """Send all statements so far, and read their results. Raise the first error."""
         if not self._waiting:
             return
         cursors, self._waiting = self._waiting, []
@@ -127,7 +127,7 @@ class PipelinedConnection:
                     self._loader.set_pgresult(result)
                     rows = self._loader.load_rows(0, result.ntuples, tuple)
                     cursor.set_result(rows, result.command_tuples or 0)
-        self._read_result()  # of the synchronization
+        self._read_result()  # the result of `pipeline_sync`
         libpq.exit_pipeline_mode()
         if failed is not None:
             raise self._make_error(failed)
@@ -144,7 +144,7 @@ class PipelinedConnection:
             raise self._make_error(result)
 
     def _read_result(self) -> PGresult | None:
-        """Return the next result, or None at the end of a statement."""
+        """Return the next result of the current statement, or None after its last one."""
         libpq = self._libpq
         while libpq.flush():
             self._wait(select.POLLIN | select.POLLOUT)
@@ -153,7 +153,7 @@ class PipelinedConnection:
         return libpq.get_result()
 
     def _wait(self, events: int) -> None:
-        """Wait until the socket is ready, and read what has arrived."""
+        """Wait for one of these poll events on the socket, and read the data that has arrived."""
         self._poll.register(self._libpq.socket, events)
         ready = self._poll.poll()
         if ready and ready[0][1] & ~select.POLLOUT:

@@ -1,4 +1,4 @@
-"""Queries over many rollouts that PostgreSQL answers from totals, without reading events."""
+"""Queries over many rollouts that use the totals kept by PostgreSQL instead of reading events."""
 
 from __future__ import annotations
 

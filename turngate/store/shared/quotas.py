@@ -1,4 +1,4 @@
-"""Quotas in the shared store, which has the sessions of all projects."""
+"""Quotas in the shared store. Its database has the sessions of all projects, so it can measure each of them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class SharedQuotas(QuotaTable):
         table = "shipments" if project == DEFAULT_PROJECT else f'"project_{project}".shipments'
         with self._reading() as db:
             if db.execute("SELECT to_regclass(?)::text", (table,)).fetchone() == (None,):
-                return 0  # nothing was shipped yet
+                return 0  # nothing has been shipped yet
             return int(db.execute(f"SELECT coalesce(sum(bytes), 0)::int8 FROM {table}").fetchone()[0])

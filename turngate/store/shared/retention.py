@@ -1,6 +1,7 @@
-"""Removal of old sessions from the shared store, by one process at a time. The store remembers the ids of removed sessions.
+"""Remove old sessions from the shared store. Only one process at a time can do so.
 
-A cell may ship a removed session again, for example after a late event. Such a shipment is ignored.
+A cell may ship a removed session again, for example after a late event. The ids of removed sessions are stored, so that such a shipment is
+ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CREATE TABLE IF NOT EXISTS removed_sessions (
 );
 """
 FIND_REMOVED = "SELECT id, secret FROM removed_sessions WHERE id=ANY(?)"
-_CLAIM = "pruning"  # name of the setting: the holder, and when its claim ends
+_CLAIM = "pruning"  # name of the setting that holds the id of the pruning process and the end of its claim
 _CLAIM_S = 60.0
 _RENEW_S = 10.0
 
@@ -35,7 +36,7 @@ class SharedRetention(Retention):
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Prevent other processes from removing old sessions at the same time. Raise `Conflict` if one is doing so."""
+        """Prevent other processes from removing old sessions at the same time. Raise `Conflict` if another process is doing so."""
         self._holder, self._renewed = secrets.token_hex(8), -_RENEW_S
         self.renew_claim()
         try:

@@ -1,7 +1,7 @@
-"""Lists of rollouts and groups in the shared store, so that a page of a list reads only its own rows.
+"""Lists of rollouts and groups in the shared store, so that showing one page reads only the rows on it.
 
-Gateways update them from the events (`views/shared_index.py`), one gateway at a time. `rollout_list_state` has the number of the last event
-that the lists contain.
+Gateways update the lists from the events (`views/shared_index.py`), one gateway at a time. `rollout_list_state` has the number of the
+newest event that the lists include.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     """One row of `rollout_list`."""
 
     id: str
-    key: int  # of its session; 0: it has none
+    key: int  # key of its session; 0: it has no session
     name: str
     team: str  # name of its group
     task: str
@@ -63,7 +63,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     version_start: int | None
     version_end: int | None
     recorded: float | None
-    usable_reward: float | None  # NULL: it does not count, or is too large for a trainer
+    usable_reward: float | None  # NULL: the reward does not count, or is too large for a trainer
     damage: str
     failure: str  # class under which its failure is listed; empty: it did not fail
     failure_text: str  # its message without numbers, by which equal failures are counted
@@ -104,15 +104,15 @@ class ListedDelivery(msgspec.Struct, frozen=True):
 
 
 class ListState(msgspec.Struct, frozen=True):
-    newest: int  # the last event that the lists contain
+    newest: int  # number of the newest event that the lists include
     filled: int | None  # while the lists are being filled: key of the last session in them
 
 
-# ── in the transaction of the gateway that updates the lists ────────────────────────────────────────────────────────
+# ── in the transaction that updates the lists ───────────────────────────────────────────────────────────────────────
 
 
 def claim_lists(db: StoreConnection) -> ListState | None:
-    """Lock the lists until the transaction ends. Return None if another process is updating them."""
+    """Lock the lists until the transaction ends, and return their state. Return None if another process is updating them."""
     row = db.execute("SELECT newest, filled FROM rollout_list_state FOR UPDATE SKIP LOCKED").fetchone()
     return None if row is None else ListState(*row)
 
@@ -127,13 +127,13 @@ def clear_lists(db: StoreConnection) -> None:
 
 
 def find_changed(db: StoreConnection, after: int, last: int) -> list[str]:
-    """Return the sessions with events in a range of numbers."""
+    """Return the ids of sessions with events numbered from `after` + 1 to `last`."""
     query = f"SELECT DISTINCT session FROM events WHERE seq>? AND seq<=? AND session<>'' AND NOT starts_with(session, '{BATCH_STREAM}')"
     return [session for (session,) in db.execute(query, (after, last)).fetchall()]
 
 
 def find_unopened(db: StoreConnection) -> list[str]:
-    """Return the rollouts whose runner has reported stages, but which have no session."""
+    """Return the ids of rollouts that have reported stages but have no session."""
     query = (
         "SELECT session FROM session_totals WHERE stages>0 AND NOT EXISTS (SELECT 1 FROM sessions WHERE id=session)"
         f" AND NOT starts_with(session, '{BATCH_STREAM}')"
@@ -142,13 +142,13 @@ def find_unopened(db: StoreConnection) -> list[str]:
 
 
 def find_silent(db: StoreConnection, before: float) -> list[str]:
-    """Return the unfinished rollouts whose runner has reported nothing since then."""
+    """Return the ids of starting and finishing rollouts that have reported nothing since the time `before`."""
     query = "SELECT id FROM rollout_list WHERE status IN ('starting', 'finishing') AND seen<? LIMIT 1000"
     return [session for (session,) in db.execute(query, (before,)).fetchall()]
 
 
 def find_gateway_events(db: StoreConnection, after: int, last: int) -> list[RawEvent]:
-    """Return the deliveries and weight updates in a range of numbers."""
+    """Return the deliveries and weight updates among the events numbered from `after` + 1 to `last`."""
     query = (
         "SELECT seq, time, session, kind, data FROM events WHERE seq>? AND seq<=? AND session=''"
         " AND kind IN ('fence', 'delivery') ORDER BY seq"
@@ -157,7 +157,7 @@ def find_gateway_events(db: StoreConnection, after: int, last: int) -> list[RawE
 
 
 def find_sessions_after(db: StoreConnection, key: int, limit: int) -> list[tuple[int, str]]:
-    """Return the keys and ids of the sessions after a key, oldest first."""
+    """Return the key and id of each session with a key above `key`, oldest first."""
     return db.execute("SELECT key, id FROM sessions WHERE key>? ORDER BY key LIMIT ?", (key, limit)).fetchall()
 
 
@@ -167,7 +167,7 @@ def sum_sessions(db: StoreConnection, ids: Sequence[str]) -> dict[str, EventTota
 
 
 def find_stages(db: StoreConnection, ids: Sequence[str]) -> dict[str, tuple[RawEvent, RawEvent]]:
-    """Return the first and the last stage event of sessions."""
+    """Return the first and the last stage event of each session."""
     one = "(SELECT seq FROM events WHERE session=wanted.id AND kind='stage' ORDER BY seq {} LIMIT 1)"
     query = (
         f"SELECT seq, time, session, kind, data FROM events WHERE seq IN (SELECT {one.format('')} FROM unnest(?::text[]) AS wanted(id)"
@@ -186,14 +186,14 @@ def find_deleted(db: StoreConnection, ids: Sequence[str]) -> set[str]:
 
 
 def find_turn_ends(db: StoreConnection, keys: Sequence[int]) -> dict[int, tuple[bytes, bytes]]:
-    """Return the info of the first and the last turn of sessions."""
+    """Return the info of the first and the last turn of each session."""
     one = "(SELECT info FROM nodes WHERE session=wanted.key AND kind='sampled' ORDER BY id {} LIMIT 1)"
     query = f"SELECT key, {one.format('')}, {one.format('DESC')} FROM unnest(?::int8[]) AS wanted(key)"
     return {key: (first, last) for key, first, last in db.execute(query, (list(keys),)).fetchall() if first is not None}
 
 
 def replace_rollouts(db: SharedConnection, ids: Sequence[str], rows: Iterable[ListedRollout]) -> set[str]:
-    """Replace the rows of rollouts, and update the counts. Return the groups that are affected."""
+    """Replace the rows of the rollouts `ids` with `rows`, and update the counts. Return the names of the groups that changed."""
     counts: Counter[tuple[str, str]] = Counter()
     query = f"DELETE FROM rollout_list WHERE id=ANY(?) RETURNING team, {', '.join(COUNTED)}"
     groups = set()
@@ -214,7 +214,7 @@ def replace_rollouts(db: SharedConnection, ids: Sequence[str], rows: Iterable[Li
 
 
 def read_groups(db: StoreConnection, groups: Iterable[str]) -> list[ListedRollout]:
-    """Return the rollouts of groups, oldest first."""
+    """Return the rollouts of the given groups, oldest first within each group."""
     query = f"SELECT {COLUMNS} FROM rollout_list WHERE team=ANY(?) ORDER BY team, opened"
     return [ListedRollout(*row) for row in db.execute(query, (sorted(groups),)).fetchall()]
 
@@ -234,6 +234,6 @@ def add_delivery(db: StoreConnection, delivery: ListedDelivery) -> None:
 
 
 def add_version(db: StoreConnection, version: int, at: float) -> None:
-    """Record when a policy version became active. Ignore a version that is not newer than the last one."""
+    """Record when a policy version became active. Ignore a version that is not newer than the last recorded one."""
     query = "INSERT INTO version_list SELECT ?::int8, ?::float8 WHERE NOT EXISTS (SELECT 1 FROM version_list WHERE version>=?)"
     db.execute(query, (version, at, version))

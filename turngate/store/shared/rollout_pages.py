@@ -1,4 +1,4 @@
-"""Queries of the lists of rollouts and groups: one page at a time, sorted and filtered by PostgreSQL."""
+"""Query the lists of rollouts and groups, one page at a time. PostgreSQL sorts and filters them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DELIVERY = ", ".join(ListedDelivery.__struct_fields__)
 _STATUS_ORDER = (
     "CASE status WHEN 'starting' THEN 0 WHEN 'running' THEN 1 WHEN 'finishing' THEN 2 WHEN 'done' THEN 3 ELSE 4 END"
 )
-# By name in the API: the expression to sort by. One that is NULL comes last in both directions.
+# The expression to sort by, by its name in the API. Rows in which it is NULL come last in both directions.
 SORTS = {
     "opened": "opened",
     "closed": "closed",
@@ -41,11 +41,12 @@ GROUP_SORTS = {
     "mean_reward": "mean_reward",
     "pass_at_1": "pass_at_1",
 }
-_NEVER_NULL = ("opened", "seen", "turns", "sampled_tokens", "latest", "team", "rollouts", "running")  # indexes apply
+# Sorted without NULLS LAST, so that PostgreSQL can use indexes.
+_NEVER_NULL = ("opened", "seen", "turns", "sampled_tokens", "latest", "team", "rollouts", "running")
 
 
 class ListFilter(msgspec.Struct, frozen=True):
-    """Columns with the values that match, and a text to search for. Nothing matches everything."""
+    """A filter of a list: the accepted values of each column, and a text to search for. An empty filter matches all rows."""
 
     values: Mapping[str, Sequence[str]] = {}
     text: str = ""
@@ -64,7 +65,7 @@ class ListFilter(msgspec.Struct, frozen=True):
 
 
 class TrendPoint(msgspec.Struct, frozen=True):
-    """Rollouts with an outcome, summed over one time interval, policy version and staleness."""
+    """Totals of the rollouts that have an outcome and the same time interval, policy version and staleness."""
 
     interval: int
     version: int | None
@@ -85,7 +86,7 @@ class DeliverySummary(msgspec.Struct, frozen=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """Failures of one class with the same text, and the rollouts that failed last."""
+    """The failures of one class that have the same text, and the newest rollouts that failed with it."""
 
     kind: str
     text: str
@@ -94,7 +95,7 @@ class FailureCount(msgspec.Struct, frozen=True):
 
 
 class RolloutPages:
-    """Reads the lists. Several processes may update them at the same time."""
+    """Reads the lists, while other processes may be updating them."""
 
     def __init__(self, reading: Connect) -> None:
         self._reading = reading
@@ -111,7 +112,7 @@ class RolloutPages:
     def page(
         self, filter: ListFilter, sort: str, *, descending: bool, offset: int, limit: int
     ) -> tuple[list[ListedRollout], int]:
-        """Return one page of the rollouts that match, and how many match. Only the rows of the page are read as a whole."""
+        """Return one page of the rollouts that match, and the number of all that match. Only the rows on the page are read in full."""
         where, values = filter.conditions()
         order = _order(SORTS[sort], "id", descending=descending)
         total = self._count_by_value(filter)
@@ -133,7 +134,7 @@ class RolloutPages:
         return self._rollouts(query, (*values, limit, offset)), total
 
     def _count_by_value(self, filter: ListFilter) -> int | None:
-        """Return the number of rollouts that match, or None if it must be counted."""
+        """Return how many rollouts match, from the stored counts. Return None if the counts do not cover this filter."""
         used = [(column, list(wanted)) for column, wanted in filter.values.items() if wanted]
         if filter.text or len(used) > 1 or (used and used[0][0] == "team"):  # the values of `team` are not counted
             return None
@@ -143,7 +144,7 @@ class RolloutPages:
         return int(self._one(f"{query} AND value=ANY(?)", used[0])[0])
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Count the rollouts by column and value, except by task."""
+        """Return the number of rollouts by column and value. The column `task` is omitted."""
         query = "SELECT field, value, rollouts FROM rollout_counts WHERE field<>'task' ORDER BY field, value"
         found: dict[str, dict[str, int]] = {}
         with self._reading() as db:
@@ -152,7 +153,7 @@ class RolloutPages:
         return found
 
     def count_names(self) -> tuple[int, int]:
-        """Count the groups and the tasks."""
+        """Return the number of groups and the number of tasks."""
         tasks = "SELECT count(*) FROM rollout_counts WHERE field='task' AND value<>''"
         row = self._one(f"SELECT (SELECT count(*) FROM group_list), ({tasks})", ())
         return int(row[0]), int(row[1])
@@ -161,11 +162,11 @@ class RolloutPages:
         return self._rollouts(f"SELECT {COLUMNS} FROM rollout_list WHERE id=ANY(?)", (list(ids),))
 
     def last_attempt(self, name: str) -> int:
-        """Return the highest listed attempt at a rollout."""
+        """Return the number of the highest attempt at a rollout in the list, or 0."""
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
-        """Return the sessions with events in a range of numbers, at most `limit` + 1."""
+        """Return the ids of sessions with events numbered from `after` + 1 to `last`, at most `limit` + 1 of them."""
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND seq<=? AND session<>'' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
@@ -176,7 +177,7 @@ class RolloutPages:
     # ── groups ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def groups(self, filter: ListFilter, sort: str, *, descending: bool, offset: int, limit: int) -> list[bytes]:
-        """Return the summaries of one page of the groups that match."""
+        """Return the JSON summaries of one page of the groups that match."""
         where, values = filter.conditions()
         order = _order(GROUP_SORTS[sort], "team", descending=descending)
         query = f"SELECT summary FROM group_list {where} ORDER BY {order} LIMIT ? OFFSET ?"
@@ -188,7 +189,7 @@ class RolloutPages:
         return int(self._one(f"SELECT count(*) FROM group_list {where}", values)[0])
 
     def group(self, names: Sequence[str]) -> list[ListedRollout]:
-        """Return the rollouts of groups, oldest first."""
+        """Return the rollouts of the groups with these names, oldest first."""
         query = f"SELECT {COLUMNS} FROM rollout_list WHERE team=ANY(?) ORDER BY opened, id"
         return self._rollouts(query, (list(names),))
 
@@ -196,9 +197,9 @@ class RolloutPages:
         return self._deliveries("WHERE team=? ORDER BY seq", (group,))
 
     def last_deliveries(self, prefix: str, limit: int) -> list[DeliverySummary]:
-        """Return the last deliveries of groups whose names start with `prefix`, oldest first.
+        """Return the last deliveries of groups with names that start with `prefix`, oldest first.
 
-        A group may be delivered in parts. A part contains the rollouts recorded by then.
+        A group may be delivered in parts. Each summary covers the rollouts of the group that were recorded before the delivery.
         """
         where, values = _starting_with(prefix)
         query = (
@@ -213,7 +214,7 @@ class RolloutPages:
     # ── trends ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def versions(self) -> list[tuple[float, int]]:
-        """Return when each policy version became active, oldest first."""
+        """Return the time at which each policy version became active, and the version, oldest first."""
         with self._reading() as db:
             return [
                 (at, version) for at, version in db.execute("SELECT at, version FROM version_list ORDER BY version")
@@ -227,7 +228,10 @@ class RolloutPages:
     def trends(
         self, prefix: str, width: float, versions: Sequence[tuple[float, int]], first: int | None
     ) -> list[TrendPoint]:
-        """Sum up the rollouts with an outcome. `first` is the version before all `versions`, or None if it is not known."""
+        """Total the rollouts that have an outcome, in intervals of `width` seconds.
+
+        `first` is the policy version before all `versions`, or None if it is unknown.
+        """
         where, values = _starting_with(prefix)
         times, numbers = [at for at, _ in versions], [first, *(version for _, version in versions)]
         active = "(?::int8[])[1]" if not times else "(?::int8[])[width_bucket(recorded, ?::float8[])+1]"
@@ -242,7 +246,7 @@ class RolloutPages:
         return [TrendPoint(*row) for row in rows]
 
     def throughput(self, bucket_s: float, width: float) -> list[tuple[int, list[int]]]:
-        """Return the turns, tokens and outcomes by interval."""
+        """Return the number of turns, tokens and outcomes in each interval of `width` seconds."""
         query = (
             "SELECT floor(number*?/?)::int8, sum(turns)::int8, sum(sampled_tokens)::int8, sum(outcomes)::int8"
             " FROM bucket_totals GROUP BY 1"
@@ -251,7 +255,7 @@ class RolloutPages:
             return [(number, counts) for number, *counts in db.execute(query, (float(bucket_s), float(width)))]
 
     def failures(self, prefix: str, limit: int, examples: int) -> tuple[dict[str, int], list[FailureCount]]:
-        """Return the number of failures by class, and the most frequent texts of each class."""
+        """Return the number of failures of each class, and the most frequent texts of each class."""
         where, values = _starting_with(prefix)
         query = (
             "SELECT failure, failure_text, rollouts, total,"
@@ -282,12 +286,15 @@ class RolloutPages:
 
 
 def _order(expression: str, tie: str, *, descending: bool) -> str:
-    """Return the order of a list. `tie` orders rows with equal values, so that pages do not overlap."""
+    """Return the ORDER BY expression of a list. The column `tie` orders rows with equal values, so that pages do not overlap."""
     direction = "DESC" if descending else "ASC"
     nulls = "" if expression in _NEVER_NULL else " NULLS LAST"
     return f"{expression} {direction}{nulls}, {tie} {direction}"
 
 
 def _starting_with(prefix: str) -> tuple[str, list[str]]:
-    """Return the condition that the name of a group starts with `prefix`. Names are compared by code points, so an index applies."""
+    """Return an SQL condition for groups with names that start with `prefix`, and its values.
+
+    It compares names by code points, so that PostgreSQL can use an index.
+    """
     return ("team>=? AND team<?", [prefix, prefix + chr(0x10FFFF)]) if prefix else ("TRUE", [])

@@ -1,4 +1,7 @@
-"""Write shipments to the shared store: each session once, with its outcome, attempt and feeds, in one transaction."""
+"""Write shipments to the shared store. Each session is written once, with its outcome, attempt and feed entries.
+
+All shipments of a batch are written in one transaction.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ _NEW_KEYS = "SELECT nextval(pg_get_serial_sequence('sessions', 'key')) FROM gene
 _FIND_KNOWN = (
     "SELECT id, key, secret, coalesce(cell, ''), coalesce(newest, 0), outcome FROM sessions"
     " LEFT JOIN shipments ON shipments.session=key LEFT JOIN outcomes ON outcomes.session=key WHERE id=ANY(?)"
-    " FOR SHARE OF sessions"  # so that none of them is removed in the meantime
+    " FOR SHARE OF sessions"  # so that none of these sessions is removed meanwhile
 )
 _REPLACE_OUTCOME = (
     "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?) ON CONFLICT (session)"
@@ -80,7 +83,7 @@ _INSERT_EVENTS = (
 
 
 class _NamedSettings(msgspec.Struct, frozen=True):
-    """The session settings that name its rollout and attempt."""
+    """The settings of a session that name its rollout and attempt."""
 
     rollout: str = ""
     attempt: int = 1
@@ -98,19 +101,22 @@ class _Known(msgspec.Struct, frozen=True):
     outcome: bytes | None
 
     def is_replaced_by(self, shipment: Shipment) -> bool:
-        """Return whether a shipment has an outcome that was recorded after this one. The folder of a cell may be an old copy."""
+        """Return whether a shipment has a newer outcome than the shared store.
+
+        It may have an older one if the cell runs on an old copy of its folder.
+        """
         if shipment.outcome is None or shipment.outcome[1] == self.outcome:
             return False
         return self.outcome is None or any(event[2] == "outcome" for event in shipment.events_after(self.newest))
 
 
 class _Writing(msgspec.Struct, frozen=True):
-    """What one transaction writes."""
+    """The shipments that one transaction writes, and what the shared store already has of them."""
 
     shipments: Sequence[Shipment]
     known: dict[str, _Known]
-    keys: dict[str, int]  # of all sessions
-    lost: set[str]  # cells
+    keys: dict[str, int]  # keys in the shared store, by session id
+    lost: set[str]  # ids of lost cells
 
     @property
     def new(self) -> list[Shipment]:
@@ -118,16 +124,16 @@ class _Writing(msgspec.Struct, frozen=True):
 
     @property
     def old(self) -> list[Shipment]:
-        """Those that were shipped before."""
+        """The shipments of sessions that were shipped before."""
         return [shipment for shipment in self.shipments if shipment.id in self.known]
 
     def cell_of(self, shipment: Shipment) -> str:
-        """Return the cell that served a session: the first one that shipped it, even if another id ships it now."""
+        """Return the id of the cell that served a session. This is the cell that shipped it first, even if another one ships it now."""
         known = self.known.get(shipment.id)
         return known.cell if known is not None and known.cell else shipment.cell
 
     def find_changed_outcomes(self) -> list[tuple[Shipment, bytes]]:
-        """Return the sessions with outcomes that the shared store does not have, and these outcomes."""
+        """Return the shipments with outcomes that the shared store does not have, each with its outcome."""
         return [
             (shipment, shipment.outcome[1])
             for shipment in self.shipments
@@ -137,14 +143,14 @@ class _Writing(msgspec.Struct, frozen=True):
 
 
 class ShipmentWriter:
-    """Writes shipments. Writing one again adds only what is new, such as a replaced outcome or later events."""
+    """Writes shipments. If a session is shipped again, only new data is added, such as a replaced outcome or later events."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
-        self._compression: str | None = None  # statement that chooses it; None: not known yet
+        self._compression: str | None = None  # statement that chooses the compression; None: not determined yet
 
     def write(self, shipments: Sequence[Shipment]) -> None:
-        """Write sessions in one transaction. If it raises an error, none of them was written."""
+        """Write sessions in one transaction. If this raises an error, none of them has been written."""
         if not shipments:
             return
         try:
@@ -180,9 +186,9 @@ class ShipmentWriter:
             self._write_events(db, writing, completed)  # last: see `insert_event`
 
     def announce(self, attempts: Sequence[OpenAttempt]) -> set[str]:
-        """Register open sessions as attempts of their cell, so that they are protected by its lease.
+        """Register open sessions as running attempts of their cell, so that the cell's lease protects them.
 
-        Return the sessions whose outcomes would not count, because their attempts are superseded.
+        Return the ids of the sessions with superseded attempts. Their outcomes would not count.
         """
         names = {a.session: _decode_name(a.config, a.session) for a in attempts}
         with self._store.database.pipelining() as db:
@@ -200,7 +206,10 @@ class ShipmentWriter:
     # ── after the store was restored from a backup ──────────────────────────────────────────────────────────────
 
     def find_history(self, position: ShippingPosition) -> str:
-        """Return the store's history. If the last session that a cell shipped is missing, record that the store was restored."""
+        """Return the name of the store's current history.
+
+        If the session that the cell shipped last is missing, record that the store was restored, which starts a new history.
+        """
         history = self._store.restores.history()
         if position.last is not None and position.history == history and self.find_missing([(position.last, 0)]):
             log.warning("the shared store was restored from an older backup: session %s is missing", position.last)
@@ -208,9 +217,10 @@ class ShipmentWriter:
         return history
 
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
-        """Return the sessions that the store lacks, or has without their newest event. Each is given as its id and that event's number.
+        """Return the ids of sessions that the store does not have, or has without their newest event.
 
-        Sessions that were deleted here are not missing.
+        Each session is given as its id and the number of its newest event. Sessions that were deleted from the shared store are not
+        missing.
         """
         query = (
             "SELECT wanted.id FROM unnest(?::text[], ?::int8[]) AS wanted(id, newest) LEFT JOIN sessions ON sessions.id=wanted.id"
@@ -223,14 +233,20 @@ class ShipmentWriter:
             return {session for (session,) in db.execute(query, columns).fetchall()}
 
     def _choose_compression(self) -> str:
-        """Return SQL that compresses traces with lz4 if the server supports it. The default takes twice the CPU time for the same size."""
+        """Return SQL that makes PostgreSQL compress traces with lz4, or an empty string if the server does not support lz4.
+
+        The default compression takes twice the CPU time for the same size.
+        """
         query = "SELECT 1 FROM pg_settings WHERE name='default_toast_compression' AND 'lz4'=ANY(enumvals)"
         with self._store.database.reading() as db:
             is_known = db.execute(query).fetchone() is not None
         return "; SET LOCAL default_toast_compression='lz4'" if is_known else ""
 
     def _start(self, db: PipelinedConnection, shipments: Sequence[Shipment]) -> _Writing:
-        """Begin the transaction. Find the sessions that the shared store already has, and choose keys for the others."""
+        """Find the sessions that the shared store already has, lock their cells, and choose keys for the new sessions.
+
+        Shipments of removed sessions, and shipments older than what the store has, are ignored.
+        """
         secrets = {shipment.id: shipment.session[1] for shipment in shipments}
         found = db.execute(_FIND_KNOWN, (list(secrets),))
         removed = db.execute(FIND_REMOVED, (list(secrets),))  # after the locks, to see a removal that they waited for
@@ -260,21 +276,23 @@ class ShipmentWriter:
             states |= dict(lock_cells(db, earlier).fetchall())
         served = {shipment.cell for shipment in shipments} | earlier
         if unknown := served - states.keys():  # after the store was restored from a backup
-            raise StoreError(f"cell {min(unknown)} is not registered in the shared store; it ships again after it is")
+            raise StoreError(
+                f"cell {min(unknown)} is not registered in the shared store; its sessions are shipped once it is registered again"
+            )
         lost = {cell for cell in served if states[cell] == "lost"}
         keys = {shipment.id: key for shipment, (key,) in zip(shipments, numbers.fetchall(), strict=False)}
         return _Writing(shipments, known, keys | {name: one.key for name, one in known.items()}, lost)
 
-    # ── what never changes ──────────────────────────────────────────────────────────────────────────────────────
+    # ── sessions and traces ─────────────────────────────────────────────────────────────────────────────────────
 
     def _copy_traces(self, db: PipelinedConnection, writing: _Writing) -> None:
-        """Copy the traces of new sessions."""
+        """Write the traces of new sessions."""
         if new := writing.new:
             rows = rekey_traces(new, writing.keys)
             db.copy_encoded("nodes", ("session", *NODE_COLUMNS), (COPY_HEADER, *rows, COPY_TRAILER))
 
     def _write_sessions(self, db: PipelinedConnection, writing: _Writing) -> None:
-        """Write new sessions, and what has changed in the others."""
+        """Write new sessions, and update the data of known sessions that can change."""
         new, keys, now = writing.new, writing.keys, time.time()
         _insert(db, "sessions", ("key", *SESSION_COLUMNS), [(keys[s.id], *s.session) for s in new])
         for table, names in SESSION_TABLES.items():
@@ -297,7 +315,7 @@ class ShipmentWriter:
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write_events(self, db: PipelinedConnection, writing: _Writing, completed: Sequence[NewEvent]) -> None:
-        """Write the events that the shared store does not have. They keep their order and get numbers of the shared store."""
+        """Write the events that the shared store does not have. They keep their order, but get new numbers."""
         sessions, count = [], 0
         times: list[float] = []
         kinds: list[bytes] = []
@@ -322,10 +340,10 @@ class ShipmentWriter:
 
 
 class _AttemptNames:
-    """The attempts of shipped sessions. They are superseded if their cell was lost or another attempt has replaced them."""
+    """The attempts of shipped sessions. An attempt is superseded if its cell was lost or another attempt has replaced it."""
 
     def __init__(self, db: PipelinedConnection, writing: _Writing) -> None:
-        """Register the attempts."""
+        """Register the attempts of the shipments."""
         self._writing = writing
         self._names = {shipment.id: _name_attempt(shipment) for shipment in writing.shipments}
         sessions = list(self._names)
@@ -337,12 +355,12 @@ class _AttemptNames:
         self._others = db.execute(_RIVALS, (named,)) if named else None
 
     def rollout_of(self, shipment: Shipment) -> str:
-        """Return the name of a session's rollout, or an empty string if it has none."""
+        """Return the name of a session's rollout, or an empty string if the rollout has no name."""
         rollout = self._names[shipment.id][0]
         return "" if rollout == shipment.id else rollout
 
     def supersede(self, db: PipelinedConnection) -> set[str]:
-        """Supersede attempts. Return the sessions whose outcomes do not count."""
+        """Supersede the attempts that were lost or replaced. Return the ids of all sessions with superseded attempts."""
         registered = {(rollout, attempt): found for rollout, attempt, *found in self._registered.fetchall()}
         superseded = {session for (session,) in self._given_up.fetchall()}
         others = self._others.fetchall() if self._others is not None else []
@@ -367,7 +385,7 @@ class _AttemptNames:
 
 
 def _is_replaced(rollout: str, attempt: int, others: Sequence[tuple[str, int, str]]) -> bool:
-    """Return whether a higher attempt of the rollout exists, or another one counts. `others` are those not superseded."""
+    """Return whether the rollout has a higher attempt or another settled one. `others` are attempts that are not superseded."""
     return any(
         name == rollout and other != attempt and (other > attempt or state == "settled")
         for name, other, state in others
@@ -387,7 +405,7 @@ def _name_attempt(shipment: Shipment) -> tuple[str, int]:
 
 
 def _decode_name(config: bytes, session: str) -> tuple[str, int]:
-    """Return the rollout and attempt of a session with these settings."""
+    """Return the rollout and attempt of a session from its settings. An unnamed rollout has the session's id as its name."""
     try:
         settings = _settings.decode(config)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -396,7 +414,10 @@ def _decode_name(config: bytes, session: str) -> tuple[str, int]:
 
 
 def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, float]]) -> Cursor:
-    """Register new attempts, given as rollout, attempt, session, cell and start. Select the session and state of each."""
+    """Register attempts, given as rollout, attempt, session, cell and start time, unless they are registered already.
+
+    The cursor returns the rollout, attempt, session and state of each.
+    """
     unique = {row[:2]: row for row in sorted(attempts, reverse=True)}
     columns = [list(column) for column in zip(*sorted(unique.values()), strict=True)]
     return db.execute(
@@ -410,7 +431,7 @@ def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, 
 
 
 def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, bytes]]) -> None:
-    """Like `settle_attempt`, for many sessions, given as id, status and outcome."""
+    """Update the states of many sessions' attempts, as `settle_attempt` does for one. Each is given as id, status and outcome."""
     if not outcomes:
         return
     states = [outcome_state(decode_outcome(outcome), status) for _, status, outcome in outcomes]
@@ -422,7 +443,7 @@ def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, byte
 
 
 def copy_settings(store: SharedStore, settings: dict[str, Any]) -> None:
-    """Add the cell's tokenizers to the shared store."""
+    """Add the settings that name a cell's tokenizers to the shared store."""
     with store.database.writing() as db:
         for name, value in sorted(settings.items()):
             db.execute("INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO NOTHING", (name, value))

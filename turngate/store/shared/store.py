@@ -1,4 +1,4 @@
-"""The store of many machines: the same class as on one machine, on PostgreSQL."""
+"""The store of many machines: a `Store` that uses PostgreSQL instead of SQLite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedStore(Store):
         return self.open_again(read_only=True)
 
     def open_again(self, *, read_only: bool = False) -> SharedStore:
-        """Open the same store over its own connections. Interrupting this store also interrupts the new one."""
+        """Open the same store with new connections. Interrupting this store also interrupts the new one."""
         store = SharedStore(self.url, read_only=read_only)
         self.database.others.add(store.database)
         return store

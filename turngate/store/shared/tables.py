@@ -50,7 +50,7 @@ DO $$ BEGIN
     END IF;
 END $$;
 """
-# By version: statements that migrate a store of that version to the next one. New tables need no statements.
+# The statements that migrate a store to the next version, by its current version. New tables need no statements.
 _MIGRATIONS = {
     1: TOTAL_TABLES + FILL_TOTALS,  # version 1 summed up the events in every query
     2: "ALTER TABLE IF EXISTS fence_followers ADD COLUMN IF NOT EXISTS busy TEXT NOT NULL DEFAULT '';",
@@ -65,9 +65,9 @@ _MIGRATIONS = {
 
 
 def prepare(db: Connection, where: str, schema: str = "") -> None:
-    """Create the tables, or migrate those of an older version. Other processes that start at the same time wait.
+    """Create the tables, or migrate those of an older version. Only one process at a time does so; others wait.
 
-    `schema` is a project's schema. It has its own tables, except for the cells, which are a view of those in the main store.
+    `schema` is a project's schema. It has its own tables, except for `cells`, which is a view of the table in the main store.
     """
     with db.transaction():
         db.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
@@ -83,14 +83,17 @@ def prepare(db: Connection, where: str, schema: str = "") -> None:
 
 
 def _refuse_deleted(db: Connection, schema: str) -> None:
-    """Raise `ConfigError` if the project was deleted: a gateway that does not know it yet must not create the tables again."""
+    """Raise `ConfigError` if the project was deleted.
+
+    Otherwise, a gateway that does not know yet that it was deleted could create its tables again.
+    """
     project = schema.removeprefix("project_")
     if db.execute("SELECT 1 FROM settings WHERE name=%s", (f"{DELETED}{project}",)).fetchone() is not None:
         raise ConfigError(f"data: project {project!r} was deleted", param="data")
 
 
 def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
-    """Prepare the tables of the current schema. `own_tables` creates those that are not the same in all schemas."""
+    """Create or migrate the tables of the current schema. `own_tables` is SQL for those that differ between schemas."""
     version = read_version(db)
     check_version(version, where)
     if version == SHARED_VERSION:
@@ -110,7 +113,7 @@ def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
 
 
 def use_schema(schema: str) -> str:
-    """Return the statement that makes a transaction use only the tables of a schema. Project names need no escaping."""
+    """Return SQL that makes a transaction use only the tables of a schema. Project names need no escaping."""
     return f'SET LOCAL search_path TO "{schema}"'
 
 

@@ -1,6 +1,6 @@
-"""Totals over events, kept by triggers, so that listings need not read millions of events.
+"""Totals of events, kept up to date by triggers, so that listings need not read millions of events.
 
-Only transactions that hold the event counter's lock change them, so the triggers cannot deadlock.
+Triggers run only in transactions that have locked the event counter, so they cannot deadlock.
 """
 
 from __future__ import annotations

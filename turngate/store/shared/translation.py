@@ -1,4 +1,4 @@
-"""Translate the store's SQL, which is written for SQLite, to PostgreSQL."""
+"""Translate the store's SQL, which is written for SQLite, to PostgreSQL's SQL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = (
 
 @lru_cache(maxsize=2048)
 def translate_statement(sql: str) -> str:
-    """Translate one statement, which has `?` for its values."""
+    """Translate a statement for psycopg. Placeholders become `%s`."""
     sql = _LOCK.sub(r"\1", sql).replace(" AS BLOB)", " AS BYTEA)")
     return _LITERAL_OR_VALUE.sub(_translate_value, sql)
 
@@ -32,7 +32,7 @@ def _translate_value(match: re.Match[str]) -> str:
 
 @lru_cache(maxsize=2048)
 def number_values(sql: str) -> bytes:
-    """Translate one statement for libpq, which numbers its values."""
+    """Translate a statement for libpq. Placeholders become `$1`, `$2` and so on."""
     sql = _LOCK.sub(r"\1", sql).replace(" AS BLOB)", " AS BYTEA)")
     numbers = itertools.count(1)
     return _LITERAL_OR_VALUE.sub(
