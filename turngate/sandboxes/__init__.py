@@ -1,4 +1,7 @@
-"""Sandboxes to run agents in, by name. `base.py` defines the interface, and `egress.py` connects a sandbox to the gateway."""
+"""The sandbox backends in which agents run, by name.
+
+`base.py` defines the interface of a sandbox, and `egress.py` connects a sandbox to the gateway.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from turngate.sandboxes.base import NO_SETTINGS, Backend
 if TYPE_CHECKING:
     from turngate.types import Json
 
-# Module and class, imported on demand because the remote backends need optional SDKs.
+# Module and class of each backend. They are imported on demand, because the remote backends need optional SDKs.
 BACKENDS: dict[str, tuple[str, str]] = {
     "local": ("turngate.sandboxes.local", "LocalBackend"),
     "bubblewrap": ("turngate.sandboxes.bubblewrap", "BubblewrapBackend"),
@@ -24,7 +27,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def get_backend(name: str, settings: Mapping[str, Json] = NO_SETTINGS) -> Backend:
-    """Create the backend with this name. Without settings, it has the defaults of its kind."""
+    """Create the backend called `name`. Settings that are not given have the backend's defaults."""
     if name not in BACKENDS:
         raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}", param="sandbox")
     module, factory = BACKENDS[name]

@@ -1,8 +1,9 @@
 """Pack folders into tar streams and unpack them. The content of a sandbox is written by an agent, so it is not trusted.
 
-Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot point outside.
-(`tarfile`'s own filter is not enough: Python releases in use accept some crafted link chains.) A small stream cannot expand into large
-data on the host either: hard links stay links, zeros become holes, and the size of headers that `tarfile` keeps in memory is limited.
+Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot point outside the
+folder. (`tarfile`'s own filter is not enough: in some supported Python releases, it accepts crafted chains of links.) A small stream cannot
+expand into large data on the host: hard links stay links, zeros become holes, and the size of the headers that `tarfile` keeps in memory is
+limited.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import IO, NoReturn
 from turngate.errors import SandboxError, SandboxTooLarge
 
 MAX_ENTRIES = 1_000_000
-MAX_HEADER_BYTES = 1_000_000  # of a long name or other extended header
+MAX_HEADER_BYTES = 1_000_000  # of an extended header, such as a long name
 MAX_LINK_BYTES = 4096  # of a link's target; the maximum on Linux
 MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in a sandbox
 MAX_DEPTH = 200  # of nested folders; real work has fewer, and deeper trees take very long to walk
@@ -31,11 +32,14 @@ REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)
 
 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
-    """Pack the content of a folder. Links stay links, so the files they point to on this machine stay private."""
+    """Pack the content of a folder into the file `into`.
+
+    Links stay links, so the files that they point to on this machine are not copied.
+    """
     if not folder.is_dir():
         raise SandboxError(f"{folder} is not a folder")
     with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        waiting = ["."]  # not recursive, unlike `tar.add`, because folders may be deeply nested
+        waiting = ["."]  # a loop, not a recursion like `tar.add`, because folders may be deeply nested
         while waiting:
             name = waiting.pop()
             member = None if name.removeprefix("./") in exclude else _sanitize(tar.gettarinfo(folder / name, name))
@@ -61,7 +65,7 @@ def _sanitize(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar member that is rejected before `tarfile` reads it if it would use too much memory."""
+    """A member of a tar stream. It is rejected as soon as its header is parsed if reading it would use too much memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -79,7 +83,7 @@ class _Member(tarfile.TarInfo):
 
 
 class _SkippedFiles:
-    """A count of the files that could not be copied, and the names of the first few."""
+    """Counts the files that could not be copied, and keeps the names of the first few."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -103,10 +107,10 @@ def unpack(
     timeout_s: float = TIMEOUT_S,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[str, ...]:
-    """Unpack a stream into a host folder, which is created if necessary, and return the skipped entries with reasons.
+    """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
-    Devices, pipes and links that point outside are skipped. `is_cancelled` is polled, and unpacking stops when it returns true. Raises
-    only `SandboxError`.
+    Devices, pipes and links that point outside the folder are skipped. `limit` is the maximum total size in bytes. `is_cancelled` is
+    polled, and unpacking stops when it returns true. Raise only `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -176,7 +180,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
 
 
 def is_complete(tar: IO[bytes]) -> bool:
-    """Return whether a tar file has its end marker, which means that tar continued after any errors it reported."""
+    """Return whether a tar file ends with its end marker. If it does, tar continued after any errors that it reported."""
     end = tar.seek(0, os.SEEK_END)
     if end < 1024 or end % 512:
         return False
@@ -203,7 +207,7 @@ def _split_path(name: str) -> list[str]:
 
 
 def stays_inside(depth: int, target: str) -> bool:
-    """Return whether a link `depth` folders deep stays inside: its target may go up through real folders, then only down."""
+    """Return whether a link that is `depth` folders below the root cannot leave it. Its target may only go up first, then down."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ups <= depth and ".." not in parts[ups:]
@@ -250,7 +254,7 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
 
 
 def _remove_file(name: str, folder: int) -> None:
-    """Remove a file from an earlier download. It is not overwritten, because hard links to it may exist."""
+    """Remove a file that is left from an earlier download. Overwriting it would also change its hard links."""
     try:
         if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)
@@ -277,9 +281,9 @@ def _write_file(root: int, path: list[str], content: IO[bytes], mode: int, check
 
 
 def write_sparse(file: IO[bytes], data: bytes) -> None:
-    """Append data to a file, and leave a hole for zeros: an agent's sparse file must not become a large one here.
+    """Append data to a file, but leave a hole if it is all zeros, so that an agent's sparse file does not become a large one here.
 
-    The caller must truncate the file at its end.
+    After the last call, the caller must truncate the file at its current position.
     """
     if data.count(0) == len(data):
         file.seek(len(data), os.SEEK_CUR)

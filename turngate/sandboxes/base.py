@@ -1,8 +1,9 @@
-"""The interface of a sandbox, an isolated environment for an agent: exec, background jobs, files, stop.
+"""The interface of a sandbox, an isolated environment in which an agent runs.
 
-One contract test suite (`tests/sandboxes`) covers all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Paths are paths
-inside the sandbox. A command is a list of arguments and is not parsed by a shell. Secrets are passed in the environment or in files,
-never as arguments. Implementations raise only `SandboxError`s.
+A sandbox runs commands in the foreground and the background, reads and writes files, and can be stopped. One contract test suite
+(`tests/sandboxes`) covers all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Unless stated otherwise, paths are paths
+inside the sandbox. A command is a list of arguments and is not parsed by a shell. Secrets are passed in the environment or in files, never
+as arguments. Implementations raise only `SandboxError`s.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ if TYPE_CHECKING:  # it needs numpy, and sandboxes do not
 
 Network = Literal["none", "open"]
 
-NO_SETTINGS: Mapping[str, Json] = {}  # of a backend that works the same way on every machine
+NO_SETTINGS: Mapping[str, Json] = {}  # the settings of a backend that works the same way on every machine
 
-DEFAULT_PIDS = 4096  # process limit of a spec that has none, where it can be enforced
-DEFAULT_OPEN_FILES = 4096  # the kernel's own default; files of all users together may be limited, too
+DEFAULT_PIDS = 4096  # process limit for specs without one, where it can be enforced
+DEFAULT_OPEN_FILES = 4096  # the kernel's own default; the open files of all users together may be limited too
 
 # Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A host folder that is visible in the sandbox. Remote sandboxes receive a copy."""
+    """A host folder that is visible inside the sandbox. Remote sandboxes receive a copy of it."""
 
     source: str
     target: str
@@ -48,11 +49,11 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True):
-    """A Python program that a sandbox can start without its imports, from a fork server. Paths are paths inside."""
+    """A Python program that a fork server can start with its modules already imported. Paths are paths inside the sandbox."""
 
     python: str  # the interpreter
     folder: str  # contains `__main__.py` and the packages; the program is started as `python folder …`
-    modules: tuple[str, ...]  # to import in advance
+    modules: tuple[str, ...]  # modules to import in advance
     env: Mapping[str, str] = {}  # variables that have these values in every run
 
 
@@ -66,7 +67,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     network: Network = "none"  # none: only the gateway is reachable, through the relay
     reachable: tuple[str, ...] = ()  # remote: hosts that stay reachable with network "none", for the relay
     mounts: tuple[Mount, ...] = ()
-    env: Mapping[str, str] = {}  # for every command
+    env: Mapping[str, str] = {}  # environment variables of every command
     resources: Resources = Resources()
     life_s: float = 24 * 3600  # the sandbox ends after this time, even if its owner has died
     labels: Mapping[str, str] = {}
@@ -74,7 +75,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True):
-    """The result of a command. `exit_code` follows the shell's convention: 128 + n if signal n ended it."""
+    """The result of a command. As in a shell, `exit_code` is 128 + n if signal n ended the command."""
 
     exit_code: int
     stdout: bytes = b""
@@ -86,10 +87,13 @@ class Job(Protocol):
     """A command running in the background."""
 
     async def wait(self) -> int:
-        """Wait for the command to end and return its exit code: 128 + n if signal n ended it, and never 0 if it was killed."""
+        """Wait until the command has ended, and return its exit code: 128 + n if signal n ended it, and never 0 if it was killed."""
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        """End the command and all processes it started, with SIGTERM, then SIGKILL after `grace_s`. Do nothing if it has ended."""
+        """End the command and all processes that it started, with SIGTERM and, after `grace_s`, with SIGKILL.
+
+        Do nothing if they have already ended.
+        """
 
 
 class Sandbox(Protocol):
@@ -98,7 +102,7 @@ class Sandbox(Protocol):
 
     @property
     def home(self) -> str:
-        """$HOME of every command. It is writable and initially empty."""
+        """The home folder ($HOME) of every command. It is writable and initially empty."""
 
     @property
     def workdir(self) -> str:
@@ -106,12 +110,17 @@ class Sandbox(Protocol):
 
     @property
     def shared(self) -> tuple[Path, str] | None:
-        """The folder that host and sandbox share for unix sockets: its paths on the host and inside. None for remote sandboxes."""
+        """The folder that host and sandbox share for unix sockets, as its path on the host and its path inside.
+
+        None for remote sandboxes.
+        """
 
     @property
     def disk_error(self) -> SandboxError | None:
-        """Why the sandbox's commands were killed: `SandboxTooLarge` if it used too much disk space, another error if the machine's
-        disk was nearly full. None if they were not."""
+        """The reason why the sandbox's commands were killed because of disk space, or None if they were not.
+
+        It is `SandboxTooLarge` if the sandbox used too much disk space, and another `SandboxError` if the machine's disk was nearly full.
+        """
 
     async def exec(
         self,
@@ -124,9 +133,9 @@ class Sandbox(Protocol):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. After `timeout_s` it is killed with all its children, and the result contains the output so far.
+        """Run a command to its end. After `timeout_s`, it is killed with all its children, and the result contains the output so far.
 
-        `keep` limits the output to this many bytes, half from the beginning and half from the end. Without it, excessive output is an
+        `keep` limits the output to this many bytes, half from the beginning and half from the end. Without `keep`, excessive output is an
         error. If `leave` is false, processes that the command left running are killed before this returns.
         """
 
@@ -139,7 +148,7 @@ class Sandbox(Protocol):
         stdout: str = "",
         stderr: str = "",
     ) -> Job:
-        """Start a command in the background. Its output is written to the named files, or discarded."""
+        """Start a command in the background. Its output is written to the files `stdout` and `stderr`, or discarded if they are not set."""
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file. Create missing parent folders."""
@@ -151,14 +160,14 @@ class Sandbox(Protocol):
         """Copy the content of a host folder into `target`, except for the paths in `exclude`, which are relative to the folder."""
 
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
-        """Copy the content of a sandbox folder into a host folder, and return the entries that could not be copied, with reasons.
+        """Copy the content of a sandbox folder into a host folder. Return the entries that could not be copied, with reasons.
 
-        Nothing is written outside the host folder. An unreadable file does not prevent copying the others. Paths
-        in `exclude`, relative to `source`, are left out.
+        Nothing is written outside the host folder. If a file cannot be read, the others are still copied. Paths in `exclude`, relative to
+        `source`, are left out.
         """
 
     async def stop(self) -> None:
-        """Kill every process and remove the sandbox. May be called more than once."""
+        """Kill every process and remove the sandbox. Safe to repeat."""
 
 
 class Backend(Protocol):
@@ -169,18 +178,18 @@ class Backend(Protocol):
 
     @property
     def relocates(self) -> bool:
-        """Whether a mount can have a different path inside than on the host."""
+        """Whether a mount can have a different path inside the sandbox than on the host."""
 
     @property
     def has_host_programs(self) -> bool:
-        """Whether the host's /usr is visible inside, so that the host's interpreters run there."""
+        """Whether the host's /usr is visible inside the sandbox, so that the host's interpreters run there."""
 
     @property
     def settings(self) -> Mapping[str, Json]:
-        """The arguments with which another machine creates the same backend. They contain no paths of this machine and no secrets."""
+        """The arguments with which another machine can create the same backend. They contain no secrets and no paths of this machine."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable`, with the cause and a fix, if sandboxes of this kind cannot be created."""
+        """Raise `SandboxUnavailable` if sandboxes of this kind cannot be created. The message contains the cause and a fix."""
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """List the parts of a spec that this backend cannot enforce."""
@@ -188,4 +197,4 @@ class Backend(Protocol):
     async def create(self, spec: SandboxSpec) -> Sandbox: ...
 
     async def sweep(self) -> int:
-        """Remove sandboxes whose owner has died, for example in a crash, and return their number."""
+        """Remove sandboxes whose owner has ended without removing them, for example after a crash. Return their number."""

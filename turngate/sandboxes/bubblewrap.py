@@ -1,12 +1,12 @@
 """The `bubblewrap` sandbox: the host's programs, read-only, in separate namespaces. It needs no image, daemon or root.
 
-It contains /usr, a few harmless files of /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host
-is visible: no other processes, and no network except a private loopback. A supervisor is process 1, and every command and background job
-runs under it, so they share /tmp, processes and loopback. A system call filter (`seccomp.py`) blocks the kernel's keyrings and VSOCK,
+It contains /usr, a few harmless files of /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host is
+visible: no other processes, and no network except a private loopback. Process 1 is a supervisor. All commands and background jobs run under
+it, so they share /tmp, the loopback and the view of processes. A system call filter (`seccomp.py`) blocks the kernel's keyrings and VSOCK,
 which namespaces do not isolate.
 
-The kernel is shared, and `not_enforced` lists limits that cannot be applied. With `network="open"` the
-sandbox uses the host's network, including its loopback.
+The sandbox shares the host's kernel. `not_enforced` lists the limits that cannot be applied. With `network="open"`, the sandbox uses the
+host's network, including its loopback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDENTITY = (
     *("--cap-drop", "ALL", "--uid", str(USER_ID), "--gid", str(USER_ID)),
     *("--hostname", "sandbox", "--new-session"),
 )
-NAMESPACES = ("--unshare-user", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")  # of a fork server
+NAMESPACES = ("--unshare-user", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")  # namespaces of a fork server
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, real folders on others
 # These contain no secrets, and programs break without them.
@@ -139,7 +139,10 @@ class BubblewrapBackend:
         return sandbox
 
     async def _find_server(self, spec: SandboxSpec) -> WarmStart | None:
-        """Find a fork server for the sandbox. It cannot enter the host's network, and only enters sandboxes below its user namespace."""
+        """Find a fork server for the sandbox, or return None for a plain start.
+
+        A fork server cannot enter the host's network, and can only enter sandboxes below its own user namespace.
+        """
         preload = spec.preload
         if preload is None:
             return None
@@ -153,8 +156,9 @@ class BubblewrapBackend:
     def _prepare_server(self, preload: Preload, spec: SandboxSpec) -> ServerProcess:
         """Plan a fork server in its own sandbox, without a network, other processes or data of a rollout.
 
-        The server must be in the host's process namespace, because it could not enter a sandbox's otherwise. It sees no processes,
-        because it has no /proc. It has no privileges, but sandboxes are created below its user namespace, so it may enter them.
+        The server must be in the host's process namespace, because otherwise it could not enter the process namespace of a sandbox. It sees
+        no processes, because it has no /proc. It has no privileges, but may enter sandboxes, because they are created below its user
+        namespace.
         """
         folder = create_folder(self.root, KIND, "etc", "scratch", "scratch/home", "scratch/tmp", "scratch/work")
         _write_etc(folder / "etc")
@@ -181,7 +185,7 @@ class BubblewrapBackend:
 
 
 def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
-    """Build bwrap's options, which define what is visible inside."""
+    """Build the options of `bwrap`, which define what is visible inside the sandbox."""
     online = spec.network == "open"
     options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1"]
     options += [*IDENTITY, "--clearenv", *(["--share-net"] if online else [])]
@@ -197,9 +201,9 @@ def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
 
 
 def _system_options(folder: Path, *, online: bool) -> list[str]:
-    """Build the options for programs, devices and /etc."""
+    """Build the `bwrap` options for programs, devices and /etc."""
     options = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--size", str(disk.SHM_BYTES), "--tmpfs", "/dev/shm"]  # noqa: S108
-    options += ["--remount-ro", "/dev"]  # it is memory without a limit
+    options += ["--remount-ro", "/dev"]  # otherwise an agent could fill the host's memory with files in it
     for name in SYSTEM:
         place = Path("/", name)
         if place.is_symlink():
@@ -214,7 +218,10 @@ def _system_options(folder: Path, *, online: bool) -> list[str]:
 
 
 def _open_filters() -> list[int]:
-    """Return a descriptor of the system call filter, or nothing if this machine has none. The caller must close it."""
+    """Return a list with a descriptor of the system call filter, or an empty list if there is no filter for this machine.
+
+    The caller must close the descriptor.
+    """
     rules = seccomp.build_filter()
     return [seccomp.open_filter(rules)] if rules else []
 
@@ -230,7 +237,7 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Raise `SandboxError` if one of the sandbox's own folders would be inside a folder of the host."""
+    """Raise `SandboxError` if one of the sandbox's own folders would be inside a system folder, such as /usr."""
     for folder in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
@@ -240,11 +247,11 @@ def _check_folders(spec: SandboxSpec) -> None:
 
 
 def _cover_kernel_files() -> list[str]:
-    """Return options that cover the files in /proc that belong to the kernel, not to a process.
+    """Return `bwrap` options that cover the files in /proc that belong to the kernel, not to a process.
 
     The host's root owns these files. If Turngate runs as root, even an agent without privileges counts as their owner, and could set
-    `kernel.core_pattern` to run programs outside. So writable files become read-only, and files that only root can read become empty,
-    as do the lists of the host user's keys.
+    `kernel.core_pattern` to run programs outside the sandbox. Therefore writable files become read-only. Files that only root can read
+    become empty, and so do the lists of the host user's keys.
     """
     covers = []
     for entry in sorted(Path("/proc").iterdir()):
@@ -276,7 +283,7 @@ def _write_etc(etc: Path) -> None:
 
 @cache
 def _find_python() -> tuple[str, str]:
-    """Return an interpreter that is available inside, and the folder to mount if it is outside /usr."""
+    """Return an interpreter that is available inside the sandbox, and the folder to mount if it is outside /usr."""
     own = Path(os.path.realpath(sys.executable))
     if own.is_relative_to("/usr"):
         return str(own), ""

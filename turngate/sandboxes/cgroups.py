@@ -1,7 +1,8 @@
 """Limits on CPU, memory and processes for sandboxes that are ordinary processes on this machine (local and bubblewrap).
 
-Uses the kernel's control groups, version 1 or 2, with one group per sandbox, named after it. Creating groups requires root or a
-delegated subtree. `enforceable_limits` returns the limits that can be enforced here; the backends' `not_enforced` lists the rest.
+This module uses the kernel's control groups, version 1 or 2, with one group per sandbox, named after the sandbox. Creating groups requires
+root or a delegated subtree. `enforceable_limits` returns the limits that can be enforced on this machine; the backends' `not_enforced`
+lists the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PERIOD_US = 100_000  # the period of the CPU quota
 
 
 def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
-    """Return the fields of `Resources` that can be enforced here."""
+    """Return the fields of `Resources` that can be enforced on this machine."""
     if _is_unified(mount):
         if not os.access(mount / "cgroup.subtree_control", os.W_OK):
             return frozenset()
@@ -32,12 +33,12 @@ def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
 
 
 def not_enforced(limits: Resources, mount: Path = MOUNT) -> tuple[str, ...]:
-    """Return the requested limits that cannot be enforced here."""
+    """Return the requested limits that cannot be enforced on this machine."""
     return tuple(field for field in _limits_by_field(limits) if field not in enforceable_limits(mount))
 
 
 def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
-    """Apply the enforceable limits to processes and their future descendants."""
+    """Apply the enforceable limits to `processes` and their future descendants. `name` is the name of the sandbox."""
     enforceable = {
         field: value for field, value in _limits_by_field(limits).items() if field in enforceable_limits(mount)
     }
@@ -61,7 +62,7 @@ def remove_group(name: str, mount: Path = MOUNT) -> None:
 
 
 def _is_unified(mount: Path) -> bool:
-    """Return whether this is version 2, which has one tree for all controllers."""
+    """Return whether the control groups have version 2, which has one tree for all controllers."""
     return (mount / "cgroup.controllers").exists()
 
 
@@ -80,7 +81,7 @@ def _create_group(name: str, controller: str, mount: Path) -> Path:
 
 
 def _limit_files(field: str, value: float, *, unified: bool) -> dict[str, str]:
-    """Return the control files that set a limit, and their content."""
+    """Return the control files that set a limit, each with the content to write."""
     quota, size = str(int(value * PERIOD_US)), str(int(value) << 20)
     if field == "pids":
         return {"pids.max": str(int(value))}

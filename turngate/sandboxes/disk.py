@@ -1,8 +1,8 @@
 """Limit the disk space of a sandbox on this machine.
 
 The kernel limits the size of each file (`RLIMIT_FSIZE`) and of memory-backed folders. Quotas for whole folders need a file system that was
-set up for them, so a watch measures the sandbox instead. Measuring a large folder takes seconds; the free space of the file system is
-checked every second, and the sandbox is measured when it could have exceeded its limit since the last time.
+set up for them, so a watch measures the sandbox instead. Measuring a large folder takes seconds. Therefore only the free space of the file
+system is checked every second, and the sandbox is measured when it could have exceeded its limit since the last measurement.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from turngate.errors import SandboxError, SandboxTooLarge
 log = logging.getLogger(__name__)
 
 DEFAULT_DISK_MB = 16_384
-ENTRY_BYTES = 16_384  # the least that a file or folder counts: ext4 has one inode per 16 KB, which can run out too
-SHM_BYTES = 1 << 30  # of /dev/shm, which is memory
+ENTRY_BYTES = (
+    16_384  # minimum size counted for a file or folder: ext4 has one inode per 16 KB, and inodes can run out too
+)
+SHM_BYTES = 1 << 30  # size of /dev/shm, which is in memory
 RESERVE_BYTES = 1 << 30  # if less is free on the machine, sandboxes that use more than this are stopped
 CHECK_S = 1.0
-MEASURE_S = 60.0  # the longest time between two measurements: other programs may have freed what the sandbox used
+MEASURE_S = (
+    60.0  # longest time between two measurements; other programs may have freed as much space as the sandbox used
+)
 MAX_SHARE = 0.1  # largest share of the time that measuring may take, unless the use has grown by MIN_GROWTH
-MIN_GROWTH = 0.1  # share of the limit
+MIN_GROWTH = 0.1  # as a share of the limit
 
 
 class FreeSpace(msgspec.Struct, frozen=True):
@@ -45,16 +49,16 @@ class FreeSpace(msgspec.Struct, frozen=True):
         return cls(found.f_bavail * found.f_frsize, found.f_ffree)
 
     def used_since(self, before: FreeSpace) -> int:
-        """Return the most bytes that any one sandbox can have used since then, as `measure_folder` counts."""
+        """Return the maximum number of bytes that a sandbox can have used since `before`, counted as in `measure_folder`."""
         entries = max(0, before.entries - self.entries)
         return max(0, before.bytes - self.bytes) + entries * ENTRY_BYTES
 
 
 class DiskWatch:
-    """Measures one sandbox, and calls `on_exceeded` with an error when it uses more than `limit` bytes, or the machine is nearly full.
+    """Measures one sandbox. Calls `on_exceeded` with an error if it uses more than `limit` bytes, or if the machine's disk is nearly full.
 
-    `folder` is on the file system that the sandbox uses. After each call, the sandbox may use that much more: the files that it left are
-    still there.
+    `folder` is on the file system that the sandbox uses. Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its
+    files are still there.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class DiskWatch:
                 continue
             try:
                 used = await self._measure()
-            except SandboxTooLarge:  # then it counts as everything that was used since
+            except SandboxTooLarge:  # it cannot be measured: assume that it used all the space that was used since then
                 used += since
             except SandboxError as error:
                 log.warning("the disk space of a sandbox could not be measured: %s", error.message)
@@ -114,10 +118,10 @@ class DiskWatch:
 
 
 def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
-    """Return the bytes that a folder's files take on disk, and files that only these processes still have open.
+    """Return the disk space of a folder in bytes, including deleted files that `processes` still have open.
 
-    The agent may be changing the folder: one that becomes a link meanwhile is not followed. Raise `SandboxTooLarge` if folders are nested
-    so deeply that they cannot be measured.
+    The agent may be changing the folder during the measurement. A subfolder that is replaced with a link is not followed. Raise
+    `SandboxTooLarge` if folders are nested too deeply to be measured.
     """
     seen: set[tuple[int, int]] = set()  # files with several names, or open in several processes
     used = 0
@@ -143,18 +147,21 @@ def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
 
 @contextmanager
 def _open_inside(place: str, top: str) -> Iterator[int]:
-    """Open a folder at or below `top`. Raise OSError if it, or a folder on the way to it, has become a link to another place."""
+    """Open a folder at or below `top`. Raise `OSError` if it, or a folder on the path to it, has been replaced with a link."""
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"{top}/"):  # noqa: PTH115
-            raise NotADirectoryError(errno.ENOTDIR, "it has become a link", place)
+            raise NotADirectoryError(errno.ENOTDIR, "the folder was replaced with a link", place)
         yield fd
     finally:
         os.close(fd)
 
 
 def measure_deleted_files(process: int) -> int:
-    """Return the size of the files without a name that processes in the namespace of `process` have open. Needs root to see them."""
+    """Return the size of the deleted files that processes in the process namespace of `process` still have open.
+
+    Only root can see the files of other users' processes.
+    """
     seen: set[tuple[int, int]] = set()
     used = 0
     with suppress(OSError):

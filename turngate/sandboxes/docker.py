@@ -1,12 +1,12 @@
 """The `docker` sandbox: a container from an image or a Dockerfile, on this machine's Docker.
 
-It uses the `docker` command, which respects the user's setup (contexts, rootless, podman's replacement) and needs no Python package. The
-official SDK is not used because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime; after that
-Docker removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
+It uses the `docker` command, which respects the user's setup (contexts, rootless mode, podman as a replacement) and needs no Python
+package. The official SDK is not used, because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime.
+Docker then removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
 
-A container has no privileges and cannot gain any, has no network unless requested, and has limits on processes, memory and CPU. Commands
-run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. The daemon
-measures and, if its file system supports quotas, limits the disk space.
+A container has no privileges and cannot gain any. It has no network unless one is requested, and it has limits on processes, memory and
+CPU. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. The
+Docker daemon measures the container's disk space, and limits it if its file system supports quotas.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner"
 BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
 JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
-STEP_TIMEOUT_S = 120.0  # for one docker command
+STEP_TIMEOUT_S = 120.0  # time limit of one docker command
 KILL_TIMEOUT_S = 15.0
-SPARE_PIDS = 64  # to kill processes in a container that has reached its limit
+SPARE_PIDS = 64  # additional processes with which to kill others in a container that has reached its process limit
 MAX_ENV_LINE = (
     30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
 )
@@ -112,7 +112,7 @@ exit 1
 
 
 class DockerSandbox(PosixSandbox):
-    """A container, created by `DockerBackend.create`."""
+    """A sandbox in a Docker container, created by `DockerBackend.create`."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], storage: Path) -> None:
         self.folder = folder
@@ -123,7 +123,7 @@ class DockerSandbox(PosixSandbox):
         self._stopped = False
         self.gone = False  # the container has ended, though `stop` was not called
         self._started_at = 0.0
-        self._pids = DEFAULT_PIDS  # limit of processes
+        self._pids = DEFAULT_PIDS  # process limit
         self._killed = False  # we killed the container, because its processes could not be killed otherwise
         self._watch: disk.DiskWatch | None = None
         self.disk_error: SandboxError | None = None
@@ -160,7 +160,7 @@ class DockerSandbox(PosixSandbox):
         """Create the container, with a quota of `limit` bytes if Docker's file system supports quotas."""
         words = ["--ulimit", f"fsize={limit}", *words]
         code, _, _ = await _run_docker("create", "--storage-opt", f"size={limit}", *words)
-        if code:  # Docker and its replacements say in different words that they have no quotas
+        if code:  # quotas may be unsupported; the error message varies between Docker and its replacements
             await run_docker("create", *words)
 
     async def _measure_disk(self) -> int:
@@ -171,7 +171,7 @@ class DockerSandbox(PosixSandbox):
         return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill everything but the relay, because the sandbox used too much disk space."""
+        """Kill all commands except the relay, because the sandbox used too much disk space."""
         self.disk_error = error
         for job in [job for job in self._jobs if not job.standalone]:
             await job.kill(grace_s=0)
@@ -207,7 +207,7 @@ class DockerSandbox(PosixSandbox):
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Return an error that states whether the container was ended from inside or outside, based on Docker's events."""
+        """Return an error that says whether the container was ended from inside or stopped from outside, according to Docker's events."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
@@ -218,13 +218,13 @@ class DockerSandbox(PosixSandbox):
         return SandboxError("the sandbox's container was stopped from outside")
 
     async def kill(self) -> None:
-        """Kill the whole container, if its processes cannot be killed otherwise."""
+        """Kill the whole container. This is the last resort if its processes cannot be killed otherwise."""
         code, _, _ = await _run_docker("kill", self.id)
         self._killed = self._killed or not code  # on failure, it had already ended
 
     @asynccontextmanager
     async def allow_more_processes(self) -> AsyncIterator[None]:
-        """Raise the limit of processes for a moment: `docker exec` fails in a container that has reached it."""
+        """Raise the process limit while the block runs, because `docker exec` fails in a container that has reached its limit."""
         await _run_docker("update", "--pids-limit", str(self._pids + SPARE_PIDS), self.id)
         try:
             yield
@@ -232,7 +232,7 @@ class DockerSandbox(PosixSandbox):
             await _run_docker("update", "--pids-limit", str(self._pids), self.id)
 
     async def check_running(self) -> bool:
-        """Return whether the container is running. Raise `SandboxError` if the daemon does not answer."""
+        """Return whether the container is running. Raise `SandboxError` if that cannot be determined."""
         code, out, stderr = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
         if code and "no such" not in stderr.lower():
             raise SandboxError(f"docker inspect failed: {stderr.strip()[-300:]}")
@@ -261,7 +261,10 @@ class DockerSandbox(PosixSandbox):
 
 
 class DockerJob:
-    """A `docker exec`. A `standalone` job starts no other processes and survives when the agent's job is killed."""
+    """A command that runs through `docker exec`.
+
+    A `standalone` job starts no other processes, and survives when the agent's job is killed.
+    """
 
     def __init__(
         self, sandbox: DockerSandbox, process: asyncio.subprocess.Process, name: str, *, standalone: bool
@@ -302,14 +305,14 @@ class DockerJob:
             if failed or time.monotonic() > deadline:
                 if not last:
                     raise SandboxError(failed or "docker exec is still running, although its command has ended")
-                await self._sandbox.kill()  # always works, and nothing else runs there
+                await self._sandbox.kill()  # always works, and no other job of the agent is running
                 await self.wait_for_client()
                 break
             # Docker had not started the command yet when we searched for it, so try again.
         self._sandbox.discard_job(self)
 
     async def wait_for_client(self) -> None:
-        """Wait for the docker command to notice that its container has ended. Kill it if it does not."""
+        """Wait until the docker command notices that its container has ended. Kill the docker command if it does not."""
         try:
             await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:
@@ -327,7 +330,7 @@ class DockerBackend:
     """Creates Docker sandboxes.
 
     `root` is the parent folder of the sandboxes' socket folders, as for `LocalBackend`. `image` is the default image. If it is empty, the
-    default is our own base image if it was built here, otherwise a public one.
+    default is our own base image if it was built on this machine, and a public image otherwise.
     """
 
     name = KIND
@@ -446,12 +449,15 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Make the folder accessible to the container's user, which may be any user. On the host, its parent folder is private."""
+    """Make a folder accessible to the container's user, which may be any user. On the host, the folder's parent is private."""
     folder.chmod(0o755)
 
 
 def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
-    """Build a tar file with empty folders owned by the container's user. Docker can unpack it where that user may not create folders."""
+    """Build a tar file with empty folders owned by the container's user.
+
+    Docker can unpack it even where that user may not create folders.
+    """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in paths:
@@ -463,9 +469,9 @@ def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
 
 
 def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """Split variables into the content of an --env-file, and those that must be passed through the docker command's environment.
+    """Split environment variables into the content of an --env-file and those to pass through the docker command's own environment.
 
-    Values are never passed as arguments, which every user of the host can read.
+    Values are never passed as arguments, because every user of the host can read those.
     """
     lines, own = [], {}
     for name, value in env.items():
@@ -481,11 +487,11 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
 
 
 async def _build_image(folder: Path) -> str:
-    """Build the image from a folder with a Dockerfile, unless the same content was built before."""
+    """Build an image from a folder with a Dockerfile, unless an image with the same content exists. Return the image's tag."""
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
     code, _, _ = await _run_docker("image", "inspect", tag)
     if code:
-        # A failed build leaves nothing behind. The image has no owner label: containers would inherit it, and `sweep` uses it.
+        # A failed build leaves nothing behind. The image has no owner label, because containers would inherit it and `sweep` reads it.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
         code, out, stderr = await _run_docker(*command, timeout_s=3600)
         if code:
@@ -529,7 +535,7 @@ async def _remove_container(container: str) -> None:
 
 
 async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> str:
-    """Run a docker command and return its output."""
+    """Run a docker command and return its output. Raise `SandboxError` if it fails."""
     code, out, err = await _run_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if code:
         raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:]}")

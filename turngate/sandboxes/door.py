@@ -1,9 +1,9 @@
-"""The host's end of a sandbox's connection: one door per rollout that forwards only model and tool calls to the gateway.
+"""The host's end of a sandbox's connection to the gateway: a door, which forwards only model and tool calls.
 
 A door listens on a unix socket in the folder that a sandbox shares with the host, or on a loopback port behind a tunnel. It forwards only
-an exact list of methods and paths and answers all other requests itself, so neither the admin API nor another rollout can be reached
-through it. It parses requests with the strict reader of `relay.py` and sends the parsed request, not the original bytes, so the gateway
-cannot interpret a request differently.
+requests with a listed method and path, and answers all others itself, so the admin API cannot be reached through it. It parses requests
+with the strict reader of `relay.py` and sends the parsed request, not the original bytes, so the gateway cannot interpret a request
+differently.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ TOOL_CALLS: tuple[tuple[str, str], ...] = (("GET", "/v1/tools"), ("POST", "/v1/t
 SEGMENT = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
 MODEL_NAME = rf"{SEGMENT}(?:/{SEGMENT})*"  # replaces `*`
 GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that this is not the reply of a dead tunnel
-# Limits on the memory that an agent can make the host use, even without a key. A relay retries when it is refused.
+# Limits on the memory that an agent can make the host use, even without a key. A relay retries requests refused because of them.
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 256 * 1024 * 1024  # all request bodies together
 STALL_S = 60.0  # the longest silence within a request
 MAX_SOCKET_PATH = 107  # bytes; the limit on Linux
 SHARED_FACTOR = 16  # multiplies the limits of a door that all remote sandboxes share
-# A server might trust these headers if a proxy sends them.
+# Removed from requests, because a server might trust these headers if they come from a proxy.
 STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")
 
 
 class GatewayDoor(relay.HttpRelay):
     """A proxy to the gateway that admits only the listed routes. Created by `open_door`.
 
-    `address` is the address to which a relay connects. `calls` counts the admitted requests, and `refused` the others.
+    `address` is the address to which a relay connects. `calls` is the number of admitted requests, and `refused` that of refused requests.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class GatewayDoor(relay.HttpRelay):
         return request._replace(headers=headers)
 
     def log(self, line: str) -> None:
-        """Discard the line, because the relay in the sandbox logs its failed attempts."""
+        """Discard the line, because the relay in the sandbox already logs failed attempts."""
 
 
 def _decode_path(path: str) -> str:
-    """Return the path as the gateway will read it, or "" if it is ambiguous."""
+    """Return a path as the gateway will read it, or an empty string if it is ambiguous."""
     decoded = unquote_to_bytes(path).decode("latin-1")
     return "" if re.search(r"%|\\|//|[^!-~]|/\.{1,2}(/|$)", decoded) else decoded
 
@@ -109,12 +109,18 @@ def _compile_route(path: str) -> re.Pattern[str]:
 
 
 def _socket_mode(folder: Path) -> int:
-    """Return the mode for a socket in a folder: 0o666 if a container's user may enter the folder, whose parent is then private."""
+    """Return the mode for a socket in `folder`: 0o666 if other users, such as a container's, may enter the folder, and 0o600 otherwise.
+
+    The parent of a folder that other users may enter is private.
+    """
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
 
 def _check_socket_path(path: Path) -> Path:
-    """Return the path, or raise `SandboxUnavailable` if it is too long. Sandbox folders are in the host's temporary folder."""
+    """Return the path, or raise `SandboxUnavailable` if it is too long for a unix socket.
+
+    The message names TMPDIR, because sandbox folders are in the host's temporary folder.
+    """
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
         raise SandboxUnavailable(
@@ -125,9 +131,9 @@ def _check_socket_path(path: Path) -> Path:
 
 
 def _bind_unix_socket(path: Path, mode: int) -> socket.socket:
-    """Bind a unix socket that has this mode from the start.
+    """Bind a unix socket whose file has the mode `mode` from the start.
 
-    The umask applies to the whole process, so it is changed only during `bind`. Otherwise other threads might create files with it.
+    The umask applies to the whole process, so it is changed only during `bind`. Otherwise, other threads might create files with it.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -155,7 +161,10 @@ async def open_door(
     routes: Sequence[tuple[str, str]] = MODEL_CALLS + TOOL_CALLS,
     on_call: Callable[[str, str], None] = lambda method, path: None,
 ) -> AsyncIterator[GatewayDoor]:
-    """Open a door to the gateway at a URL, on a unix socket in `folder`, or on a port of 127.0.0.1 if there is no folder."""
+    """Open a door to the gateway at the URL `gateway`.
+
+    It listens on a unix socket in `folder` or, without a folder, on a port of 127.0.0.1.
+    """
     door = GatewayDoor(gateway, routes, on_call, sandboxes=SHARED_FACTOR if folder is None else 1)
     try:
         if folder is None:

@@ -41,11 +41,11 @@ OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may prin
 
 
 class ProcessNotFound(SandboxError):
-    """The process does not exist in the E2B sandbox, so it has ended."""
+    """The process no longer exists in the E2B sandbox, so it has ended."""
 
 
 class E2BBackend:
-    """Creates E2B sandboxes with the API key in `E2B_API_KEY`. A spec's image is the name of an E2B template."""
+    """Creates E2B sandboxes with the API key in `E2B_API_KEY`. The image of a spec is the name of an E2B template."""
 
     name = "e2b"
     relocates = True
@@ -67,7 +67,7 @@ class E2BBackend:
             raise SandboxUnavailable(f"cannot reach E2B: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List the parts of a spec that the service does not apply."""
+        """List the parts of a spec that E2B does not apply."""
         return tuple(name for name, value in msgspec.structs.asdict(spec.resources).items() if value)
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
@@ -223,7 +223,7 @@ def _import_sdk() -> ModuleType:
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Convert the SDK's exceptions to ours. All are converted here, and none contains the key."""
+    """Convert the SDK's exceptions to `SandboxError`s without the API key. `action` says what failed."""
     e2b = _import_sdk()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connect a sandbox to the gateway: start a relay inside, and yield the URL that the agent uses as its model provider.
+"""Connect a sandbox to the gateway: start a relay in the sandbox, and yield the URL that the agent uses for its model calls.
 
     async with open_door(gateway, folder=sandbox.shared[0]) as door, connect_sandbox(sandbox, door) as base_url: …
 
@@ -28,7 +28,7 @@ START_S = 30.0
 PROBE_S = 60.0
 RESTART_PAUSE_S = 0.5
 
-# Asks Python for its real path: `python3` may be a wrapper script that searches for one, which takes ten times as long.
+# Asks Python for its real path, because `python3` may be a wrapper script that first searches for a Python and takes ten times as long.
 FIND_RUNTIME = """
 rm -f "$3/port" "$3/reached"
 for python in "$1" python3 python; do
@@ -57,10 +57,10 @@ async def connect_sandbox(
     node: str = "",
     give_up_s: float = relay.GIVE_UP_S,
 ) -> AsyncIterator[str]:
-    """Keep the sandbox connected while the block runs, and yield the URL at which it can reach the gateway.
+    """Keep the sandbox connected while the block runs, and yield the URL at which the agent can reach the gateway.
 
-    Set `python` or `node` to an interpreter in the sandbox for the relay if it is not on the PATH. `give_up_s` limits how
-    long a call waits for a gateway that does not answer.
+    If no interpreter for the relay is on the sandbox's PATH, set `python` or `node` to the path of one. `give_up_s` limits how long a call
+    waits for a gateway that does not answer.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
@@ -124,7 +124,7 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
-    """Raise `SandboxError` if the gateway is unreachable, so that the rollout fails now and not at the agent's first call."""
+    """Raise `SandboxError` if the relay cannot reach the gateway, so that the rollout fails now and not at the agent's first call."""
     text = await _wait_for_file(sandbox, file, PROBE_S)
     if text != relay.REACHED:
         raise SandboxError(
@@ -133,7 +133,7 @@ async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
 
 
 async def _wait_for_file(sandbox: Sandbox, file: str, limit_s: float) -> str:
-    """Wait until the relay has written a file, and return its content. Return "" after `limit_s`."""
+    """Wait until the relay has written a file, and return its content, or an empty string after `limit_s`."""
     tries = 50 + round(10 * limit_s)
     done = await sandbox.exec(["/bin/sh", "-c", WAIT_FOR_FILE, "sh", file, str(tries)], timeout_s=limit_s + 5)
     return done.stdout.decode(errors="replace").strip()

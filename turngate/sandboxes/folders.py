@@ -1,6 +1,6 @@
-"""The private host folder of a sandbox on this machine. It has the sandbox's name and contains a file that names its owner.
+"""The private host folder of a sandbox on this machine. It is named after the sandbox, and the file `owner` in it names its owner.
 
-`sweep_folders` removes the folders of dead owners and kills the processes they left behind.
+`sweep_folders` removes the folders of owners that have ended, and kills the processes that they left behind.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from turngate.sandboxes import cgroups, owner, supervisor
 log = logging.getLogger(__name__)
 
 SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in the environment of every host process that belongs to a sandbox
-KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
 STALE_S = 3600.0  # creating a folder never takes this long
-SLASH = "~"  # stands for a slash of an owner in the name of an unfinished folder
+SLASH = "~"  # replaces slashes of the owner in the name of an unfinished folder
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
-    """Create a sandbox's folder with the subfolders `parts`. Its name is the sandbox's id."""
+    """Create a sandbox's folder with the subfolders `parts`. The name of the folder is the sandbox's id."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
         mine = str(owner.current_owner())
-        # Its first name contains its owner, so that the folder is swept whenever we are killed.
+        # The name of an unfinished folder contains its owner, so that it can be swept even if we are killed at this point.
         new = root / f".{name} {mine.replace('/', SLASH)}"
         new.mkdir(mode=0o700)
         (new / supervisor.OWNER_FILE).write_text(mine)
@@ -44,7 +44,7 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
 
 
 def _private_root(root: Path | None) -> Path:
-    """Return the parent of all sandbox folders. It must be private. Otherwise, other users could plant links in it."""
+    """Return the parent of all sandbox folders. Raise `SandboxError` if it is not private, because other users could plant links in it."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
@@ -71,7 +71,10 @@ def _sweep_folders(root: Path, kind: str) -> int:
 
 
 def _is_abandoned(unfinished: Path) -> bool:
-    """Return whether a folder will never be completed. Before November 2026, its name did not contain its owner."""
+    """Return whether an unfinished folder will never be completed.
+
+    The names of folders made before November 2026 do not contain an owner.
+    """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:
         return _is_gone(owner_name.replace(SLASH, "/"))
@@ -83,7 +86,7 @@ def _is_abandoned(unfinished: Path) -> bool:
 def _is_ownerless(folder: Path) -> bool:
     try:
         return _is_gone((folder / supervisor.OWNER_FILE).read_text())
-    except OSError:  # it is being removed, and empty if the process that removed it was killed
+    except OSError:  # it is being removed, or it is empty because the process that was removing it was killed
         with suppress(OSError):
             folder.rmdir()
         return False
@@ -95,7 +98,10 @@ def _is_gone(text: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Kill the remaining processes of a sandbox and remove its folder. Raise `SandboxError` if files remain for a later sweep."""
+    """Kill the remaining processes of a sandbox and remove its folder.
+
+    Raise `SandboxError` if files remain; a later sweep will try again.
+    """
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while supervisor.kill_all(lambda: _find_processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -107,7 +113,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes with a sandbox's mark and their descendants, because a process may have dropped the mark."""
+    """Find the processes with a sandbox's mark. Include their descendants, which may have dropped the mark."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

@@ -1,15 +1,16 @@
-"""A process that has imported an agent's libraries, and forks the agent's processes. It saves each rollout the imports.
+"""A process that has imported an agent's libraries and forks the agent's processes, so that rollouts do not repeat the imports.
 
-`warm_start.py` runs it as `python fork_server.py FD`, with the Python of the agent. FD is one end of a socket pair. The first message says
-what to import. The server refuses to serve if an import has an effect that a forked process would share with others: threads, open files,
-signal handlers, child processes, output, files, or traces of its own HOME, TMPDIR and working folder. It reports which variables of the
-environment the imports have read, so that only processes with the same values are forked. Then it forks on request:
+`warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
+to import. The server refuses to serve if an import has an effect that forked processes would share or lack: threads, open files, signal
+handlers, child processes, output, files, or traces of the server's own HOME, TMPDIR and working folder. It reports which environment
+variables the imports have read, so that only processes with the same values are forked. Then it forks on request:
 
-- {"do": "supervise"}: one more supervisor of a local sandbox, whose guards can run the agent without an exec
-- {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox. Its parent becomes that sandbox's supervisor
-- {"do": "hold"}: nothing, but the server stays while the descriptor is open at the other end
+- {"do": "supervise"}: another supervisor of a local sandbox, whose guards can run the agent without an exec
+- {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox, whose supervisor becomes the guard's parent
+- {"do": "hold"}: no process; the server does not exit as idle while the other end of the passed descriptor is open
 
-It never reads the orders of commands: only the forked processes do. It exits when the other end of FD closes, or without work.
+The server itself never reads the orders of commands; only the forked processes do. It exits when the other end of FD closes, or when it has
+been idle for too long.
 
 Standard library only, Python 3.8 and newer, one thread.
 """
@@ -37,24 +38,24 @@ import time
 import types
 from typing import Any, Dict, List, Optional, Tuple
 
-MEMORY = 4 << 30  # bytes of data of the server itself
+MEMORY = 4 << 30  # limit on the server's own data, in bytes
 REAP_S = 5.0  # how often ended children are reaped
-FDS = 7  # at most, with one message
+FDS = 7  # maximum number of descriptors in one message
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC
-SET_DUMPABLE, SET_MM, SET_MM_MAP, CAPBSET_DROP, CAP_AMBIENT, CAP_AMBIENT_CLEAR = 4, 35, 14, 24, 47, 4  # of prctl(2)
-CAP_VERSION = 0x20080522  # of capset(2)
+SET_DUMPABLE, SET_MM, SET_MM_MAP, CAPBSET_DROP, CAP_AMBIENT, CAP_AMBIENT_CLEAR = 4, 35, 14, 24, 47, 4  # for prctl(2)
+CAP_VERSION = 0x20080522  # for capset(2)
 # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET
 NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-FOLDERS = ("HOME", "TMPDIR")  # may be read by imports, because traces of their values are found
+FOLDERS = ("HOME", "TMPDIR")  # imports may read these variables, because `_find_traces` finds their values
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class State:
-    """What a forked process must know about the server."""
+    """Data of the server that its forked processes need."""
 
     supervisor: Any = None  # the module supervisor.py
     control: Optional[socket.socket] = None
-    limits: Tuple[int, int] = (0, 0)  # of data, before the server lowered its own
+    limits: Tuple[int, int] = (0, 0)  # limits on data before the server lowered its own
     writes: Dict[str, Optional[str]] = {}
     relocated: List[Tuple[Any, str, str, str]] = []
 
@@ -63,7 +64,7 @@ class State:
 
 
 class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
-    """`os.environ` while modules are imported. It records what they read and write."""
+    """The class of `os.environ` while modules are imported. It records which variables they read and write."""
 
     reads: Dict[str, Optional[str]] = {}
     faults: List[str] = []
@@ -95,7 +96,10 @@ class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
 
 
 def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, Any]:
-    """Import modules, and report what they have read. The folders `home`, `tmp` and `work` in `scratch` stand for a rollout's."""
+    """Import modules, and report which variables they have read and why processes must not be forked, if so.
+
+    Meanwhile, the folders `home`, `tmp` and `work` in `scratch` take the place of a rollout's folders.
+    """
     sys.path[0] = folder
     os.chdir(f"{scratch}/work")
     before = _describe_process()
@@ -119,7 +123,7 @@ def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, A
 
 
 def _describe_process() -> Dict[str, Any]:
-    """Return what imports must not change, because forked processes would share it, or would not have it."""
+    """Return the state of this process that imports must not change, because forked processes would share it or lack it."""
     try:
         has_children = os.waitpid(-1, os.WNOHANG) is not None
     except ChildProcessError:
@@ -156,7 +160,7 @@ def _find_files(scratch: str) -> List[str]:
 
 
 def _forget_folders() -> None:
-    """Let modules of the standard library find HOME and TMPDIR again."""
+    """Reset modules of the standard library that have cached HOME or TMPDIR, so that they look them up again."""
     for module, values in (
         ("tempfile", {"tempdir": None, "_name_sequence": None}),
         ("sysconfig", {"_CONFIG_VARS": None, "_CONFIG_VARS_INITIALIZED": False}),
@@ -167,7 +171,10 @@ def _forget_folders() -> None:
 
 
 def _find_traces(scratch: str) -> List[str]:
-    """Find all texts that contain a path below `scratch`. Variables of modules can be relocated; other traces are faults."""
+    """Find every text that contains a path below `scratch`, and return those that are faults.
+
+    A trace in a variable of a module is not a fault, because the variable can be changed in the forked process.
+    """
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, types.ModuleType)}
     expected = {id(scratch), id(os.environ._data)}  # type: ignore[attr-defined]
     raw = os.fsencode(scratch)
@@ -211,7 +218,7 @@ def _trace_in(item: Any, scratch: str, raw: bytes) -> Optional[str]:
 
 
 def serve(control: socket.socket, idle_s: float) -> None:
-    """Fork processes on request, until the other end closes or there is no work."""
+    """Fork processes on request until the other end of `control` closes, or the server has been idle for `idle_s`."""
     leases: List[int] = []
     idle_since = time.monotonic()
     while leases or time.monotonic() - idle_since < idle_s:
@@ -258,7 +265,7 @@ def _reap() -> None:
 
 
 def _become(message: Dict[str, Any], fds: List[int]) -> None:
-    """Run as a supervisor or a guard, and exit. Does not return, but raises `TakeOver` in the agent's process."""
+    """Run as a supervisor or a guard, and exit. The function never returns. In the agent's process, it raises `TakeOver`."""
     resource.setrlimit(resource.RLIMIT_DATA, State.limits)
     if State.control is not None:
         State.control.close()
@@ -292,7 +299,7 @@ def _become_supervisor(message: Dict[str, Any], handshake: socket.socket, contro
 
 
 def _become_guard(handshake: socket.socket, sandbox: int, *fds: int) -> None:
-    """Enter the namespaces of a sandbox's first process, become its child, and guard one command."""
+    """Enter the namespaces of a sandbox, become a child of its first process, and guard one command."""
     _check(LIBC.setns(sandbox, NAMESPACES), "setns")
     os.close(sandbox)
     inside = os.fork()  # the first process inside; only its children have a parent inside
@@ -317,7 +324,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, also of future programs. Entering a user namespace grants them."""
+    """Drop all capabilities, including those of programs executed later. Entering a user namespace grants them."""
     number = 0
     while LIBC.prctl(CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1
@@ -327,20 +334,20 @@ def _drop_capabilities() -> None:
 
 
 def run_command(order: Dict[str, Any], stdin: int, stdout: int, stderr: int) -> None:
-    """Run a command: the agent in this process, any other with an exec."""
+    """Run a command: the preloaded agent in this process, and any other command with an exec."""
     if "preloaded" not in order:
         State.supervisor.exec_command(order, stdin, stdout, stderr)
     State.supervisor.prepare_process(order, stdin, stdout, stderr)
     try:
         _redirect(order["preloaded"])
         describe_process(order["preloaded"]["argv"], order["env"])
-    except OSError:  # let the plain command report it, or work where this does not
+    except OSError:  # run the plain command instead: it reports the error, or works where this does not
         os.execvpe(order["command"][0], order["command"], order["env"])
     raise State.supervisor.TakeOver(order)
 
 
 def _redirect(preloaded: Dict[str, Any]) -> None:
-    """Open the files of the standard output and error, as the shell does for a plain command."""
+    """Redirect standard output and standard error to files, as the shell does in a plain start."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         path = preloaded[name]
         if fd == 2 and path and path == preloaded["stdout"]:
@@ -353,7 +360,7 @@ def _redirect(preloaded: Dict[str, Any]) -> None:
 
 
 def run_agent(order: Dict[str, Any]) -> None:
-    """Be the agent, as if Python had just started with its arguments and environment."""
+    """Run the agent in this process, as if Python had just started with the agent's arguments and environment."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and _is_open(int(name)):
             os.close(int(name))
@@ -386,7 +393,7 @@ def run_agent(order: Dict[str, Any]) -> None:
 
 
 def _renew_randomness() -> None:
-    """Renew random state that modules create when they are imported. `random` and OpenSSL do this themselves."""
+    """Renew the random state that modules created when they were imported. `random` and OpenSSL renew theirs after a fork."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:
@@ -399,11 +406,11 @@ def replace_environment(env: Dict[str, str]) -> None:
 
 
 def describe_process(argv: List[str], env: Dict[str, str]) -> None:
-    """Let /proc show these arguments and variables, as after an exec. Turngate finds a sandbox's processes by them."""
+    """Make /proc show these arguments and variables, as after an exec. Turngate finds a sandbox's processes by their variables."""
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
     LIBC.malloc.restype, LIBC.sbrk.restype = ctypes.c_void_p, ctypes.c_void_p
-    block = LIBC.malloc(ctypes.c_size_t(len(words) + len(variables) + 1))  # stays as long as the process
+    block = LIBC.malloc(ctypes.c_size_t(len(words) + len(variables) + 1))  # never freed
     ctypes.memmove(block, words + variables, len(words) + len(variables))
     with open("/proc/self/stat", "rb") as file:
         field = dict(enumerate(file.read().rpartition(b") ")[2].split(), 3))  # numbered as in proc(5)
@@ -419,7 +426,7 @@ def describe_process(argv: List[str], env: Dict[str, str]) -> None:
 
 
 def load_supervisor(path: str) -> Any:
-    """Load supervisor.py without making it importable for the agent."""
+    """Load supervisor.py without making it importable by the agent."""
     spec = importlib.util.spec_from_file_location("turngate_supervisor", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

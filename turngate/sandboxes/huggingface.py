@@ -1,6 +1,6 @@
 """Hugging Face sandboxes, through the official `huggingface_hub` SDK: one Job on its own machine per sandbox.
 
-The SDK blocks, so each call runs in a thread and is kept short: a command is started in the background and polled until it ends.
+The SDK blocks, so each call runs in a thread. To keep calls short, a command is started in the background and polled until it ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses between polls of a command; 
 
 
 class NotFoundError(SandboxError):
-    """Status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between them."""
+    """The service returned status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between them."""
 
 
 class HuggingFaceBackend:
-    """Creates Hugging Face sandboxes with the token in `HF_TOKEN`, by default in that user's namespace."""
+    """Creates Hugging Face sandboxes with the token in `HF_TOKEN`, by default in the namespace of the token's user."""
 
     name = "huggingface"
     relocates = True
@@ -95,7 +95,7 @@ class HuggingFaceBackend:
             raise SandboxUnavailable(f"cannot reach Hugging Face: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List the parts of a spec that the service does not apply."""
+        """List the parts of a spec that Hugging Face does not apply."""
         network = ("network",) if spec.network == "none" else ()
         return (*network, *(name for name, value in msgspec.structs.asdict(spec.resources).items() if value))
 
@@ -301,7 +301,7 @@ async def _call_in_thread(
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Convert the SDK's exceptions to ours. All are converted here, and none contains the token."""
+    """Convert the SDK's exceptions to `SandboxError`s without the token. `action` says what failed."""
     errors = _import_sdk().errors
     try:
         yield

@@ -22,10 +22,10 @@ FALLBACK_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class LocalBackend:
-    """Creates local sandboxes. `root` is the parent of their folders, by default a private folder in the host's temporary folder."""
+    """Creates local sandboxes. `root` is the parent of their folders, by default a private folder below the host's temporary folder."""
 
     name = KIND
-    relocates = False  # host and sandbox share one file system
+    relocates = False  # host and sandbox share a file system
     has_host_programs = True
     settings = NO_SETTINGS  # each machine has its own root
 
@@ -95,7 +95,7 @@ class LocalBackend:
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
-    """Check that each mount exists and has the same path inside, because host and sandbox share one file system."""
+    """Check that each mount exists and has the same path inside, because host and sandbox share a file system."""
     for mount in spec.mounts:
         if mount.source != mount.target:
             raise SandboxError(

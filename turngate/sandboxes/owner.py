@@ -1,7 +1,8 @@
-"""The process that owns a sandbox. It distinguishes leftovers of a dead process from sandboxes in use.
+"""The process that owns a sandbox. It tells the leftovers of a process that has ended from sandboxes that are in use.
 
 A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
-its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or a label.
+its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels
+(other sandboxes).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def gone(self) -> bool:
-        """Whether the process has certainly ended. False if it belongs to a different machine or container, where that is unknown."""
+        """Whether the process has certainly ended.
+
+        False if it belongs to another machine or container, because its state is unknown there.
+        """
         here = current_owner()
         if self.host != here.host:
             return False
@@ -38,7 +42,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def parse_owner(text: str) -> Owner | None:
-    """Parse an owner's string form. Return None if the text is not one."""
+    """Parse the string form of an owner. Return None if the text is malformed."""
     words = text.split()
     if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""The common part of `local`, `bubblewrap` and `docker`: everything except starting a command and stopping the sandbox.
+"""The common part of the `local`, `bubblewrap` and `docker` sandboxes: everything except starting a command and stopping the sandbox.
 
 Files are read and written by commands (a shell, `cat`, `tar`) inside the sandbox, so paths are resolved there: a link planted by the agent
 leads only to files that the agent could access itself.
@@ -23,7 +23,7 @@ from turngate.sandboxes.base import ExecResult, Job
 
 OUTPUT_LIMIT = 256_000_000  # bytes of a command's stdout or stderr
 FOLDER_LIMIT = 4_000_000_000  # bytes of a downloaded folder
-FILE_TIMEOUT_S = 600.0  # for copying one file or folder
+FILE_TIMEOUT_S = 600.0  # time limit for copying one file or folder
 LINGER_S = 0.5  # how long to wait for the end of the output, which a daemon left by the command may keep open
 KILLED = 137
 MISSING, NOT_A_FILE = 44, 45  # exit codes of our scripts
@@ -60,7 +60,7 @@ exec tar -cf - -C "$folder" "$@" .
 
 
 class PosixSandbox(ABC):
-    """Base class of sandboxes with a POSIX shell and tar inside."""
+    """Base class of sandboxes that have a POSIX shell and tar."""
 
     env: Mapping[str, str]  # for every command
     home: str
@@ -70,7 +70,7 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command on three host descriptors, which the caller must close. Raise only if the sandbox has ended."""
+        """Start a command with three host descriptors, which the caller must close. Raise an error only if the sandbox has ended."""
 
     async def exec(
         self,
@@ -152,7 +152,7 @@ class PosixSandbox(ABC):
             return (*skipped, *await unpack_in_thread(tar, folder))
 
     def build_env(self, env: Mapping[str, str] | None) -> dict[str, str]:
-        """Return the whole environment of a command."""
+        """Return the complete environment of a command."""
         return {**self.env, "HOME": self.home, **(env or {})}
 
     async def _spawn(
@@ -179,7 +179,7 @@ class PosixSandbox(ABC):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. If `into` is set, its output is written to that file instead of the result."""
+        """Run a command to its end. If `into` is set, standard output is written to that file instead of the result."""
         if into:
             out, err = CapturedOutput(into, FOLDER_LIMIT), CapturedOutput(limit=STDERR_LIMIT, cut=True)
         elif keep is None:
@@ -203,12 +203,15 @@ class PosixSandbox(ABC):
 
 
 def redirect(command: Sequence[str], stdout: str, stderr: str) -> list[str]:
-    """Return a command whose output is written to the named files."""
+    """Return a command that runs `command` with its output redirected to the named files."""
     return ["/bin/sh", "-c", REDIRECT, "sh", stdout, stderr, *command] if stdout or stderr else list(command)
 
 
 async def _wait_or_kill(job: Job, timeout_s: float | None, overflowed: asyncio.Event) -> tuple[int, bool]:
-    """Return the exit code and whether the command timed out. A timeout, excessive output or cancellation kills the command."""
+    """Wait for a command, and return its exit code and whether it timed out.
+
+    The command is killed if it times out, prints too much, or this call is cancelled.
+    """
     waiting, overflowing = asyncio.ensure_future(job.wait()), asyncio.ensure_future(overflowed.wait())
     try:
         await asyncio.wait({waiting, overflowing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +240,7 @@ async def unpack_in_thread(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
 
 
 class CapturedOutput:
-    """The output of a command, read from a pipe. More than `limit` bytes are an error, or are discarded if `cut` is set."""
+    """The output of a command, read from a pipe. If it exceeds `limit` bytes, that is an error or, with `cut`, the excess is discarded."""
 
     def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -246,12 +249,12 @@ class CapturedOutput:
         self._cut = cut
         self._size = 0
         self._data = bytearray()
-        self.overflowed = asyncio.Event()  # set if there is too much output and that is an error
+        self.overflowed = asyncio.Event()  # set if the output exceeds the limit, unless the excess is discarded
         self._transport: asyncio.ReadTransport | None = None
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start_reading(self) -> None:
-        """Close our copy of the write end, which the command has inherited, and read until the command closes its copy."""
+        """Close our copy of the pipe's write end, which the command has inherited, and read until the command closes its copy."""
         os.close(self.write_end)
         self.write_end = -1
         pipe = os.fdopen(self._read_end, "rb", 0)
@@ -283,7 +286,7 @@ class CapturedOutput:
 
 
 class TruncatedOutput(CapturedOutput):
-    """Output of any length. Only its beginning and its end are kept."""
+    """The beginning and the end of a command's output, which may have any length."""
 
     def __init__(self, keep: int) -> None:
         super().__init__(limit=keep, cut=True)
@@ -330,7 +333,10 @@ def _check_path(path: str) -> str:
 
 
 def _base_folder(path: str) -> str:
-    """Return the folder in which to resolve a path. An absolute path must work even if the working folder no longer exists."""
+    """Return the folder in which to resolve a path, or an empty string for the working folder.
+
+    An absolute path must work even if the working folder no longer exists.
+    """
     return "/" if path.startswith("/") else ""
 
 

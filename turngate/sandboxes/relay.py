@@ -4,10 +4,10 @@
 without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
 `http://host:port/prefix` or `https://…`. It is read again for every attempt, so a tunnel's new URL takes effect immediately.
 
-A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again.
-The same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is
-forwarded as it arrives. If it is cut off, it is also cut off for the agent. When the agent disconnects, the upstream call ends immediately.
-Once the gateway has accepted a WebSocket, bytes are forwarded in both directions until one side closes the connection.
+A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. The
+same happens after a 404 or 5xx reply without the gateway's `x-turngate` header, because such a reply comes from a dead tunnel. A reply is
+forwarded as it arrives. If it is cut off, the agent's connection is cut off too. When the agent disconnects, the call to the gateway ends
+immediately. Once the gateway has accepted a WebSocket, bytes are forwarded in both directions until one side closes the connection.
 
 One file, standard library only, Python 3.8 and newer.
 """
@@ -61,7 +61,7 @@ class HttpRequest(NamedTuple):
     body: bytes
     http_1_0: bool
     keep_alive: bool
-    upgrade: bool  # to a WebSocket
+    upgrade: bool  # whether the agent asks for a WebSocket
 
 
 class HttpReply(NamedTuple):
@@ -82,7 +82,7 @@ class RequestRefused(Exception):
 
 
 class NoAnswer(Exception):
-    """The gateway has not answered, so it is safe to send the request again."""
+    """The gateway has not replied, so it is safe to send the request again."""
 
 
 class TruncatedReply(Exception):
@@ -94,7 +94,7 @@ class ClientDisconnected(Exception):
 
 
 class ClientConnection:
-    """An agent's connection. It is read ahead, so that a disconnect is noticed while a call is in progress."""
+    """An agent's connection. The relay reads ahead, so that it notices a disconnect while a call is in progress."""
 
     def __init__(self, relay: HttpRelay, reader: StreamReader, writer: StreamWriter) -> None:
         self._relay, self._reader, self.writer = relay, reader, writer
@@ -135,7 +135,7 @@ class ClientConnection:
                 raise RequestRefused(408, "the request stalled") from None
 
     async def discard(self, count: int) -> None:
-        """Read and discard the rest of a body, for at most `LINGER_S`."""
+        """Read and discard `count` bytes of a body, for at most `LINGER_S`."""
         deadline = time.monotonic() + LINGER_S
         count -= len(self._take(min(len(self._buffer), count)))
         while count > 0 and time.monotonic() < deadline and not self.closed.is_set():
@@ -161,7 +161,7 @@ class ClientConnection:
         return self._take(count)
 
     async def read_until(self, mark: bytes, limit: int) -> bytes:
-        """Read up to and including `mark`."""
+        """Read up to and including `mark`. Raise `RequestRefused` if it does not occur within `limit` bytes."""
         await self._wait_until(lambda: mark in self._buffer or len(self._buffer) > limit, limit + CHUNK_BYTES)
         end = self._buffer.find(mark)
         if end < 0 or end > limit:
@@ -169,7 +169,7 @@ class ClientConnection:
         return self._take(end + len(mark))
 
     async def read_request(self, reserve: Callable[[int], None]) -> HttpRequest:
-        """Read the next request. `reserve` is called with the number of body bytes before they are read, and may refuse them."""
+        """Read the next request. Before body bytes are read, `reserve` is called with their number and may refuse them."""
         await self._wait_until(lambda: bool(self._buffer.lstrip(b"\r\n")))
         self._take(len(self._buffer) - len(self._buffer.lstrip(b"\r\n")))  # some clients send an empty line first
         first, headers = parse_head(await self.read_until(b"\r\n\r\n", HEAD_LIMIT))
@@ -232,7 +232,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into first line and headers. Strict, because requests that two programs parse differently can be used in attacks."""
+    """Split a head into its first line and its headers. Strict, because a request that two programs parse differently can be an attack."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -250,7 +250,7 @@ def encode_head(lines: Iterable[str]) -> bytes:
 
 
 def header_values(headers: list[tuple[str, str]], name: str) -> list[str]:
-    """Return a header's values in lower case. A header may be repeated or contain a list."""
+    """Return the values of a header in lower case. The header may be repeated, and each occurrence may contain a list."""
     return [part.strip().lower() for key, value in headers if key == name for part in value.split(",") if part.strip()]
 
 
@@ -260,27 +260,27 @@ def chunk_size(line: bytes) -> Optional[int]:
 
 
 class HttpRelay:
-    """A relay that looks up its target before each attempt. With `give_up_s=0` it makes one attempt and returns its result.
+    """A relay that looks up its target before each attempt. With `give_up_s=0`, it makes only one attempt and forwards whatever it returns.
 
     Subclasses may set limits and override `check_route`, `admit` and `log`. The first two may raise `RequestRefused`.
     """
 
-    body_limit = BODY_LIMIT  # of one request
-    max_connections = sys.maxsize  # at the same time
-    max_body_bytes = sys.maxsize  # of all requests in memory
-    stall_s: Optional[float] = None  # the longest silence within a request
+    body_limit = BODY_LIMIT  # maximum size of one body
+    max_connections = sys.maxsize  # maximum number of open connections
+    max_body_bytes = sys.maxsize  # maximum size of all bodies in memory
+    stall_s: Optional[float] = None  # longest silence within a request
 
     def __init__(self, get_target: Callable[[], str], *, give_up_s: float = GIVE_UP_S) -> None:
         self.get_target, self.give_up_s = get_target, give_up_s
-        self._body_bytes = 0  # currently in memory
+        self._body_bytes = 0  # size of all bodies in memory
         self._server: Optional[asyncio.AbstractServer] = None
-        self._connections: set[Any] = set()  # the tasks that serve them
+        self._connections: set[Any] = set()  # one task per connection
 
     def check_route(self, method: str, path: str) -> None:
-        """Check a request's route. Called before a large body is read."""
+        """Check a request's method and path. Called before a large body is read."""
 
     def admit(self, request: HttpRequest) -> HttpRequest:
-        """Check a complete request, and return the request to send, which may be modified."""
+        """Check a complete request. Return the request to send, which may be modified."""
         return request
 
     def log(self, line: str) -> None:
@@ -390,7 +390,7 @@ class HttpRelay:
 
 
 async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
-    """Connect to the target. Return reader, writer, the value of the host header, and the prefix for request paths."""
+    """Connect to the target. Return the reader, the writer, the value of the host header, and the prefix for request paths."""
     try:
         if target.startswith("unix:"):
             connecting = asyncio.open_unix_connection(target[5:], limit=HEAD_LIMIT)
@@ -410,7 +410,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
 
 
 def enable_tcp_keepalive(connection: socket.socket) -> None:
-    """Let the operating system detect a peer that disappeared without closing the connection."""
+    """Make the operating system detect a peer that has disappeared without closing the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
@@ -480,7 +480,7 @@ async def pass_socket(reply: HttpReply, reader: StreamReader, upstream: StreamWr
 
 
 async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional[int]) -> None:
-    """Forward `count` bytes, or everything until the end if it is None."""
+    """Forward `count` bytes or, if it is None, everything until the connection closes."""
     while count is None or count > 0:
         data = await reader.read(CHUNK_BYTES if count is None else min(CHUNK_BYTES, count))
         if not data and count is None:
@@ -493,7 +493,7 @@ async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional
 
 
 async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) -> None:
-    """Forward a chunked body, with or without its framing."""
+    """Forward a chunked body. If `framed` is false, leave out the chunk sizes."""
 
     write_frame = writer.write if framed else lambda data: None
     while True:
@@ -512,7 +512,7 @@ async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) 
 
 
 def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[HttpRequest] = None) -> bool:
-    """Send an error reply. Return whether the connection can be reused, which it cannot if the request was not read completely."""
+    """Send an error reply. Return whether the connection can be reused. It cannot if the request was not read completely."""
     keep_alive = request is not None and request.keep_alive
     body = json.dumps({"error": {"message": refused.message, "type": refused.kind, "code": refused.kind}}).encode()
     lines = [f"HTTP/1.1 {refused.status} Refused", "content-type: application/json", f"content-length: {len(body)}"]
@@ -522,7 +522,7 @@ def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[Http
 
 
 def reset(writer: StreamWriter) -> None:
-    """Abort a connection so that the peer cannot mistake it for a normal close."""
+    """Abort a connection in a way that the peer cannot mistake for a normal close."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -530,7 +530,7 @@ def reset(writer: StreamWriter) -> None:
 
 
 async def run_until_first(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run until one of them ends, then cancel the others. Return their tasks."""
+    """Run coroutines until one of them ends, then cancel the others. Return the tasks of all of them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: Optional[str]) -> None:
-    """Write to a file whether the gateway answers through this relay. A separate process would take longer to start."""
+    """Write to the file `path` whether the gateway answers through this relay. A separate process would take longer to start."""
     if not path:
         return
     try:

@@ -1,7 +1,7 @@
-"""A system call filter for `bubblewrap`. It blocks what namespaces do not isolate, and kernel interfaces that agents do not need.
+"""A system call filter for `bubblewrap`. It blocks system calls that namespaces do not isolate or that agents do not need.
 
-The kernel's keyrings belong to a user, not to a namespace: without the filter, a sandbox could read the host user's keys (Kerberos
-tickets, disk keys). VSOCK sockets reach the host from any network namespace, and AF_ALG sockets accept keys from keyrings. io_uring could
+The kernel's keyrings belong to a user, not to a namespace. Without the filter, a sandbox could read the host user's keys, such as Kerberos
+tickets and disk keys. VSOCK sockets reach the host from any network namespace, and AF_ALG sockets accept keys from keyrings. io_uring could
 open sockets without passing the filter. A blocked call fails with EPERM, as in a Docker container, so programs can handle it.
 
 The filter is assembled by hand (classic BPF, see seccomp(2)), because libseccomp is not installed everywhere.
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 class Architecture(NamedTuple):
     audit: int  # the kernel's AUDIT_ARCH_… constant
-    calls: tuple[int, ...]  # blocked with any arguments
+    calls: tuple[int, ...]  # numbers of the calls that are blocked whatever their arguments
     socket: int
-    most: int  # higher numbers belong to a different calling convention (x32)
+    most: int  # highest call number; higher ones belong to a different calling convention (x32)
 
 
 # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd; io_uring_setup, _enter, _register
@@ -36,7 +36,7 @@ NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; an int is t
 
 
 def build_filter(machine: str = "") -> bytes | None:
-    """Build the filter for a machine type, by default this one. Return None if its system call numbers are unknown."""
+    """Build the filter for a machine type, by default that of this machine. Return None if its system call numbers are unknown."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     if architecture is None:
         return None

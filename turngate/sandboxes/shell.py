@@ -1,8 +1,8 @@
 """A sandbox on any service that can run shell commands: the common part of the remote backends `e2b` and `huggingface`.
 
-A service's own output stream is not reliable: it may break, it decodes output as text, and it reports -1 for a signal. Therefore a small
-shell script in the sandbox runs the command, redirects its output to files and writes its exit code to a file. The stream only indicates
-when the command has ended.
+A service's own output stream is not sufficient: it may break, it decodes output as text, and it reports -1 for a signal. Therefore a small
+shell script in the sandbox runs the command, redirects its output to files, and writes its exit code to a file. The service only signals
+that the command has ended.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SCRIPT_TIMEOUT_S = 600.0  # for our own scripts; packing a large folder takes the longest
+SCRIPT_TIMEOUT_S = 600.0  # time limit of our own scripts; packing a large folder takes the longest
 POLL_S = 30.0  # how often to check for the exit code, because a stream can hang without breaking
 MISSING, NOT_A_FILE, TOOL_MISSING = 44, 45, 46  # exit codes of our own scripts
 
 
 class RequestLost(SandboxError):
-    """The service or the network failed. The request may or may not have been executed, so only idempotent requests are retried."""
+    """The service or the network failed. The request may have been executed, so only idempotent requests are retried."""
 
 
 class SandboxConnection(Protocol):
-    """A service's operations on one sandbox. They raise only `SandboxError`s, such as `SandboxGone` and `RequestLost`."""
+    """The operations of a service on one sandbox. They raise only `SandboxError`s, such as `SandboxGone` and `RequestLost`."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def lease_s(self) -> float:
-        """The time after which the sandbox ends unless it is renewed."""
+        """The time in seconds after which the sandbox ends unless its lease is renewed."""
 
     async def shell(self, script: str) -> tuple[int, str]:
         """Run a short script and return its exit code and output."""
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
-        """Start a script in the background. Return a function that waits until it ends, across lost connections."""
+        """Start a script in the background. Return a function that waits until the script ends, even if connections are lost."""
 
     async def put(self, path: str, data: bytes | Path) -> None: ...
 
@@ -73,7 +73,10 @@ class SandboxConnection(Protocol):
 
 
 class ShellJob:
-    """A command run by our script. Its folder contains the script `run`, the process id in `pid`, and at the end the exit `code`."""
+    """A command run by our script.
+
+    The job's folder contains the script `run`, the process id in `pid` and, once the command has ended, its exit code in `code`.
+    """
 
     def __init__(self, connection: SandboxConnection, folder: str, wait_for_end: Callable[[], Awaitable[None]]) -> None:
         self._connection = connection
@@ -91,11 +94,11 @@ class ShellJob:
             await retry(lambda: self._connection.shell(kill_script(self._folder, grace_s)))
 
     def stop_watching(self) -> None:
-        """Stop waiting for the exit code."""
+        """Stop waiting for the command's exit code."""
         self._watch.cancel()
 
     def settle(self, error: SandboxError | None) -> None:
-        """Record that the command ended because the sandbox was stopped, or the error that prevented stopping it."""
+        """Record that the command ended because its sandbox was stopped or, if stopping failed, record the error."""
         self._stopped = error is None
         if self._code.done():
             return
@@ -131,7 +134,7 @@ class ShellJob:
 
 
 class ShellSandbox:
-    """A sandbox that uses a service's connection."""
+    """A sandbox whose operations use the connection of a remote service."""
 
     shared = None
     disk_error = None  # the service limits the disk
@@ -148,7 +151,7 @@ class ShellSandbox:
 
     @classmethod
     async def create(cls, connection: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
-        """Set up a new sandbox that lasts until `ends`. Remove the service's sandbox if that fails."""
+        """Set up a new sandbox that lasts until the time `ends`. If the setup fails, remove the service's sandbox."""
         try:
             code, output = await connection.shell(SETUP_SCRIPT)
             if code == TOOL_MISSING:
@@ -231,7 +234,7 @@ class ShellSandbox:
         return await self._run(self._new_path(), command, env, cwd, out, err, b"")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        # Staged in our private folder, so that a partial file or a secret with too open a mode is never visible.
+        # The file is staged in our private folder, so that neither a partial file nor a secret with too open a mode is ever visible.
         target, staged = shlex.quote(self._absolute(_check_path(path))), self._new_path()
         await retry(lambda: self._connection.put(staged, data))
         await self._script(
@@ -241,7 +244,7 @@ class ShellSandbox:
         )
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        # Checked inside the sandbox first: the path may contain links, and reading a pipe would block the service forever.
+        # The path is checked inside the sandbox first: it may contain links, and reading a pipe would block the service forever.
         quoted = shlex.quote(self._absolute(_check_path(path)))
         check = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NOT_A_FILE}; readlink -f {quoted}"
         resolved = await retry(lambda: self._script(check, path))
@@ -377,7 +380,7 @@ mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd 
 def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
-    """Return the script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
+    """Return a script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
     if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
         raise SandboxError(
             "a command must not be empty, and its arguments and variables must not contain a NUL character"
@@ -398,7 +401,7 @@ def run_script(
 
 
 def watch_script(folder: str, seconds: int) -> str:
-    """Return the script that runs the script `run` in a new session and writes its exit code. It kills the command after `seconds`."""
+    """Return a script that runs the script `run` in a new session and writes its exit code. It kills the command after `seconds`."""
     job = posixpath.basename(folder)
     return f"""
 trap : HUP INT TERM
@@ -412,7 +415,10 @@ echo "$code" >{folder}/code.new && mv {folder}/code.new {folder}/code
 
 
 def kill_script(folder: str, grace_s: float) -> str:
-    """Return the script that ends a command with SIGTERM, then SIGKILL: its process group, and all processes with the job's mark."""
+    """Return a script that ends a command with SIGTERM, then SIGKILL.
+
+    It signals the command's process group and all processes with the job's mark.
+    """
     return f"""
 mine() {{ grep -sl TURNGATE_JOB={posixpath.basename(folder)} /proc/[0-9]*/environ | cut -d/ -f3; }}
 alive() {{ [ ! -e {folder}/code ] || [ -n "$(mine)" ]; }}
@@ -427,7 +433,7 @@ true
 
 
 def folder_script(folder: str) -> str:
-    """Return the script that creates a writable folder. It uses sudo if necessary and available, for example below /."""
+    """Return a script that creates a writable folder. If necessary, for example in /, it uses sudo if that is available."""
     name = shlex.quote(folder)
     return (
         f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "
@@ -437,7 +443,7 @@ def folder_script(folder: str) -> str:
 
 
 def truncate_script(folder: str, keep: int) -> str:
-    """Return the script that keeps the beginning and the end of a command's output."""
+    """Return a script that shortens a command's output to its beginning and its end."""
     half = keep // 2
     return f"""
 for file in {folder}/out {folder}/err; do
@@ -464,7 +470,7 @@ async def as_coroutine(work: Awaitable[T]) -> T:
 
 
 async def retry(request: Callable[[], Awaitable[T]]) -> T:
-    """Call `request` up to three times if its answer is lost. The request must be idempotent."""
+    """Call `request`, and repeat it up to two times if it raises `RequestLost`. The request must be idempotent."""
     for pause in (0.2, 1.0):
         try:
             return await request()
@@ -497,7 +503,7 @@ def _unpack_gzip(archive: Path, folder: Path) -> tuple[str, ...]:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify this process as a sandbox's owner, short enough for every service."""
+    """Return labels that identify this process as the owner of a sandbox. They are short enough for every service."""
     here = current_owner()
     return {
         "turngate-host": _short_digest(here.host),
@@ -508,12 +514,15 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of sandboxes created on this machine. Only for these can we tell whether their owner is alive."""
+    """Return the label of sandboxes created on this machine. Only the owners of these can be checked."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 
 def is_abandoned(labels: Mapping[str, str]) -> bool:
-    """Return whether a sandbox was created on this machine by a process that has ended. Those of other machines end with their lease."""
+    """Return whether a sandbox was created on this machine by a process that has ended.
+
+    Sandboxes of other machines end with their lease.
+    """
     here = current_owner()
     pid, _, started = labels.get("turngate-process", "").partition("-")
     if labels.get("turngate-host") != _short_digest(here.host) or not (pid.isdigit() and started.isdigit()):

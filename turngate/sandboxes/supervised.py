@@ -1,6 +1,7 @@
 """The host's side of a sandbox whose processes are managed by `supervisor.py`: local and bubblewrap.
 
-Host and supervisor communicate only through a socket pair. If the owner is killed, its end closes and the supervisor kills everything.
+Host and supervisor communicate only through a socket pair. If the owner is killed, its end of the pair closes, and the supervisor kills all
+processes of the sandbox.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from turngate.sandboxes.warm_start import ForkedProcess, ForkFailed, ForkServer,
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
-KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
 OOM_SCORE = "500"  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
 
 
 class Control:
-    """Our end of the socket pair that connects us with a supervisor. The supervisor ends when it is closed."""
+    """The host's end of the socket pair to a supervisor. The supervisor ends when this end is closed."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -39,7 +40,7 @@ class Control:
         self._closed = False
 
     async def wait_until_ready(self) -> bool:
-        """Wait for the supervisor. Return whether it has started."""
+        """Wait until the supervisor reports that it is ready. Return False if it does not start in time."""
         try:
             async with asyncio.timeout(START_S):
                 return await asyncio.get_running_loop().sock_recv(self._ours, 64) == b"ready"
@@ -47,7 +48,7 @@ class Control:
             return False
 
     async def send(self, message: Mapping[str, str | int], fds: Sequence[int] = ()) -> None:
-        """Send a message to the supervisor."""
+        """Send a message to the supervisor. Raise `SandboxGone` if it has ended."""
         while not self._closed:
             try:
                 socket.send_fds(self._ours, [json.dumps(message).encode()], fds)
@@ -65,7 +66,7 @@ class Control:
 
 
 class SupervisedSandbox(PosixSandbox):
-    """A sandbox with a host folder and a supervisor. `home`, `workdir` and `shared` are paths inside."""
+    """A sandbox with a host folder and a supervisor. `home`, `workdir` and `shared` are paths inside the sandbox."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], *, home: str, workdir: str, shared: str) -> None:
         self.folder = folder
@@ -76,12 +77,10 @@ class SupervisedSandbox(PosixSandbox):
         self._process: asyncio.subprocess.Process | None = None
         self._spec = SandboxSpec()
         self._warm: WarmStart | None = None
-        self._jobs: set[SupervisedJob] = set()  # that the disk limit kills
+        self._jobs: set[SupervisedJob] = set()  # jobs to kill if the disk limit is exceeded
         self._watch: disk.DiskWatch | None = None
         self.disk_error: SandboxError | None = None
-        self._forked: list[
-            tuple[Control, ForkedProcess]
-        ] = []  # more supervisors, of programs forked from a fork server
+        self._forked: list[tuple[Control, ForkedProcess]] = []  # additional supervisors, forked from a fork server
 
     @property
     def id(self) -> str:
@@ -127,10 +126,10 @@ class SupervisedSandbox(PosixSandbox):
         return (self._spec.resources.disk_mb or disk.DEFAULT_DISK_MB) << 20
 
     def _limit(self, processes: Sequence[int]) -> None:
-        """Apply the limits on CPU, memory and processes to processes and their future descendants."""
+        """Apply the limits on CPU, memory and process count to `processes` and their future descendants."""
         limits = self._spec.resources
         cgroups.apply_limits(self.id, limits, processes)
-        with suppress(SandboxError):  # the spec does not require it
+        with suppress(SandboxError):  # the spec does not require this limit
             if limits.pids is None:
                 cgroups.apply_limits(self.id, Resources(pids=DEFAULT_PIDS), processes)
         for process in processes:
@@ -145,13 +144,13 @@ class SupervisedSandbox(PosixSandbox):
         )
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill everything but the relay, because the sandbox used too much disk space."""
+        """Kill all commands except the relay, because the sandbox used too much disk space."""
         self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)
 
     def use_server(self, warm: WarmStart, *, inside: bool) -> None:
-        """Let a fork server start the preloaded program. `inside`: in the namespaces of the supervisor."""
+        """Start the preloaded program from a fork server. With `inside`, it is forked into the namespaces of the supervisor."""
         assert self._process is not None
         self._warm = warm
         if inside:
@@ -178,10 +177,10 @@ class SupervisedSandbox(PosixSandbox):
     async def _start_warm(
         self, warm: WarmStart, command: Sequence[str], env: Mapping[str, str], cwd: str, stdout: str, stderr: str
     ) -> SupervisedJob:
-        """Start the preloaded program. Raise `ForkFailed` if it could not be forked."""
+        """Start the preloaded program from the fork server. Raise `ForkFailed` if it cannot be forked."""
         order = {
             "command": redirect(command, stdout, stderr),  # if the fork server's process cannot become the program
-            "env": {**env, "PWD": cwd},  # which the shell of a plain start sets
+            "env": {**env, "PWD": cwd},  # in a plain start, the shell sets PWD
             "cwd": cwd,
             "preloaded": {"argv": list(command), "stdout": stdout, "stderr": stderr},
         }
@@ -193,7 +192,7 @@ class SupervisedSandbox(PosixSandbox):
         return job
 
     async def _fork_supervisor(self, warm: WarmStart) -> Control:
-        """Fork a supervisor from a fork server, which can run the preloaded program without an exec."""
+        """Fork another supervisor from the fork server. It can run the preloaded program without an exec."""
         control = Control()
         env = {"PATH": os.defpath, folders.SANDBOX_ENV: self.id}
         rest = [str(self.folder)]
@@ -248,7 +247,7 @@ class SupervisedSandbox(PosixSandbox):
         return job
 
     async def _fork_guard(self, server: ForkServer, job: str, sandbox: int, fds: Sequence[int]) -> None:
-        """Fork the guard of a command inside the sandbox. It starts the command once the supervisor has adopted it."""
+        """Fork the guard of a command into the sandbox. The guard starts the command once the supervisor has adopted the guard."""
         guard = await server.fork({"do": "guard"}, [sandbox, *fds])
         try:
             self._limit([guard.pid])
@@ -275,7 +274,7 @@ class SupervisedSandbox(PosixSandbox):
 
 
 async def _wait_for_end(process: asyncio.subprocess.Process | ForkedProcess) -> None:
-    """Wait until a supervisor has ended. It is killed if that takes too long."""
+    """Wait until a supervisor has ended. Kill it if that takes too long."""
     try:
         await asyncio.wait_for(process.wait(), KILL_TIMEOUT_S)
     except TimeoutError:
@@ -285,7 +284,10 @@ async def _wait_for_end(process: asyncio.subprocess.Process | ForkedProcess) -> 
 
 
 class SupervisedJob:
-    """A command. Its guard reports the start and the exit code through a pipe, which closes when all its processes have ended."""
+    """A command in a supervised sandbox.
+
+    Its guard reports the start and the exit code through a pipe. The pipe closes when all processes of the command have ended.
+    """
 
     def __init__(self, control: Control, name: str) -> None:
         self._control = control
@@ -311,11 +313,11 @@ class SupervisedJob:
 
     @property
     def is_gone(self) -> bool:
-        """Whether all its processes have ended."""
+        """Whether all processes of the command have ended."""
         return self._gone.done()
 
     def on_status(self, text: bytes) -> None:
-        """Handle everything that the guard has written so far."""
+        """Process `text`, which is everything that the guard has written so far."""
         if not self._started.done():
             self._started.set_result(text.startswith(supervisor.STARTED))
         code = text[len(supervisor.STARTED) :]

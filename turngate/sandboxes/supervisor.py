@@ -2,12 +2,12 @@
 
 `supervised.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace (bubblewrap). FD
 is one end of a socket pair. Each command has a guard, a process that adopts orphans of the command, so a daemon that has left its session
-still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them. When the other
-end of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is removed.
+still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them. When the other end
+of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is removed.
 
-`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends when stdin closes. Tunnels use it.
+`python3 supervisor.py --lead COMMAND …` runs one command on the host and kills it when stdin closes. Tunnels use this.
 
-A fork server (`fork_server.py`) also uses the functions of this file: a command that it has preloaded runs without an exec.
+A fork server (`fork_server.py`) also uses the functions of this file, to run a preloaded command without an exec.
 
 Standard library only, Python 3.8 and newer, one thread.
 """
@@ -34,20 +34,23 @@ SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # options of prctl(2)
 STARTED = b"+"
 FD_COUNT = 5  # descriptors sent with a command: its order, stdin, stdout, stderr and status pipe
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not define
-CANNOT_RUN, NOT_FOUND = 126, 127  # as in a shell
+CANNOT_RUN, NOT_FOUND = 126, 127  # exit codes, as in a shell
 OWNER_FILE = "owner"  # the file in a sandbox's folder that names its owner
 ORPHANS_S = 5.0  # how long to wait for killed orphans to disappear
 
-Guards = Dict[str, Tuple[int, int]]  # per job: the guard's process id and our copy of its status pipe
+Guards = Dict[str, Tuple[int, int]]  # for each job: the guard's process id and our copy of its status pipe
 RunCommand = Callable[[Any, int, int, int], None]  # the order, stdin, stdout and stderr; does not return
 
 
 class TakeOver(BaseException):
-    """Raised in the process of a command, to unwind its stack: the fork server's first frame then runs the command."""
+    """Raised in the process of a preloaded command to unwind its stack. The outermost frame of the fork server then runs the command."""
 
 
 def supervise(control: socket.socket, life_s: float, folders: list[str], run: RunCommand) -> None:
-    """Start commands with `run` until the other end of `control` closes or the time is up, then kill everything."""
+    """Start commands with `run` until the other end of `control` closes or `life_s` has passed.
+
+    Then kill every process and remove `folders`.
+    """
     deadline = time.monotonic() + life_s
     os.umask(0o022)
     _prctl(SET_CHILD_SUBREAPER, 1)
@@ -97,7 +100,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap_guards(guards: Guards) -> None:
-    """Reap dead children. If a guard was killed, kill its command's processes before the job is reported as ended."""
+    """Reap children that have ended. If a guard was killed, kill its command's processes before the job is reported as ended."""
     dead = _reap_children()
     ended = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
     pipes = [guards.pop(job)[1] for job, _ in ended]
@@ -145,7 +148,7 @@ def _find_orphans(guards: Set[int]) -> list[int]:
 
 
 def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards, run: RunCommand) -> None:
-    """Fork the guard of one command. We also keep the status pipe open, because the command may outlive its guard."""
+    """Fork the guard of one command. The supervisor also keeps the status pipe open, because the command may outlive its guard."""
     guard = _fork(*fds[3:])
     if guard == 0:
 
@@ -165,7 +168,7 @@ def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guard
 
 
 def _adopt_guard(job: str, guard: int, fds: list[int], guards: Guards) -> None:
-    """Treat a process that a fork server made our child as the guard of a command, and let it start the command."""
+    """Register a process that a fork server made our child as the guard of a command, and let it start the command."""
     status, waiting = fds
     try:
         if os.waitpid(guard, os.WNOHANG) == (0, 0):
@@ -179,7 +182,7 @@ def _adopt_guard(job: str, guard: int, fds: list[int], guards: Guards) -> None:
 
 
 def _call_and_exit(call: Callable[[], None], code: int) -> None:
-    """Call a function in a forked child, and exit with `code`. Does not return, but lets `TakeOver` through."""
+    """Call a function in a forked child, and exit with `code`. This never returns, but lets `TakeOver` propagate."""
     try:
         call()
     except TakeOver:
@@ -190,7 +193,7 @@ def _call_and_exit(call: Callable[[], None], code: int) -> None:
 
 
 def _fork(stderr: int, status: int) -> int:
-    """Fork. If that fails because of the process limit, report it like a failed command, and return -1."""
+    """Fork. If the process limit prevents that, report it like a failed command, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -200,7 +203,7 @@ def _fork(stderr: int, status: int) -> int:
 
 
 def run_guard(fds: list[int], run: RunCommand) -> None:
-    """Start the command, report its exit code, and exit once all its processes have ended."""
+    """Start a command, report its exit code, and exit once all its processes have ended."""
     order_fd, stdin, stdout, stderr, status = fds
     signal.set_wakeup_fd(-1)
     _prctl(SET_CHILD_SUBREAPER, 1)
@@ -226,7 +229,7 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
 
 
 def exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Replace this process with the command. Signal handlers, descriptors and, by default, the session are reset first."""
+    """Replace this process with a command, after resetting what the command would inherit (see `prepare_process`)."""
     prepare_process(order, stdin, stdout, stderr, session=session)
     command = order["command"]
     try:
@@ -238,7 +241,7 @@ def exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: b
 
 
 def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Reset what a command inherits: its session, signal handlers, standard descriptors and working folder."""
+    """Set up the session, signal handlers, resource limits, standard descriptors and working folder of a command."""
     if session:
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
@@ -270,7 +273,7 @@ def _exit_with_error(why: str, code: int) -> None:
 
 
 def run_led_command(command: list[str]) -> None:
-    """Run a command and exit with its code. Kill it when stdin closes, which happens when the owner ends, even if it is killed."""
+    """Run a command and exit with its exit code. Kill it when stdin closes, which also happens if the owner is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
     for number in (
         signal.SIGTERM,
@@ -307,7 +310,7 @@ def run_led_command(command: list[str]) -> None:
 
 
 def signal_descendants(root: int, number: int) -> None:
-    """Send a signal to all descendants of a process. SIGKILL ends all of them, however fast they fork."""
+    """Send a signal to all descendants of a process. With SIGKILL, none escapes, however fast they fork."""
     if number == signal.SIGKILL:
         kill_all(lambda: descendants(root))
     else:
@@ -316,7 +319,7 @@ def signal_descendants(root: int, number: int) -> None:
 
 
 def kill_everything() -> None:
-    """Kill all other processes of the namespace if this is process 1, or else all descendants."""
+    """Kill all other processes of the namespace if this is process 1, and all descendants of this process otherwise."""
     if os.getpid() == 1:
         try:
             os.kill(-1, signal.SIGKILL)
@@ -327,7 +330,7 @@ def kill_everything() -> None:
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> int:
-    """Kill the processes that `find` returns, and return their number. All are stopped first, so that none can fork in the meantime."""
+    """Kill the processes that `find` returns, and return their number. They are stopped first, so that none can fork in the meantime."""
     stopped: set[int] = set()
     for _ in range(100):
         fresh = set(find()) - stopped
@@ -351,7 +354,7 @@ def descendants(*roots: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """Return the children of every process, by the parent's id."""
+    """Map the id of every process that has children to their ids."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -401,9 +404,9 @@ def remove_folder(folder: str) -> bool:
 
 
 def _flatten_once(top: int, keep: str) -> int:
-    """Empty each subfolder of `top` and move the folders in it up into `top`, so that depth does not matter.
+    """Delete the files in `top` and its subfolders, and move deeper folders up into `top`. Leave the entry `keep`.
 
-    Return the number of changes.
+    Repeated calls remove a tree of any depth. Return the number of changes.
     """
     new = os.urandom(8).hex()
     changes = 0
@@ -435,7 +438,7 @@ def _flatten_once(top: int, keep: str) -> int:
 
 
 def _list_entries(folder: int) -> list[tuple[str, bool]]:
-    """Return the names in a folder, and whether each is a folder itself."""
+    """Return the names in a folder, each with whether it is a folder itself."""
     try:
         with os.scandir(folder) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
@@ -453,7 +456,7 @@ def _try_call(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
 
 
 def main() -> None:
-    """Be the first process of a sandbox."""
+    """Run as the first process of a sandbox."""
     supervise(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3:], exec_command)
 
 

@@ -1,8 +1,8 @@
 """A tunnel: a command that prints a public URL and forwards it to a local port while it runs (cloudflared, ngrok, ssh -R …).
 
-The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` at its URL must answer with the gateway's
-header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which listeners receive. Providers limit
-how often a tunnel may be created, so the pause between attempts grows.
+The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` at its URL must answer with the gateway's header. A
+tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to listeners. Providers limit how
+often a tunnel may be created, so the pause between attempts grows.
 
 The command ends with this process, even if this process is killed. It inherits our environment without variables that look like secrets
 (`SECRET_NAME`), except those named after the command: ngrok receives NGROK_AUTHTOKEN and cloudflared TUNNEL_TOKEN, but never an admin key.
@@ -40,7 +40,7 @@ UrlListener = Callable[[str], Awaitable[None]]
 
 
 class Tunnel:
-    """A running tunnel, created by `open_tunnel`. `url` is its current URL, and `replaced` counts the earlier ones."""
+    """A running tunnel, created by `open_tunnel`. `url` is its current URL, and `replaced` counts how often the tunnel was replaced."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Tunnel:
         await asyncio.gather(*self._reading, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Check the tunnel until cancelled, and replace it when it is lost."""
+        """Check the tunnel until this call is cancelled, and replace the tunnel when it is lost."""
         shortest, longest = self.pause_s
         pause = shortest
         while True:
@@ -193,7 +193,7 @@ class Tunnel:
         return "the command has ended"
 
     async def _probe(self, session: aiohttp.ClientSession) -> str:
-        """Return why the gateway did not answer, or "" if it did."""
+        """Return why the gateway did not answer through the tunnel, or an empty string if it did."""
         try:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
                 return "" if GATEWAY_HEADER in reply.headers else f"status {reply.status} did not come from the gateway"
@@ -202,14 +202,16 @@ class Tunnel:
 
 
 def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the command may see."""
+    """Return the variables in `ours` that the tunnel command `program` may see."""
     own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
     return {name: value for name, value in ours.items() if not SECRET_NAME.search(name) or name.upper().startswith(own)}
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Wrap the command in a process that ends it when this process ends."""
-    if not sys.platform.startswith("linux"):  # not supported, so the command may outlive us
+    """Return a command that runs `command` and ends it when this process ends."""
+    if not sys.platform.startswith(
+        "linux"
+    ):  # the supervisor needs Linux; elsewhere, the command may outlive this process
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]
 
@@ -218,7 +220,7 @@ def _led_command(command: Sequence[str]) -> list[str]:
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
     """Open a tunnel to `url`, an address of 127.0.0.1, while the block runs.
 
-    `{port}` and `{url}` in the command are replaced with the address. `options` are passed to `Tunnel`.
+    `{port}` and `{url}` in the command are replaced with the port and the whole of `url`. `options` are passed to `Tunnel`.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     port = url.rpartition(":")[2].strip("/")

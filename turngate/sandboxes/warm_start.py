@@ -1,8 +1,9 @@
 """Warm starts: a Python agent is forked from a process that has already imported the agent's libraries (`fork_server.py`).
 
-The first sandbox that could use a server does without one, because a single rollout would gain nothing. From the second on, one server
-per installation, environment and kind of sandbox serves all sandboxes of this process. It ends with this process, or when it is idle.
-A start that the server cannot serve is a plain one; `counts` has the numbers, by reason.
+The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
+server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or when it
+is idle. If it cannot start a program, the program gets a plain start. `counts` contains the number of warm starts, and of plain ones by
+reason.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from turngate.sandboxes.base import Preload
 
 log = logging.getLogger(__name__)
 
-SETTING = "TURNGATE_WARM_STARTS"  # a variable: "on" (the default) or "off"
+SETTING = "TURNGATE_WARM_STARTS"  # an environment variable: "on" (the default) or "off"
 FORK_SERVER, SUPERVISOR = Path(fork_server.__file__), Path(supervisor.__file__)
-PLAIN_STARTS = 1  # before a server is started
-IMPORT_S = 60.0  # for a server to import its modules
-IDLE_S = 120.0  # without sandboxes, a server exits
-ANSWER_S = 20.0  # for a forked process to be ready
-RESTARTS = 3  # of a server that has died
+PLAIN_STARTS = 1  # number of plain starts before a server is started
+IMPORT_S = 60.0  # how long a server may take to import its modules
+IDLE_S = 120.0  # a server exits after this time without sandboxes
+ANSWER_S = 20.0  # how long a forked process may take to be ready
+RESTARTS = 3  # how often a server that has died is started again
 POLL_S = 0.02
-# Read by the interpreter or by libraries in C, so reads of them are not seen. They must be the same as the server's.
+# Variables that the interpreter or C libraries read unnoticed by the fork server. Their values must be the same as the server's.
 START_VARIABLES = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "MALLOC_", "GLIBC_", "OPENSSL_", "SSL_", "RUST_", "OMP_")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
@@ -46,38 +47,38 @@ counts: Counter[str] = Counter()  # starts of this process: "warm", or the reaso
 
 
 class ServerProcess(msgspec.Struct, frozen=True):
-    """How to run a fork server. Paths are as the server sees them."""
+    """How to run a fork server. Paths are as the server sees them, unless stated otherwise."""
 
-    command: tuple[str, ...]  # gets the number of a socket as its last argument
+    command: tuple[str, ...]  # the number of a socket is appended as the last argument
     env: Mapping[str, str]
     supervisor: str  # the file supervisor.py
     scratch: str  # a folder with the empty folders `home`, `tmp` and `work`
-    folder: Path | None = None  # on the host, to be removed after the imports
-    pass_fds: tuple[int, ...] = ()  # closed when the server has started
+    folder: Path | None = None  # a folder on the host to remove after the imports
+    pass_fds: tuple[int, ...] = ()  # descriptors for the server, closed once it has started
 
 
 class ForkAnswer(msgspec.Struct, frozen=True):
-    """A forked process reports its id in its own namespace, or why it failed."""
+    """The answer of a forked process: its id in its own namespace, or why it failed."""
 
     pid: int = 0
     error: str = ""
 
 
 class ImportReport(msgspec.Struct, frozen=True):
-    """A server reports why it cannot serve, or the variables that its imports have read, with their values."""
+    """The report of a server on its imports: why it cannot serve, or the variables that the imports have read, with their values."""
 
     fault: str
     reads: dict[str, str | None]
 
 
 class ForkServer:
-    """One fork server. Its socket needs no event loop, because batches in different loops share it."""
+    """A running fork server. Its socket is used without an event loop, because batches in different loops share the server."""
 
     def __init__(self, preload: Preload, start: ServerProcess) -> None:
-        self.fault = ""  # why it cannot serve
+        self.fault = ""  # why the server cannot serve
         self.is_ready = False
         self.pid = 0
-        self.namespace = -1  # a descriptor of its user namespace
+        self.namespace = -1  # a descriptor of the server's user namespace
         self._start = start
         self._reads: dict[str, str | None] = {}
         self._lock = threading.Lock()
@@ -112,11 +113,11 @@ class ForkServer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, 0 if it was idle."""
+        """The exit code of the server: None while it is running, and 0 if it exited because it was idle."""
         return self._process.poll()
 
     async def wait_until_ready(self) -> bool:
-        """Wait until the imports are done. Return whether it can serve; otherwise `fault` says why not."""
+        """Wait until the imports are done. Return whether the server can serve. If it cannot, `fault` says why."""
         while not (self.is_ready or self.fault):
             with self._lock:
                 if not (self.is_ready or self.fault):
@@ -160,7 +161,7 @@ class ForkServer:
             supervisor.remove_folder(str(self._start.folder))
 
     def find_difference(self, env: Mapping[str, str]) -> str:
-        """Return why a process with this environment cannot be forked, or an empty string."""
+        """Return why a process with the environment `env` cannot be forked, or an empty string if it can."""
         for name, value in self._reads.items():
             if env.get(name) != value:
                 return f"{name} differs from its value during the imports"
@@ -170,14 +171,14 @@ class ForkServer:
         return ""
 
     def hold(self) -> socket.socket:
-        """Keep the server alive until the returned socket is closed."""
+        """Prevent the server from exiting as idle until the returned socket is closed."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # if the server has exited, the next fork fails
             self._send({"do": "hold"}, [theirs.fileno()])
         return ours
 
     async def fork(self, message: Mapping[str, object], fds: Sequence[int]) -> ForkedProcess:
-        """Fork a process. Raise `ForkFailed` if the server or the process cannot."""
+        """Fork a process. Raise `ForkFailed` if the server cannot fork or the new process fails."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
@@ -211,7 +212,7 @@ class ForkServer:
         socket.send_fds(self._control, [json.dumps(message).encode()], fds)
 
     def close(self) -> None:
-        """Let the server end, and release what belongs to it."""
+        """Make the server exit, and release its resources."""
         if self._log < 0:
             return
         self._control.close()
@@ -223,24 +224,29 @@ class ForkServer:
 
 
 class WarmStart:
-    """A sandbox's right to start one program from a fork server. The server stays until it is closed."""
+    """A sandbox's right to start one program from a fork server. The server does not exit as idle until this object is closed."""
 
     def __init__(self, server: ForkServer, preload: Preload) -> None:
         self.server = server
         self.preload = preload
-        self.namespace = os.dup(server.namespace)  # of the user namespace; it outlives the server
-        self.sandbox: int | None = None  # a descriptor of its first process, if the program must enter its namespaces
+        self.namespace = os.dup(server.namespace)  # a descriptor of the user namespace, which outlives the server
+        self.sandbox: int | None = (
+            None  # a descriptor of the sandbox's first process, if the program must enter its namespaces
+        )
         self._lease = server.hold()
 
     def matches(self, command: Sequence[str]) -> bool:
         return tuple(command[:2]) == (self.preload.python, self.preload.folder)
 
     def find_obstacle(self, env: Mapping[str, str], home: Path, inside: str) -> str:
-        """Return why the program needs a plain start, or an empty string. `home` is the home on the host, `inside` in the sandbox."""
+        """Return why the program needs a plain start, or an empty string if it does not.
+
+        `home` is the home folder's path on the host, and `inside` its path in the sandbox.
+        """
         if env["HOME"] != inside:
             return "HOME is not the sandbox's"
         if os.path.lexists(home / ".local" / "lib"):
-            return "HOME contains Python packages"  # which Python looks for when it starts
+            return "HOME contains Python packages"  # Python looks for them only when it starts
         return self.server.find_difference(env)
 
     def close(self) -> None:
@@ -252,7 +258,7 @@ class WarmStart:
 
 
 class ForkFailed(Exception):
-    """A fork server could not fork a process. A plain start follows, and is counted."""
+    """A fork server could not fork a process. A plain start follows, and its reason is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -260,16 +266,16 @@ class ForkFailed(Exception):
 
 
 class ForkedProcess:
-    """A process that a fork server has forked. It is not our child."""
+    """A process that was forked by a fork server. It is not a child of this process."""
 
     def __init__(self, pid: int, inner_pid: int, handshake: socket.socket) -> None:
         self.pid = pid
-        self.inner_pid = inner_pid  # its id in its own namespace
+        self.inner_pid = inner_pid  # the process's id in its own namespace
         self.handshake = handshake
         self._fd = os.pidfd_open(pid)
 
     async def wait(self) -> int:
-        """Wait until it has ended. Its exit code is unknown."""
+        """Wait until the process has ended. Always return 0, because its exit code is unknown."""
         if self._fd >= 0:
             ended = asyncio.Event()
             loop = asyncio.get_running_loop()
@@ -308,7 +314,7 @@ _crashes: Counter[tuple[object, ...]] = Counter()
 async def find_server(
     kind: str, preload: Preload, source: Path, prepare: Callable[[Preload], ServerProcess]
 ) -> WarmStart | None:
-    """Return the right to use a server, or None for a plain start. `source` is the host's folder of the installation."""
+    """Return the right to use a fork server, or None for a plain start. `source` is the folder of the installation on the host."""
     setting = os.environ.get(SETTING) or "on"
     if setting not in ("on", "off"):
         raise SandboxError(f"{SETTING} must be on or off, not {setting!r}")
@@ -346,7 +352,7 @@ async def find_server(
 
 
 def close_servers() -> None:
-    """Let all servers of this process end now. Those that are in use end with their sandboxes."""
+    """Make all servers of this process exit. Programs that they have already forked continue."""
     for server in _servers.values():
         server.close()
     _servers.clear()
@@ -354,7 +360,7 @@ def close_servers() -> None:
 
 
 def count_plain(reason: str) -> None:
-    """Count a plain start. The first one of its kind is logged."""
+    """Count a plain start by its reason. The first start with a given reason is logged."""
     counts[reason] += 1
     if counts[reason] == 1:
         log.warning("agents start without a fork server: %s", reason)
