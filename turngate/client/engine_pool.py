@@ -27,10 +27,7 @@ class EnginePoolClient(GatewayClient):
         return await self._request("POST", "/admin/engines/drain", EnginesView, {"url": url})
 
     async def remove_engine(self, url: str, *, limit_s: float | None = None, force: bool = False) -> EnginesView:
-        """Remove an engine when its calls have ended, which may take up to `limit_s` seconds.
-
-        With `force`, remove it now: its calls fail.
-        """
+        """Remove an engine when its calls have ended, waiting up to `limit_s` seconds. With `force`, remove it now: its calls fail."""
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:
             body["limit_s"] = limit_s

@@ -235,10 +235,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
-        """Commit all deliveries up to `number`. Save a checkpoint first, since a restarted trainer continues after `number`.
-
-        Safe to repeat.
-        """
+        """Commit all deliveries up to `number`. Save a checkpoint first: a restarted trainer continues after `number`. Safe to repeat."""
         committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, committed)
 

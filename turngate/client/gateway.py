@@ -83,10 +83,7 @@ class GatewayClient(GatewayTransport):
         )
 
     async def resume(self, version: int | None = None, model: str | None = None) -> FenceView:
-        """Resume calls at a policy version; None keeps the current version.
-
-        `model` is the name under which the engine serves that version.
-        """
+        """Resume calls at a policy version; None keeps the current one. `model` is the name under which the engine serves the version."""
         return await self._request("POST", "/admin/fence/resume", FenceView, {"version": version, "model": model})
 
     async def load_weights(
