@@ -1,7 +1,7 @@
-"""Log lines as text or JSON, labeled with their session and redacted.
+"""Log lines as text or JSON, labeled with their session and with secrets redacted.
 
 A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
-logged by that task include the session, rollout and group. No code should log a key; redaction is the last line of defence.
+logged by that task include the session, rollout and group. No code should log a key; redaction is only the last line of defence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_SECRET_CHARS = 8  # shorter secrets are not redacted, because they would ma
 _OWN_SECRETS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-|tgp-[0-9a-f]{8}-)[\w-]{43}(?![\w-])", re.ASCII)
 # Keys in headers and URLs, from any issuer.
 _KEY_AFTER_NAME = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
-# A user name in a URL, with or without a password. The password may contain a slash, although it should be encoded.
+# A user name in a URL, with or without a password. The password may contain a slash, although a slash should be encoded.
 _URL_CREDENTIALS = re.compile(r"""(\w+://)(?:[^\s/@"'<>,]+|[^\s/@:"'<>,]+:[^\s@"'<>,]+)@""")
 _context: ContextVar[tuple[str, Mapping[str, Json]]] = ContextVar("turngate_about", default=("", {}))
 _secrets: set[str] = set()
@@ -49,7 +49,7 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def set_log_context(session: str, metadata: Mapping[str, Json]) -> None:
-    """Attach a session to the log lines of this task and the tasks it starts. `metadata` provides `rollout` and `group`."""
+    """Attach a session to the log lines of this task and of the tasks it starts. `metadata` provides `rollout` and `group`."""
     _context.set((session, metadata))
 
 
@@ -102,7 +102,7 @@ def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker:
 
 
 class SafeStreamHandler(logging.StreamHandler[TextIO]):
-    """A stream handler that reports write errors without the line's content, which `logging` would print unredacted."""
+    """A stream handler that reports write errors without the content of the line, which `logging` itself would print unredacted."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -110,7 +110,7 @@ class SafeStreamHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_terminal:
-            self.stream = sys.stderr  # a live display replaces it, and prints lines above itself
+            self.stream = sys.stderr  # a live display replaces sys.stderr, and prints lines above itself
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -158,7 +158,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Format a record's message. If the arguments do not match the format string, append them so that the line is not lost."""
+    """Return a record's message. If the arguments do not match the format string, append them, so that the line is not lost."""
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError):

@@ -32,9 +32,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric.
+    """The definition of one metric.
 
-    `merge` specifies how to combine the values of several workers. `same` marks a value from the store, which is the same in all workers.
+    `merge` says how the values of several workers are combined. `same` marks a value from the store, which is the same in all workers.
     """
 
     name: str
@@ -53,7 +53,7 @@ FAMILIES = (
         merge="same",
         about="1, labeled with the version and the engine.",
     ),
-    MetricFamily(name="turngate_workers", kind="gauge", about="Workers that answered."),
+    MetricFamily(name="turngate_workers", kind="gauge", about="Workers whose values are included."),
     MetricFamily(
         name="turngate_workers_silent",
         kind="gauge",
@@ -73,7 +73,7 @@ FAMILIES = (
         name="turngate_turns_total",
         kind="counter",
         labels=("dialect", "mode", "finish"),
-        about="Turns recorded, by finish reason. A turn with finish abort was cut short.",
+        about="Turns recorded, by finish reason. A turn with finish abort was cut off.",
     ),
     MetricFamily(
         name="turngate_prompt_tokens_total",
@@ -161,7 +161,7 @@ FAMILIES = (
         name="turngate_cell_unshipped_seconds",
         kind="gauge",
         merge="same",
-        about="Cell: how long the oldest of them has been due.",
+        about="Cell: how long the oldest unshipped session has been due.",
     ),
     MetricFamily(
         name="turngate_cell_failed_shipments",
@@ -259,7 +259,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True):
 
 
 class CallTiming:
-    """Times of one model call, its span if spans are enabled, and the size of its prompt."""
+    """The times of one model call, its span if spans are enabled, and the size of its prompt."""
 
     __slots__ = ("began", "engine_s", "first_s", "held_s", "prompt_usage", "span")
 
@@ -269,11 +269,11 @@ class CallTiming:
         self.engine_s = 0.0
         self.first_s = -1.0  # negative until the first tokens arrive
         self.span: TurnSpan | None = None
-        self.prompt_usage: Usage | None = None  # before anything is sampled; None until the prompt's tokens are known
+        self.prompt_usage: Usage | None = None  # without sampled tokens; None until the size of the prompt is known
 
 
 class EngineTimer:
-    """A timer for how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
+    """Measures how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
 
     __slots__ = ("_mark", "_metrics", "_timing", "span")
 
@@ -282,7 +282,7 @@ class EngineTimer:
         self._timing = timing
         self.span: EngineSpan | None = None
         metrics.engine_calls += 1
-        self._mark = perf_counter()  # negative while not waiting
+        self._mark = perf_counter()  # when the wait began; negative while not waiting
 
     def mark_received(self) -> None:
         timing = self._timing
@@ -365,7 +365,7 @@ class Metrics:
             self._reward.observe(min(max(reward, -MAX_REWARD), MAX_REWARD))
 
     def snapshot(self, gauges: Mapping[str, Iterable[tuple[Labels, float]]]) -> MetricsSnapshot:
-        """Return the current metrics, including the values in `gauges`, which the caller has just read."""
+        """Return all metrics of this process. `gauges` are values that the caller has just read."""
         families: dict[str, list[MetricSeries]] = {
             name: [MetricSeries(labels, value) for labels, value in values.items()]
             for name, values in self._counters.items()
@@ -391,7 +391,7 @@ def _to_series(labels: Labels, histogram: Histogram) -> MetricSeries:
 
 
 def merge_snapshots(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
-    """Combine the snapshots of several workers. The first one provides the values that are the same in all."""
+    """Combine the snapshots of several workers. Values that are the same in all workers come from the first snapshot."""
     families: dict[str, list[MetricSeries]] = {}
     for family in FAMILIES:
         by_labels: dict[Labels, MetricSeries] = {}

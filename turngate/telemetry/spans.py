@@ -38,9 +38,11 @@ TRACEPARENT = "traceparent"
 _FLUSH_S = 10.0  # time to send the last spans when the process exits
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACEPARENT_FORMAT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-# Our names of providers that OpenTelemetry's conventions name differently.
+# Our names for providers that have different names in OpenTelemetry's conventions.
 _PROVIDERS = {"gemini": "gcp.gemini", "responses": "openai"}
-_MODEL_NAME = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # other text could be content written by the agent
+_MODEL_NAME = re.compile(
+    r"[\w.:/@+-]{1,100}", re.ASCII
+)  # other text is omitted: it could be content that the agent wrote
 _OPERATIONS = {"gemini": "generate_content"}  # by dialect; the default is chat
 _current: RolloutTracer | None = None
 
@@ -51,15 +53,15 @@ def current_tracer() -> RolloutTracer | None:
 
 
 def is_enabled(requested: bool) -> bool:
-    """Return whether spans are enabled, by request or by OpenTelemetry's environment variables."""
+    """Return whether spans are enabled, either by `requested` or by OpenTelemetry's environment variables."""
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not disabled and (requested or any(os.environ.get(name) for name in _ENDPOINTS))
 
 
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
-    """Start recording spans of this process.
+    """Start recording the spans of this process.
 
-    They are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint set in the environment.
+    Spans are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint that is set in the environment.
     """
     global _current
     try:
@@ -72,7 +74,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> Rollout
 
 
 def stop_tracing() -> None:
-    """Stop recording, and send the remaining spans."""
+    """Stop recording spans, and send the remaining ones."""
     global _current
     if _current is not None:
         tracer, _current = _current, None
@@ -80,12 +82,12 @@ def stop_tracing() -> None:
 
 
 def parse_traceparent(text: str) -> str:
-    """Return the value of a `traceparent` header if it is valid, or ""."""
+    """Return the value of a `traceparent` header if it is valid, otherwise an empty string."""
     return text if _TRACEPARENT_FORMAT.fullmatch(text) else ""
 
 
 class RolloutTracer:
-    """Factory for the spans of rollouts and turns."""
+    """Creates the spans of rollouts and turns."""
 
     def __init__(self, service: str, exporter: SpanExporter | None = None) -> None:
         from opentelemetry import trace
@@ -111,7 +113,7 @@ class RolloutTracer:
         self.empty = Context()  # keeps other spans of the process from becoming parents of ours
 
     def close(self) -> None:
-        """Send the remaining spans, within ten seconds. The SDK's own time limit is not reliable."""
+        """Send the remaining spans within ten seconds. The time limit of the SDK itself is not reliable."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
@@ -133,7 +135,7 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. The session's metadata contains its parent. An agent may put arbitrary text in `model`."""
+        """Start the span of a turn. Its parent is in the session's metadata. `model` may be any text that the agent sent."""
         model = model if _MODEL_NAME.fullmatch(model) else ""
         parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")
@@ -175,7 +177,7 @@ class RolloutTracer:
 
 
 class Span:
-    """A started span. It may be ended more than once."""
+    """A span that has been started. Ending it again has no effect."""
 
     def __init__(self, tracer: RolloutTracer, span: OtelSpan) -> None:
         self._tracer = tracer
