@@ -1,7 +1,7 @@
-"""The time of day, without jumps: the clock is read once, and then only the time that has passed is added.
+"""A clock that returns the time of day but never jumps: it reads the system clock once, then only adds the time that has passed.
 
-Sessions and turns use it for what they record and for their limits. If the clock of the machine is set while a gateway runs, a turn still
-ends after it began, and no session reaches its time limit early. A restarted gateway uses the new time.
+Sessions and turns use it for the times they record and for their limits. If the machine's clock is set while a gateway is running, a turn
+still ends after it began, and no session reaches its time limit early. A restarted gateway uses the new time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 
 _PASSING = getattr(
     time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
-)  # on Linux, it also counts while the machine is suspended
+)  # on Linux, this clock also runs while the machine is suspended
 _START = time.time() - time.clock_gettime(_PASSING)
 
 

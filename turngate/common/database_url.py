@@ -18,16 +18,16 @@ _PROJECT_PATH = re.compile(rf"/?([^/]+)/{_PROJECTS}/([a-z0-9](?:[a-z0-9-]{{0,38}
 
 
 class DatabaseUrl(msgspec.Struct, frozen=True):
-    """A parsed address. `value` may contain a password; `name` never does."""
+    """The parsed address of a shared store. `value` may contain a password; `name` never does."""
 
     value: str
     name: str
     has_password: bool
-    project: str = ""  # the project whose store it is, for `postgresql://host/database/projects/NAME`
+    project: str = ""  # the project that the store belongs to, from `postgresql://host/database/projects/NAME`
 
     @property
     def schema(self) -> str:
-        """The schema of the project's tables. Empty for the main store, which uses the user's own schema."""
+        """The schema of the project's tables. Empty for the main store, which uses the default schema of the database user."""
         return f"project_{self.project}" if self.project else ""
 
     def locate_project(self, project: str) -> str:
@@ -38,7 +38,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """The local folder of a gateway on this store, for its admin key and address."""
+        """The local folder in which a gateway on this store keeps its admin key and its address."""
         return Path("turngate-data") / f"shared-{hashlib.sha256(self.name.encode()).hexdigest()[:12]}"
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class DatabaseUrl(msgspec.Struct, frozen=True):
 
 
 def is_database_url(data: str) -> bool:
-    """Return whether `data` is the address of a shared store. Anything else is a folder."""
+    """Return whether `data` is the address of a shared store and not a folder."""
     return data.partition("://")[0] in _SCHEMES and "://" in data
 
 
@@ -73,7 +73,7 @@ def parse_database_url(data: str) -> DatabaseUrl:
 
 
 def refuse_password_flag(data: str) -> None:
-    """Refuse a password on the command line, where other users of the machine can see it."""
+    """Raise `ConfigError` if `data` contains a password. Other users of the machine can see the command line."""
     if is_database_url(data) and parse_database_url(data).has_password:
         raise ConfigError(
             "data: do not pass the database password on the command line, where other users of this machine can see it; "

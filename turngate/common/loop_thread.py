@@ -84,7 +84,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop_for(work))
 
     def stop(self) -> None:
-        """Cancel all tasks, wait for them to clean up, and end the thread. Calling it again has no effect."""
+        """Cancel all tasks, wait for them to clean up, and end the thread. Calling `stop` again has no effect."""
         if self._is_forked:
             self._keep_parent_loop()
             return
@@ -130,7 +130,7 @@ async def _cancel_all() -> None:
 
 
 class _RunningTask(Generic[T]):
-    """A task in the loop that another thread waits for.
+    """A task in the loop for which another thread is waiting.
 
     The waiting thread blocks on a plain lock, which the loop releases when the task ends. With a condition or a future, a signal could
     interrupt the waiting thread while it holds an internal lock that the loop needs.
@@ -158,7 +158,7 @@ class _RunningTask(Generic[T]):
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds`, and return whether the task has ended.
 
-        `_ended` is checked too, because an interrupt may arrive right after the lock was acquired.
+        `_ended` is checked too, because an earlier call may have been interrupted right after it acquired the lock.
         """
         return self._ended or self._gate.acquire(timeout=seconds)
 

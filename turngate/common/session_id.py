@@ -1,4 +1,4 @@
-"""Find the session that a command line names: by its id, by a prefix of its id, or as the last one."""
+"""Find the session that a command-line argument names: an id, a prefix of an id, or `last`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAST = "last"
 
 
 def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
-    """Return the id in `known`, which has the newest id first, that `wanted` names. Raise `NotFound` unless there is exactly one."""
+    """Return the session id that `wanted` names. `known` has all ids, newest first. Raise `NotFound` unless exactly one id matches."""
     if not known:
         raise NotFound("no session is recorded here; record one with `turngate run`")
     if wanted == LAST:

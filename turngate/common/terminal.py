@@ -24,7 +24,7 @@ def say(to: Console, text: str | Text, style: str = "") -> None:
 
 
 class LiveDisplay(ABC):
-    """Live progress on a terminal. Elsewhere, subclasses print plain lines instead."""
+    """A live progress display on a terminal. If the output is not a terminal, subclasses print plain lines instead."""
 
     def __init__(self, to: Console) -> None:
         self._console = to

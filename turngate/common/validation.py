@@ -1,4 +1,4 @@
-"""Explain errors in settings and in requests to the admin API and the service: name the field and its valid values."""
+"""Explain errors in settings and in requests to the admin API and the service: name the invalid field and its valid values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
-    """Explain an error from decoding `kind`: return a message, and the path of the invalid field, if known.
+    """Explain an error from decoding `kind`. Return a message and the path of the invalid field, or None if the path is unknown.
 
-    The message starts with that path. `noun` is the word for a field in the message.
+    The message starts with the path. `noun` is the word for a field in the message.
     """
     text = str(error)
     match = _FIELD_PATH.search(text)
@@ -40,7 +40,7 @@ def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[st
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raise `ValueError` if it is invalid, or too deeply nested for the parser."""
+    """Parse TOML. Raise `ValueError` if it is invalid or nested too deeply for the parser."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -48,7 +48,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return "; did you mean …?" with the closest known name, or "; available: …" with all of them if none is close."""
+    """Return "; did you mean …?" with the closest known name, or "; available: …" with all known names if none is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"
@@ -56,7 +56,7 @@ def suggestion(name: str, known: list[str]) -> str:
 
 
 def reject_credentials(url: str, field: str, instead: str) -> None:
-    """Reject a URL that contains a user name or password. The error does not repeat the URL."""
+    """Raise `ConfigError` if a URL contains a user name or password. The message does not repeat the URL."""
     if "@" in url:  # in any part: a password may contain a slash, and a path would contain %40
         raise ConfigError(
             f"{field}: the URL contains a user name or password, which would appear in logs and process lists; {instead}",
