@@ -37,7 +37,7 @@ log = logging.getLogger("turngate")
 
 
 class HttpSettings(msgspec.Struct, frozen=True):
-    """The address to listen on, the key, and the host names of this server."""
+    """The address to listen on, the key that clients must send, and the host names of this server."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class HttpSettings(msgspec.Struct, frozen=True):
 
 
 async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
-    """Serve until cancelled. Then abort all rollouts, answer the calls waiting for them, and stop listening."""
+    """Serve until cancelled. Then abort all rollouts, answer the calls that are waiting for them, and stop listening."""
     with _listen(settings) as listener:
         access = McpAccess(
             StreamableHTTPSessionManager(build_server(rollouts), max_request_body_size=MAX_BYTES), settings

@@ -1,6 +1,6 @@
 """The MCP server: lists and calls the service's tools, and reports the progress of long calls.
 
-Invalid arguments are tool errors, which the calling model reads. Problems with a rollout are reported in its result.
+Invalid arguments are reported as tool errors, which the calling model can read. Problems with a rollout are reported in its result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("turngate")
 
 
 def build_server(rollouts: Rollouts) -> Server[Any]:
-    """Build a server for any transport and any number of clients."""
+    """Build an MCP server, which works with any transport and any number of clients."""
 
     async def list_tools(context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=[_describe_tool(tool) for tool in TOOLS.values()])
@@ -103,7 +103,7 @@ async def _wait_for_result(
 ) -> RolloutResult:
     """Wait for a rollout's result, and report progress to a client that asked for it.
 
-    The first report has the rollout's id and is sent immediately. Further reports keep the client from timing out. If the call ends
+    The first report is sent immediately and contains the rollout's id. Further reports keep the client from timing out. If the call ends
     early, the rollout continues.
     """
     waiting = asyncio.ensure_future(rollouts.finalize(rollout_id, wait_s))

@@ -1,7 +1,7 @@
 """MCP over stdin and stdout, for the client that started the process (`turngate mcp`).
 
-The SDK reserves stdout for the protocol. While it serves, anything else that this process or its children write to file descriptor 1 is
-redirected to stderr.
+The SDK reserves stdout for the protocol. While the server is running, anything else that this process or its children write to file
+descriptor 1 is redirected to stderr.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from turngate.service.rollouts import Rollouts
 async def serve(rollouts: Rollouts) -> None:
     """Serve until the client closes stdin or the task is cancelled.
 
-    Then abort all rollouts, remove their sandboxes, and answer the calls waiting for them if the client is still reading.
+    Then abort all rollouts, remove their sandboxes, and answer the calls that are waiting for them, if the client is still reading.
     """
     try:
         await _serve(rollouts)
