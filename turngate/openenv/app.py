@@ -47,7 +47,7 @@ from turngate.service.rollouts import Rollouts
 SERVICE = "TURNGATE_SERVICE"
 KEY = "TURNGATE_OPENENV_KEY"
 SESSIONS = "MAX_CONCURRENT_ENVS"  # OpenEnv's name
-_GRACE_S = 5  # for calls in flight at shutdown, before rollouts are aborted
+_GRACE_S = 5  # how long calls in flight may take at shutdown, before rollouts are aborted
 MAX_BYTES = 128 * 1024 * 1024  # maximum size of a message or a request body, which may contain files
 
 Scope = MutableMapping[str, Any]
@@ -56,7 +56,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def create(service: Path | None = None) -> FastAPI:
-    """Build the application. Raise `ConfigError` if the settings are invalid. The service starts with the application."""
+    """Build the application. Raise `ConfigError` if the settings are invalid. The rollout service starts when the application starts."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
     config = load_config(file)
     host = ServiceHost(lambda: Rollouts(config))
@@ -84,19 +84,19 @@ def create(service: Path | None = None) -> FastAPI:
 
 
 async def _render_error(request: Request, error: Exception) -> JSONResponse:
-    """Render errors of HTTP requests such as `POST /reset`. OpenEnv's server handles errors of sockets and tools itself."""
+    """Render an error of an HTTP request such as `POST /reset`. OpenEnv's server handles the errors of sockets and tools itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
 
 async def _render_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Render a validation error without FastAPI's copy of the input, which may be long, or contain a NaN that JSON cannot represent."""
+    """Render a validation error without FastAPI's copy of the input, which may be long or contain NaN, which JSON cannot represent."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": _strip_input(error.errors())}, 422)
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """Render an HTTP error, also without a copy of the input if OpenEnv rejected an action."""
+    """Render an HTTP error. If OpenEnv rejected an action, omit the copy of the action."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
         return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)
@@ -108,7 +108,7 @@ def _strip_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
-    """Run the command-line program. `make` replaces the function that builds the application."""
+    """Run the command-line program. `make` builds the application; None means `create`."""
     parser = argparse.ArgumentParser(
         prog="python -m turngate.openenv", description="Serve Turngate as an OpenEnv environment."
     )
@@ -165,7 +165,7 @@ def _max_sessions() -> int:
 
 
 def _check_exposure(host: str, is_open: bool) -> None:
-    """Raise `ConfigError` if other machines could connect without a key. Callers run programs in sandboxes at the owner's expense."""
+    """Raise `ConfigError` if other machines could connect without a key, since callers run programs in sandboxes at the owner's expense."""
     if not (_is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
             f"host {host} is reachable from other machines; set {KEY}, or pass --open if something else controls access "
@@ -177,8 +177,8 @@ def _check_exposure(host: str, is_open: bool) -> None:
 class OpenEnvAccess:
     """Middleware that checks access and limits the size of request bodies.
 
-    If a key is set, callers must send it, except to `/health`. If not, programs and our own pages have access, but pages of other sites do
-    not: otherwise any page in a browser on this machine could call a local server.
+    If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access, but pages of other
+    sites do not. Otherwise, any page in a browser on this machine could call a local server.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
@@ -209,7 +209,7 @@ class OpenEnvAccess:
 
 
 def _limit_body(scope: Scope, receive: Receive) -> Receive:
-    """Limit the size of a request's body, independently of its Content-Length. uvicorn limits the messages of sockets."""
+    """Limit the size of a request's body, whatever its Content-Length says. uvicorn limits the messages of sockets."""
     if scope["type"] != "http":
         return receive
     received = 0

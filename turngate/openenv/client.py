@@ -36,7 +36,7 @@ from turngate.service.mcp_tools import EndpointList, StartedRollout
 from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
 from turngate.types import Json
 
-WAIT_S = 5.0  # maximum duration of one call for a result; other callers of the client wait in the meantime
+WAIT_S = 5.0  # the longest that one call waits for a result, since other callers of the client wait in the meantime
 MAX_ATTEMPTS = 5  # attempts to reach the server before waiting for a rollout fails
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -45,8 +45,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     """A client with OpenEnv's `reset`, `step` and `state`, and a method for each tool.
 
-    Methods that wait for a rollout poll the server, so timeouts of proxies do not matter, and they reconnect if the connection breaks. A
-    rollout continues if its caller stops waiting; `abort_rollout` ends it.
+    Methods that wait for a rollout poll the server, so the timeouts of proxies do not affect them. They reconnect if the connection breaks.
+    A rollout continues if its caller stops waiting; `abort_rollout` ends it.
+
     Invalid arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is reported in its result.
     """
 
@@ -157,7 +158,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         agent_timeout_s: float | None = None,
         endpoint_url: str = "",
     ) -> str:
-        """Start a rollout of a row of a SWE data set and return its id immediately."""
+        """Start a rollout on a row of a SWE data set (docs/swe.md), and return the rollout's id immediately."""
         arguments = {
             "model_key": model_key,
             "agent": agent,
@@ -174,29 +175,29 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return await self._call("get_state", RolloutState, rollout_id=rollout_id)
 
     async def get_messages(self, rollout_id: str, after: int = 0, limit: int = 100) -> MessagePage:
-        """Return the messages after a cursor, also while the rollout is running."""
+        """Return up to `limit` messages of a rollout after the cursor `after`. The rollout may still be running."""
         return await self._call("get_messages", MessagePage, rollout_id=rollout_id, after=after, limit=limit)
 
     async def subscribe_events(
         self, rollout_id: str, after: int = 0, limit: int = 200, wait_s: float = 0.0
     ) -> EventPage:
-        """Return the events after a cursor. Wait up to `wait_s` seconds for the first one."""
+        """Return up to `limit` events of a rollout after the cursor `after`. Wait up to `wait_s` seconds for the first one."""
         return await self._call(
             "subscribe_events", EventPage, rollout_id=rollout_id, after=after, limit=limit, wait_s=wait_s
         )
 
     async def abort_rollout(self, rollout_id: str, reason: str = "") -> RolloutState:
-        """Stop the generation and the sandbox, and return when both are gone."""
+        """Stop a rollout's generation and its sandbox. Return the rollout's state when both have ended."""
         return await self._call("abort_rollout", RolloutState, rollout_id=rollout_id, reason=reason)
 
     async def finalize_rollout(self, rollout_id: str, wait_s: float | None = None) -> RolloutResult:
-        """Wait until the rollout has ended, and return its result. With `wait_s`, it may return earlier, with `done` false."""
+        """Wait until a rollout has ended, and return its result. After `wait_s` seconds, return a result with `done` false instead."""
         if wait_s is None:
             return await self.wait_for(rollout_id)
         return await self._call("finalize_rollout", RolloutResult, rollout_id=rollout_id, wait_s=wait_s)
 
     async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """List the rollouts of all clients, newest first."""
+        """Return the rollouts of all clients, newest first."""
         return await self._call("list_rollouts", RolloutList, status=status, limit=limit, before=before)
 
     async def list_endpoints(self) -> list[EndpointView]:
@@ -220,7 +221,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
                     return result
 
     async def list_tools(self) -> list[Tool]:
-        """Return the tools with their schemas."""
+        """Return the server's tools with their schemas."""
         observation = (await self._step_async(ListToolsAction())).observation
         assert isinstance(observation, ListToolsObservation)
         return list(observation.tools)

@@ -57,7 +57,7 @@ class TurngateEnvironment(MCPEnvironment):
     async def reset_async(
         self, seed: Optional[int] = None, episode_id: Optional[str] = None, **unknown: Any
     ) -> ReadyObservation:
-        """Start a new episode. Rollouts continue. OpenEnv sends a `seed`, but it is ignored, because the engine does the sampling."""
+        """Start a new episode. Running rollouts continue. OpenEnv's `seed` is ignored, because the engine does the sampling."""
         if unknown:
             raise BadRequest(
                 f"{next(iter(unknown))} is not an argument of reset, which accepts episode_id and seed; pass it to run_rollout",
@@ -75,7 +75,7 @@ class TurngateEnvironment(MCPEnvironment):
         return run_async_safely(self.step_async(action, timeout_s, **kwargs))
 
     async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
-        """Call a tool. If a rollout has not ended after `timeout_s`, return its id with `done` false; the rollout continues."""
+        """Call a tool. If a rollout has not ended after `timeout_s` seconds, return its id with `done` false. The rollout continues."""
         state = self._state
         state.step_count += 1
         if not isinstance(action, CallToolAction):
@@ -112,7 +112,7 @@ class TurngateEnvironment(MCPEnvironment):
         return EnvironmentMetadata(name=NAME, description=ABOUT, version=__version__)
 
     def _get_server_tools(self, mcp_server: Any) -> dict[str, Any]:
-        """Return the tools directly. OpenEnv's own implementation starts a thread and an event loop per session to query the server."""
+        """Return the tools directly. OpenEnv's own implementation would start a thread and an event loop for each session."""
         return dict(TOOLS)
 
 
@@ -138,7 +138,7 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
 async def call_service_tool(
     service: ServiceHost, name: str, arguments: Arguments, max_wait_s: float = math.inf
 ) -> msgspec.Struct:
-    """Call one of the service's tools. Wait for a rollout as long as the caller requests, but at most `max_wait_s` seconds."""
+    """Call one of the service's tools. If it waits for a rollout, wait as long as the caller requests, but at most `max_wait_s` seconds."""
 
     async def call(rollouts: Rollouts) -> msgspec.Struct:
         async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
@@ -170,7 +170,7 @@ def _error_metadata(error: TurngateError) -> dict[str, Any]:
 
 
 def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
-    """Build the FastMCP server with the tools, which all sessions share."""
+    """Build the FastMCP server that offers the tools. All sessions share it."""
     server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
     for tool in TOOLS.values():
         fast_tool = _OpenEnvTool(
@@ -190,7 +190,7 @@ def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
 
 
 class _OpenEnvTool(Tool):
-    """One tool. Invalid arguments are reported to the caller and do not appear as exceptions in the log."""
+    """One of the service's tools, for FastMCP. Invalid arguments are reported to the caller and are not logged as exceptions."""
 
     _service: ServiceHost = PrivateAttr()
 
@@ -203,7 +203,7 @@ class _OpenEnvTool(Tool):
 
 
 def _to_text(value: Mapping[str, Any]) -> str:
-    """Format a result as text for models, without log-probabilities, which would fill their context."""
+    """Return a result as text for models, without log-probabilities, which would fill the model's context."""
     if "turns" not in value or not isinstance(value["turns"], list):
         return msgspec.json.encode(value).decode()
     turns = [{name: field for name, field in turn.items() if name != "logprobs"} for turn in value["turns"]]

@@ -26,7 +26,7 @@ Name = Literal[
 
 
 class TurngateAction(CallToolAction):
-    """A tool call. OpenEnv's `CallToolAction` works too, but this class also lists the tool names."""
+    """A tool call. OpenEnv's `CallToolAction` works too, but this class also lists the names of the tools."""
 
     tool_name: Name = Field(description="Name of the tool to call")
 

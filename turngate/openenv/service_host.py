@@ -1,6 +1,6 @@
-"""Run the rollout service on its own event loop, in its own thread.
+"""Run the rollout service on its own event loop, in a separate thread.
 
-A rollout therefore never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
+So a rollout never blocks the OpenEnv server, and a session that is cancelled or disconnected never ends a rollout.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class ServiceHost:
-    """The rollout service in its own thread.
+    """The rollout service in a separate thread.
 
-    `start` and `stop` block, and may be called more than once. `call` is for coroutines on any other event loop.
+    `start` and `stop` block, and may be called more than once. `call` can be awaited on any other event loop.
     """
 
     def __init__(self, make: Callable[[], Rollouts]) -> None:
