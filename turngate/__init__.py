@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from turngate import _moved
 
-TYPE_CHECKING = False  # type checkers know it by its name; `typing` itself takes longer to load than all of this
+TYPE_CHECKING = False  # type checkers recognize this name; importing `typing` would take longer than the whole package
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""`python -m turngate`."""
+"""Run the `turngate` command with `python -m turngate`."""
 
 from turngate.cli import app
 

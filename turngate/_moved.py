@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-TYPE_CHECKING = False  # `import turngate` loads this module; importing `typing` or `importlib.abc` would take longer than all the rest
+TYPE_CHECKING = False  # `import turngate` loads this module; importing `typing` or `importlib.abc` would take longer than everything else
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
@@ -119,7 +119,7 @@ _RENAMED_IN = {old.rpartition(".")[0] for old in NAMES}
 
 
 class _Finder:
-    """Import hook that finds old modules, and adds old names to modules that still exist."""
+    """An import hook that finds modules by their old names, and adds old names to modules that still exist."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name in MODULES:
@@ -154,7 +154,7 @@ def _add_old_names(execute: Callable[[ModuleType], None]) -> Callable[[ModuleTyp
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return the value of an old name. A name that was not renamed is looked up in the module that replaced the old one."""
+    """Return the value of an old name. In a module that was replaced, names that were not renamed are looked up in the new module."""
     from importlib import import_module
 
     old = f"{module}.{name}"

@@ -36,7 +36,7 @@ LIMITS, OUTPUT, CHECKS, CELL = "Limits", "Output", "Checks", "Cell"
 
 
 def _about(description: str, panel: str) -> msgspec.Meta:
-    """Attach a description to a setting, for `--help` and docs/configuration.md."""
+    """Return a setting's description, for `--help` and docs/configuration.md, and the heading under which `--help` shows it."""
     return msgspec.Meta(description=description, extra={"panel": panel})
 
 
@@ -59,7 +59,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_url: Annotated[
         list[str],
         _about(
-            "URL of the engine; pass several for replicas. A cell also uses the engines of the shared store.", ENGINE
+            "URL of the engine; pass several for replicas. A cell also uses the engines that the shared store lists.",
+            ENGINE,
         ),
     ] = []
     engine_api: Annotated[
@@ -80,10 +81,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 600.0
     engine_wait_s: Annotated[
         float,
-        _about("Let a call wait up to this many seconds while all engines are busy; 0 fails it at once.", ENGINE),
+        _about(
+            "Let a call wait up to this many seconds while all engines are busy; 0 fails the call immediately.", ENGINE
+        ),
     ] = 300.0
     engine_load_s: Annotated[
-        float, _about("Read the load of each engine every this many seconds; 0 never reads it.", ENGINE)
+        float, _about("Seconds between reads of each engine's load; 0 never reads it.", ENGINE)
     ] = 2.0
     model_folder: Annotated[
         str,
@@ -126,7 +129,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Annotated[
         Literal["process", "disk"],
         _about(
-            "Crashes that recorded turns survive: those of the gateway (process), or also of the machine (disk).",
+            "Which crashes recorded turns survive: those of the gateway (process), or also those of the machine (disk).",
             GATEWAY,
         ),
     ] = "process"
@@ -137,7 +140,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loaded_mb: Annotated[
         float,
         _about(
-            "Evict the sessions that were used longest ago while the traces in memory take more than this many MB, in each worker "
+            "Evict the least recently used sessions while the traces in memory take more than this many MB, in each worker "
             "and project; 0 sets no limit.",
             LIMITS,
         ),
@@ -147,12 +150,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.0
     session_days: Annotated[
         float,
-        _about("Remove sessions that ended this many days ago and that nothing needs any more; 0 keeps them.", LIMITS),
+        _about("Remove sessions that ended this many days ago and are no longer needed; 0 keeps all sessions.", LIMITS),
     ] = 0.0
     archive: Annotated[
         str,
         _about(
-            "Folder to which removed sessions are written first, as Parquet files (needs the `parquet` extra).", LIMITS
+            "Folder to which sessions are written as Parquet files before they are removed (needs the `parquet` extra).",
+            LIMITS,
         ),
     ] = ""
     alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
@@ -190,12 +194,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         30.0
     )
     max_unshipped: Annotated[
-        int, _about("Refuse new sessions while this many ended ones are not in the shared store.", CELL)
+        int, _about("Refuse new sessions while this many ended sessions are not in the shared store yet.", CELL)
     ] = 10_000
 
     @property
     def is_shared(self) -> bool:
-        """Whether the data is in a shared store. Such a gateway opens no sessions."""
+        """Whether the data is in a shared store. A gateway on a shared store opens no sessions."""
         return is_database_url(self.data)
 
     @property
@@ -205,7 +209,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """Layers and experts per token; None: as the engine reports them."""
+        """The number of layers and of experts per token, or None to use the shape that the engine reports."""
         found = EXPERT_SHAPE.fullmatch(self.routed_experts)
         return None if found is None else (int(found[1]), int(found[2]))
 
@@ -220,7 +224,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return parse_database_url(self.data).name if self.is_shared else self.data
 
     def check(self) -> ServeConfig:
-        """Validate ranges and constraints across fields."""
+        """Validate ranges and constraints across fields. Return these settings."""
         if self.is_shared:
             self._check_shared()
             return self
@@ -375,7 +379,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def check_engine_url(url: str, param: str) -> None:
-    """Raise ConfigError if the URL of an engine is invalid or contains a password."""
+    """Raise `ConfigError` if the URL of an engine is invalid or contains a user name or password."""
     reject_credentials(
         url, param, "put the key in an environment variable and set engine_key_env to the variable's name"
     )
@@ -396,19 +400,19 @@ def _is_url(text: str) -> bool:
 
 
 def read_toml(file: Path | None) -> dict[str, Any]:
-    """Read a TOML file of settings. Return no settings if `file` is None."""
+    """Read a TOML file of settings. Return an empty dictionary if `file` is None."""
     if file is None:
         return {}
     try:
         return parse_toml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {file} cannot be read ({error.strerror})", param="config") from None
-    except ValueError as error:  # also text that is not UTF-8
+    except ValueError as error:  # this includes text that is not UTF-8
         raise ConfigError(f"config file {file} is not valid TOML: {error}", param="config") from None
 
 
 def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
-    """Return the error for a script of the scripted engine that cannot be read."""
+    """Return the error for a script that the scripted engine cannot read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
             f"script {path} works only with `turngate run`, and with `turngate batch` on one machine; pass a JSON file with a list of "
@@ -419,7 +423,7 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
-    """Load settings from a file. Overrides that are not None take precedence."""
+    """Load settings from a file. Values in `overrides` that are not None take precedence."""
     values = read_toml(file)
     refuse_password_flag(str(overrides.get("data") or ""))
     values.update({name: value for name, value in overrides.items() if value is not None})

@@ -1,4 +1,4 @@
-"""The error hierarchy. Each error names the boundary it arose at, its HTTP status and whether a retry is safe.
+"""The error hierarchy. Each error states the boundary at which it arose, its HTTP status, and whether a retry is safe.
 
 Errors can be raised anywhere. `server/` renders them in the caller's wire format.
 """
@@ -29,7 +29,7 @@ class TurngateError(Exception):
 
 
 class ConfigError(TurngateError):
-    """A setting, file or folder is invalid. Raised before serving starts."""
+    """A setting, file or folder is invalid."""
 
     boundary = "config"
     kind = "config_error"
@@ -79,7 +79,7 @@ class Unauthorized(TurngateError):
 
 
 class Forbidden(TurngateError):
-    """The caller is known but not allowed to do this, for example from a different site."""
+    """The caller is known but may not do this, for example because the request comes from a page of a different site."""
 
     boundary = "client"
     status = 403
@@ -87,7 +87,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """The caller sends requests too fast. The next one may succeed after `wait_s` seconds."""
+    """The caller sends requests too fast. The next request may succeed after `wait_s` seconds."""
 
     boundary = "client"
     status = 429
@@ -135,7 +135,7 @@ class TooLarge(TurngateError):
 
 
 class UpgradeRefused(TurngateError):
-    """The client asked for a WebSocket where there is none. Agents fall back to HTTP after this status."""
+    """The client asked for a WebSocket on a route that has none. Agents fall back to HTTP after this status."""
 
     boundary = "client"
     status = 426
@@ -143,7 +143,7 @@ class UpgradeRefused(TurngateError):
 
 
 class Unprocessable(TurngateError):
-    """A status 422 error, for compatibility APIs that require this status."""
+    """An error with status 422, for compatibility APIs that require this status."""
 
     boundary = "client"
     status = 422
@@ -151,7 +151,7 @@ class Unprocessable(TurngateError):
 
 
 class Busy(TurngateError):
-    """All slots are in use and the queue is full. The same call may succeed later."""
+    """The gateway cannot accept more work at the moment. The same call may succeed later."""
 
     boundary = "client"
     status = 429
@@ -195,7 +195,7 @@ class EngineBusy(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """No replica could be reached, or the connection was lost before the first token."""
+    """No engine could be reached or used, or an engine ended a reply early."""
 
     status = 503
     kind = "engine_unavailable"
@@ -209,7 +209,7 @@ class EngineTimeout(EngineError):
 
 
 class StoreError(TurngateError):
-    """The turn cannot be recorded, so the call is rejected."""
+    """Stored data cannot be read or written. A call whose turn cannot be recorded is rejected with this error."""
 
     boundary = "store"
     status = 503
@@ -217,7 +217,7 @@ class StoreError(TurngateError):
 
 
 class SandboxError(TurngateError):
-    """The sandbox failed. The agent is not at fault, so the rollout is never scored for this."""
+    """The sandbox failed. The agent is not at fault, so the rollout is never scored because of this error."""
 
     boundary = "sandbox"
     kind = "sandbox_error"

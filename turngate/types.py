@@ -1,7 +1,7 @@
 """Types shared by every layer: messages, tools, calls, sampling parameters and reply events.
 
-Everything here is plain data. `dialects/` converts wire JSON to these types. No layer above it handles wire JSON, except where the JSON
-itself is the data (tool schemas and the wire form of tools).
+Everything here is plain data. `dialects/` converts wire JSON to these types. The layers above `dialects/` do not handle wire JSON, except
+where the JSON itself is the data (tool schemas and the wire form of tools).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
-    """Values for consecutive tokens. The first belongs to token `first`, counted from the start of the reply; negative: in its prompt."""
+    """Side data: one value for each of several consecutive tokens. Token 0 is the first of the reply, and prompt tokens are negative."""
 
     name: str
-    first: int
+    first: int  # the first token that has a value
     values: np.ndarray  # tokens × the shape of one value
 
     @property
     def end(self) -> int:
-        """The token after the last one."""
+        """The token after the last one that has a value."""
         return self.first + len(self.values)
 
     def cut(self, first: int, end: int) -> SideArray:
-        """Return the values of tokens `first` to `end`, which it must have."""
+        """Return the values of the tokens from `first` up to but not including `end`. All of them must have values."""
         return SideArray(self.name, first, self.values[first - self.first : end - self.first])
 
 
@@ -91,7 +91,7 @@ def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
 class PromptIds:
     """The ids of a whole prompt, stored as the JSON list that engines accept.
 
-    A turn extends the list by about one percent, so only the new part is encoded. The array is decoded on first use.
+    A turn usually extends the list by only about one percent, so only the new part is encoded. The array is decoded on first use.
     """
 
     __slots__ = ("_array", "items", "size")
@@ -211,7 +211,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """The tokens that open and close the reasoning at the start of a reply. `is_open` is whether the prompt has already opened it."""
+    """The tokens that open and close the reasoning at the start of a reply. `is_open` says whether the prompt already opens it."""
 
     opening: int
     closing: int
@@ -238,12 +238,12 @@ class History(Protocol):
 
     @property
     def items(self) -> Sequence[bytes]:
-        """The items of the list in the wire format, from which the fragments are made."""
+        """The items of the request's list of messages, in wire format. The fragments are made from these items."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
     def extend(self, items: Sequence[bytes]) -> History:
-        """Return the history of `items`, which starts with this history's items."""
+        """Return the history of a longer list of `items`, which starts with the items of this history."""
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -253,7 +253,7 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     parent: str = ""
     role: Literal["", "main", "subagent", "side", "summary"] = ""
     why: str = ""
-    source: str = ""  # of the rule that gave the role, such as `header:x-kind` or `system`
+    source: str = ""  # what the rule that assigned the role looks at, such as `header:x-kind` or `system`
 
     @property
     def is_aside(self) -> bool:
@@ -339,11 +339,11 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class KeepAlive(msgspec.Struct, frozen=True):
-    """A sign that the turn is still running, without new output."""
+    """A sign that the turn is still running although there is no new output."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The end of a turn, which is now stored. Always the last event of a reply."""
+    """The end of a turn, which is now stored. This is always the last event of a reply."""
 
     finish: Finish
     message: Message
