@@ -19,7 +19,7 @@ from turngate.tasks.task import Task
 
 
 class ActiveRollout:
-    """The internal record of a queued or running rollout. Callers see only its `state`."""
+    """The service's internal record of a queued or running rollout. Callers see only its `state`."""
 
     def __init__(
         self, rollout: str, request: AnyRequest, choice: EndpointChoice, agent: AgentSpec, task: Task, task_id: str
@@ -41,14 +41,13 @@ class ActiveRollout:
         self.rollout: Rollout | None = None
         self.connection: GatewayConnection | None = None
         self.stack = AsyncExitStack()  # closed when the rollout has ended
-        self.cursor = 0  # of its newest event
-        self.seq = 0  # of the newest event from the gateway
-        self.abort_reason: str | None = None  # None means that it was not aborted
+        self.cursor = 0  # cursor of the newest event
+        self.seq = 0  # number of the newest event from the gateway
+        self.abort_reason: str | None = None  # None if the rollout was not aborted
         self.notes = [SYNTHETIC_NOTE] if choice.endpoint.scheme == "scripted" else list[str]()
         self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cache, with the `seq` at which it was built
-        self.announced = (
-            asyncio.Event()
-        )  # set when the rollout has reported progress, so its gateway may have the session
+        # Set when the rollout first reports progress. From then on, the gateway may have the session.
+        self.announced = asyncio.Event()
         self.changed = asyncio.Event()  # set, and replaced, by every new event
         self.ended = asyncio.Event()
         self.writing_inputs: asyncio.Task[None] | None = None
@@ -57,7 +56,7 @@ class ActiveRollout:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a gateway has a session for this rollout."""
+        """Whether a gateway records a session of this rollout."""
         return self.choice.mode != "direct" and bool(self.progress.session)
 
     @property
@@ -94,13 +93,13 @@ class ActiveRollout:
         self.announced.set()
 
     def notify(self) -> None:
-        """Wake all tasks that are waiting for a change."""
+        """Wake all tasks that are waiting for a new event of this rollout."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
-        """Measure the duration of one of the service's own stages."""
+        """Run the block as one of the service's own stages, and measure its duration."""
         self.stage = stage
         start = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""The agents that the server's settings allow. Callers select an agent by name, never by file."""
+"""The agents that the server's settings allow. Callers choose an agent by name; they cannot send an agent file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHELL = "shell"  # runs its instruction as a shell script, so it is allowed onl
 
 
 class Agents:
-    """The allowed agents. Specs are loaded when the service starts; an agent is installed when a rollout first needs it."""
+    """The allowed agents. Their descriptions are loaded when the service starts. Each is installed when a rollout first needs it."""
 
     def __init__(self, config: ServiceConfig) -> None:
         agents = [specs.find_agent(name) for name in config.agents] or [
@@ -47,11 +47,11 @@ class Agents:
 
     @property
     def names(self) -> list[str]:
-        """The names of all agents, the default first."""
+        """The names of all allowed agents, with the default agent first."""
         return [self._default, *(name for name in self._specs if name != self._default)]
 
     def find(self, name: str) -> AgentSpec:
-        """Return the agent with that name, or the default agent if the name is empty."""
+        """Return the agent with a given name, or the default agent if the name is empty. Raise `BadRequest` if it is not allowed."""
         spec = self._specs.get(name or self._default)
         if spec is None:
             raise BadRequest(
@@ -66,7 +66,7 @@ class Agents:
     def check(
         self, spec: AgentSpec, instruction: str, wrong: type[BadRequest] | type[ConfigError] = BadRequest
     ) -> None:
-        """Raise an error of type `wrong` if the agent cannot be started with the instruction."""
+        """Raise an error of type `wrong` if the agent cannot be started with this instruction and its configured options."""
         blank = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
         try:
             plan_launch(
@@ -77,7 +77,7 @@ class Agents:
             raise wrong(f"{param}: {error.message}", param=param) from None
 
     async def install(self, spec: AgentSpec) -> Installation:
-        """Install an agent once, even if several rollouts are waiting for it. Cancelling one of them does not stop the installation."""
+        """Install an agent once, even if several rollouts are waiting for it. Cancelling a rollout does not stop the installation."""
         task = self._installing.get(spec.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._installing[spec.name] = asyncio.create_task(self._install(spec))
@@ -89,13 +89,13 @@ class Agents:
             return await asyncio.to_thread(ensure_installed, spec, lambda line: log.info("%s", line))
 
     async def close(self) -> None:
-        """Wait for running installations, which cannot be interrupted."""
+        """Wait until running installations are done, because they cannot be interrupted."""
         pending = [task for task in self._installing.values() if not task.done()]
         if pending:
             await asyncio.wait(pending)
 
 
 def _ignore_error(task: asyncio.Task[Installation]) -> None:
-    """Mark an error as retrieved. `install` raises it in the rollouts that are waiting for it."""
+    """Mark the error of a failed installation as retrieved. `install` raises it in the rollouts that are waiting for the agent."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
 """Read the files that an agent left behind: its working folder as text, and the ends of its logs. All functions block.
 
-The agent wrote these files, so they are untrusted: symlinks are not followed, and the agent's secret is removed.
+The agent wrote these files, so they are untrusted. Symlinks are not followed, and secrets are removed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from turngate.common.safe_text import make_encodable
 from turngate.service.truncation import Truncator
 from turngate.telemetry.logs import redact, redact_known
 
-_MAX_FILES = 20_000  # read from a working folder
-_MAX_LOGS = 5  # of the agent's own logs; the newest are read
+_MAX_FILES = 20_000  # maximum number of files that are read from one folder
+_MAX_LOGS = 5  # how many of the agent's own logs are read; the newest are chosen
 _MAX_NAMES = 10  # names listed in one note
 _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
 
 def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dict[str, str]:
-    """Read a working folder as text. New and changed files precede unchanged files from `initial_files`. Binary files are only listed."""
+    """Read a working folder as text. Files that differ from those in `initial_files` come first. Binary files are only listed."""
     clamp = truncator.clamp
     paths, unnamed, more = _find_files(folder)
     paths.sort(key=lambda file: (_is_unchanged(folder / file[0], initial_files / file[0]), file[0].count("/"), file[0]))
@@ -62,7 +62,7 @@ def _is_unchanged(path: Path, before: Path) -> bool:
 def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
     """Find the regular files below a folder.
 
-    Return the files with their modification times, the names that are not valid UTF-8, and whether there are more than `_MAX_FILES` files.
+    Return the files with their modification times, the files whose names are not valid UTF-8, and whether there are more than `_MAX_FILES`.
     """
     files: list[tuple[str, float]] = []
     unnamed: list[str] = []
@@ -77,7 +77,7 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
             shown = make_encodable(str(path.relative_to(folder)))
             if shown == str(path.relative_to(folder)):
                 files.append((shown, path.stat().st_mtime))
-            else:  # the file could not be opened by the name shown in a result
+            else:  # a reader of the result could not open the file by its name
                 unnamed.append(shown)
     return files, unnamed, False
 
@@ -90,7 +90,7 @@ def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> Non
 
 
 def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
-    """Read the beginning of a file. Return it, the number of missing bytes and the file's size, or None if it is not text."""
+    """Return the beginning of a text file, the number of bytes left out and the size of the file, or None if it is not text."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(data) - 4 or len(data) == size:  # not just a character that was cut at the end
+        if error.start < len(data) - 4 or len(data) == size:  # not only a character cut off at the end
             return None
         data = data[: error.start]
         text = data.decode()
@@ -112,7 +112,7 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
 
 
 def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
-    """Read the ends of an agent's stdout, stderr, logs and transcripts."""
+    """Return the ends of an agent's stdout, stderr, logs and transcripts, by name."""
     names = ["stdout", "stderr"]
     files, unnamed, _ = _find_files(folder / "home")
     _note_unnamed("log_tails", unnamed, truncator)
@@ -126,7 +126,7 @@ def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
 
 
 def read_tail(path: Path, field: str, truncator: Truncator, limit: int) -> str:
-    """Read the end of an untrusted file."""
+    """Return at most `limit` characters from the end of an untrusted file, without secrets. `field` names the file in notes."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The catalog of endpoints that callers choose from, and the modes each supports. The service's settings list them:
+"""The catalog of endpoints that callers choose from, and the modes that each supports. Endpoints are listed in the service's settings:
 
     [endpoints."vllm://Qwen3-8B"]
     url = "http://127.0.0.1:8000"
@@ -6,8 +6,8 @@
     tokenizer = "/models/Qwen3-8B"
     key_env = "VLLM_KEY"                # the NAME of the environment variable with its key
 
-The part before `://` is the kind of endpoint; the rest is a name. A caller's own endpoint (`endpoint_url`) is accepted only if
-`allowed_hosts` lists its host. It never receives one of the server's keys.
+The part before `://` is the kind of endpoint, and the part after it is a name. A caller's own endpoint (`endpoint_url`) is accepted only if
+`allowed_hosts` lists its host. The server's keys are never sent to it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Scheme = Literal[
     "vllm", "sglang", "local", "scripted", "gateway", "openai", "hf-router", "responses", "anthropic", "gemini"
 ]
 _KEY = re.compile(r"([a-z-]+)://([A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199})")
-# Strict, so that different programs cannot parse the same URL differently.
+# Strict, so that all programs parse an accepted URL in the same way.
 _URL = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::([0-9]{1,5}))?((?:/[A-Za-z0-9._~-]*)*)")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _PORTS = {"http": 80, "https": 443}
-CUSTOM_PREFIX = "own-"  # of gateway names for callers' own endpoints; no endpoint kind has this name
+CUSTOM_PREFIX = "own-"  # prefix of the gateway names for callers' own endpoints; no kind of endpoint has this name
 
 
 class EndpointKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The capabilities of one kind of endpoint."""
+    """One kind of endpoint: the engines and dialects with which it can be used."""
 
     exact: EngineKind | None = None  # engine for exact mode, which accepts token ids
     observe: EngineKind | None = None  # engine for observe mode, which relays calls
@@ -53,7 +53,7 @@ KINDS: Mapping[str, EndpointKind] = {
     "sglang": EndpointKind(exact="sglang", observe="openai", speaks=("chat",)),
     "local": EndpointKind(exact="local"),
     "scripted": EndpointKind(exact="scripted"),
-    "gateway": EndpointKind(),  # a gateway that already runs, with its own engine
+    "gateway": EndpointKind(),  # a gateway that is already running, with its own engine
     "openai": EndpointKind(observe="openai", speaks=("chat", "responses"), url="https://api.openai.com/v1"),
     "hf-router": EndpointKind(observe="openai", speaks=("chat",), url="https://router.huggingface.co/v1"),
     "responses": EndpointKind(observe="responses", speaks=("responses",), url="https://api.openai.com/v1"),
@@ -63,7 +63,7 @@ KINDS: Mapping[str, EndpointKind] = {
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the catalog."""
+    """One endpoint in the catalog."""
 
     key: str = ""  # "vllm://Qwen3-8B"; in a file it is the table's name
     url: str | list[str] = ""  # a list of URLs means replicas; defaults to the provider's URL
@@ -98,14 +98,14 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def served(self) -> str:
-        """The model's name. Empty for a running gateway, which supplies the name itself."""
+        """The endpoint's name for the model. It may be empty for a running gateway, which reports the name itself."""
         if self.model or self.scheme == "gateway":
             return self.model
         return self.key.partition("://")[2]
 
     @property
     def supported_modes(self) -> tuple[Mode, ...]:
-        """The modes that its kind and settings support. The first one is the default."""
+        """The modes that the endpoint's kind and settings support. The first mode is the default."""
         kind, modes = self.kind, list[Mode]()
         if self.scheme == "gateway":
             return tuple(self.modes) or ("exact",)
@@ -122,7 +122,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def allowed(self) -> tuple[Mode, ...]:
-        """The modes that callers may use."""
+        """The modes that callers may use: those in `modes`, or all supported modes if that is empty."""
         return tuple(self.modes) or self.supported_modes
 
     @property
@@ -130,7 +130,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.mode or self.allowed[0]
 
     def check(self) -> Endpoint:
-        """Validate constraints across fields. Raise a `ConfigError` that names the entry and the field."""
+        """Validate constraints across fields. Raise `ConfigError` with the names of the endpoint and the field if one is violated."""
         match = _KEY.fullmatch(self.key)
         if match is None or match[1] not in KINDS:
             raise ConfigError(
@@ -140,7 +140,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         where = f'endpoints."{self.key}"'
         for url in self.urls:
-            if "@" in url:  # checked everywhere, because a password may contain a slash; a path would encode it as %40
+            if "@" in url:  # anywhere in the URL, because a password may contain a slash; in a path, @ is written %40
                 raise ConfigError(f"{where}.url must not contain credentials; use key_env instead", param="url")
         if self.scheme == "gateway":
             if len(self.urls) != 1:
@@ -168,7 +168,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self
 
     def gateway_config(self, mode: Mode, data: str) -> ServeConfig | None:
-        """Build the settings of its gateway. Return None if the service starts none (`gateway://` or direct mode)."""
+        """Build the settings of the endpoint's gateway. Return None if the service starts no gateway (`gateway://` or direct mode)."""
         if self.scheme == "gateway" or mode == "direct":
             return None
         engine = {"exact": self.kind.exact, "observe": self.kind.observe}.get(mode, "gate")
@@ -195,7 +195,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ).check()
 
     def why_not(self, mode: Mode) -> str:
-        """Explain why it does not support a mode, and what to change."""
+        """Return why the endpoint does not support a mode and, if possible, what to do instead."""
         if mode == "direct" and self.key_env and self.kind.speaks:
             return "direct mode would expose the endpoint's key in the sandbox; use observe mode"
         if mode in ("exact", "gate") and self.kind.exact:
@@ -206,21 +206,21 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
-    """The public description of an endpoint. It never contains the endpoint's key or URL."""
+    """The description of an endpoint that callers see. It never contains the endpoint's secret key or URL."""
 
     key: str
     model: str
     modes: list[Mode]
     default_mode: Mode
-    capture: str  # recorded in the default mode: tokens, logprobs, text, auto (as much as the endpoint returns), none
+    capture: str  # what the default mode records: tokens, logprobs, text, none, auto (as much as the endpoint returns)
     thinking: bool  # whether callers may set `thinking` (in exact and gate mode)
-    key_is_set: bool  # whether the server has its key, or it needs none
+    key_is_set: bool  # whether the server has the endpoint's secret key, or none is needed
     max_context: int | None = None
     about: str = ""
 
 
 class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoint and the mode of one rollout."""
+    """The endpoint and the mode that were chosen for one rollout."""
 
     endpoint: Endpoint
     mode: Mode
@@ -228,7 +228,7 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gateway_name(self) -> str:
-        """The name of its gateway's folder, one per endpoint and mode.
+        """The name of the gateway for this endpoint and mode, and of its folder.
 
         The digest is long enough that a caller cannot construct a URL that yields the name of a different gateway.
         """
@@ -239,9 +239,9 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog:
-    """The endpoints of the settings, and the rules for callers' own endpoints.
+    """The endpoints in the settings, and the rules for callers' own endpoints.
 
-    `allowed_hosts` lists the hosts of callers' own endpoints as HOST or HOST:PORT, which are matched exactly.
+    `allowed_hosts` lists the hosts that callers' own endpoints may have, as HOST or HOST:PORT. They are matched exactly.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], allowed_hosts: Sequence[str] = ()) -> None:
@@ -260,7 +260,7 @@ class Catalog:
     def choose(
         self, model_key: str, mode: str = "", thinking: bool | None = None, endpoint_url: str = ""
     ) -> EndpointChoice:
-        """Choose an endpoint and a mode for a request. Raise a `BadRequest` that names the argument and the alternatives."""
+        """Return the endpoint and the mode for a request. Raise `BadRequest` with the valid alternatives if an argument is invalid."""
         endpoint = self._build_custom(model_key, endpoint_url) if endpoint_url else self._entries.get(model_key)
         if endpoint is None:
             near = suggestion(model_key, list(self._entries)) or "; the catalog is empty"
@@ -291,7 +291,7 @@ class Catalog:
         return EndpointChoice(endpoint=endpoint, mode=chosen, is_custom=bool(endpoint_url))
 
     def _build_custom(self, model_key: str, url: str) -> Endpoint:
-        """Build the entry for a caller's own endpoint. It has no key, and inherits the model and modes of a catalog entry, if any."""
+        """Build a caller's own endpoint. Its settings come from the catalog entry `model_key`, if there is one, without the secret key."""
         self._check_host(url)
         known = self._entries.get(model_key)
         if known is None:
@@ -327,7 +327,7 @@ class Catalog:
 
 
 def key_is_set(endpoint: Endpoint) -> bool:
-    """Return whether the endpoint's key is set or not needed."""
+    """Return whether the endpoint's secret key is set in the environment, or none is needed."""
     try:
         return not endpoint.key_env or bool(read_key(endpoint.key_env))
     except ConfigError:

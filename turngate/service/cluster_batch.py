@@ -1,4 +1,4 @@
-"""A batch of the Python API on a Ray cluster: runs like `turngate batch --ray`, and returns results as the service does.
+"""Run a batch of the Python API on a Ray cluster, like `turngate batch --ray`, and return results like those of the service.
 
 async with open_cluster_batch(config, place, request, tasks, n, folder) as batch:
     async for finished in batch.rollouts():
@@ -44,9 +44,9 @@ _ON_NODE = "workdir_files: left out, because they are on the node that ran the r
 
 
 class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a batch runs and is recorded."""
+    """The Ray cluster that a batch runs on, and the shared store that records it."""
 
-    address: str  # of Ray: `auto`, HOST:PORT or ray://HOST:PORT
+    address: str  # address of the Ray cluster: `auto`, HOST:PORT or ray://HOST:PORT
     shared: str  # URL of the shared store
 
     def check(self) -> None:
@@ -59,18 +59,18 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterBatch:
-    """An open batch."""
+    """A batch whose gateway and cells are running."""
 
     def __init__(
         self, plan: BatchPlan, choice: EndpointChoice, gateway: GatewayClient, executor: AttemptExecutor
     ) -> None:
-        self.gateway = gateway  # on the shared store
+        self.gateway = gateway  # serves the shared store
         self._plan = plan
         self._choice = choice
         self._executor = executor
 
     async def rollouts(self, watch: BatchProgressCallback) -> AsyncGenerator[FinishedRollout, None]:
-        """Run the batch, and yield its rollouts as they finish. Closing the iterator ends the running ones."""
+        """Run the batch, and yield its rollouts as they finish. Closing the iterator cancels the rollouts that are still running."""
         async with GatewayConnector(self.gateway.url) as connector:
             running = rollouts(self._plan, self.gateway, connector, watch, executor=self._executor)
             async with aclosing(running):
@@ -134,9 +134,9 @@ async def open_cluster_batch(
     timeout_s: float | None = None,
     note: Callable[[str], None] = lambda text: log.info("%s", text),
 ) -> AsyncIterator[ClusterBatch]:
-    """Open a batch of n rollouts of each task: a gateway on the shared store, and a cell on each node.
+    """Open a batch of n rollouts of each task: start a gateway on the shared store, and a cell on each node.
 
-    `request` has the settings that all rollouts share; its task and timeout are not used. `folder` is for the batch's ledger.
+    `request` contains the settings that all rollouts share; its task and timeout are not used. The batch's ledger is written to `folder`.
     """
     place.check()
     request = request.check()

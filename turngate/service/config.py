@@ -1,4 +1,4 @@
-"""The settings of the service, read from a TOML file and overrides. Callers cannot change them."""
+"""The settings of the service: their types, their defaults, and how they are loaded from a TOML file. Callers cannot change them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the service."""
+    """The settings of the service."""
 
     data: str = "turngate-data"  # the folder for results, events and the gateways' traces
     endpoints: dict[str, Endpoint] = {}  # the catalog
@@ -63,7 +63,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clamp: Clamp = Clamp()  # limits on the large fields of a result, see below
 
     def check(self) -> ServiceConfig:
-        """Validate constraints across fields."""
+        """Validate constraints across fields. Raise `ConfigError` if one is violated."""
         if self.sandbox not in BACKENDS:
             raise ConfigError(f"sandbox must be one of {', '.join(BACKENDS)}, not {self.sandbox!r}", param="sandbox")
         if self.public_url and self.tunnel:
@@ -72,12 +72,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self
 
     def allows_image(self, image: str) -> bool:
-        """Return whether a task may use an image."""
+        """Return whether a SWE row may name this image."""
         return any(fnmatchcase(image, pattern) for pattern in self.images)
 
 
 def load_config(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceConfig:
-    """Load settings from a file, and apply the overrides that are not None."""
+    """Load the settings from a TOML file. Values in `overrides` take precedence, unless they are None."""
     values = read_toml(file)
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
     for key, entry in values.get("endpoints", {}).items():

@@ -1,4 +1,4 @@
-"""Convert a trace to turns and to a conversation. No I/O, but run it in a thread, because a long trace takes a while."""
+"""Convert a trace to turns and to a conversation. No I/O, but call it in a thread: a long trace takes a while."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEVELS: tuple[CaptureLevel, ...] = ("none", "text", "logprobs", "tokens")
 
 
 def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
-    """Build the turns, oldest first. If there are too many, keep only the newest."""
+    """Build the turns of a result, oldest first. If there are too many, only the newest are included."""
     limit = truncator.clamp.turns
     chosen = view.turns if not limit or len(view.turns) <= limit else view.turns[-limit:]
     if len(chosen) < len(view.turns):
@@ -53,7 +53,7 @@ def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
 
 
 def _prompt_lengths(view: TraceView) -> dict[int, int]:
-    """Map each context node to the number of ids in the prompt that ends with it."""
+    """Return the length of each prompt in ids, by the id of the context node that ends the prompt."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
     for context in view.contexts.values():  # parents precede their children
@@ -66,7 +66,7 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """Return a turn's log-probabilities, or None if they do not all fit in the result, and the remaining capacity."""
+    """Return a turn's log-probabilities, and how many more the result can hold. They are None if unknown or if they do not all fit."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:
@@ -85,7 +85,7 @@ class _ToolCall(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """The parts of an OpenAI message that appear in a conversation."""
+    """The parts of an OpenAI message that a conversation shows."""
 
     role: str
     text: str
@@ -95,9 +95,9 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 def _parse_message(wire: Json) -> _Message:
-    """Parse a message leniently, because the agent wrote it and gateways accept more than the format specifies.
+    """Parse a message leniently, because agents send messages that do not follow the format.
 
-    A value that should be text but is not becomes JSON.
+    Where text is expected, any other value is converted to JSON text.
     """
     message = wire if isinstance(wire, dict) else {"content": wire}
     return _Message(
@@ -120,7 +120,7 @@ def _parse_call(call: Json) -> _ToolCall:
 
 
 def _join_parts(content: Json) -> str:
-    """Join content parts. A part that is not text is replaced by its type in brackets."""
+    """Join the parts of a message's content. For a part without text, such as an image, its type in brackets is used."""
     if not isinstance(content, list):
         return _to_text(content)
     texts = []
@@ -137,7 +137,7 @@ def _to_list(value: Json) -> list[Json]:
 
 
 def _to_text(value: Json) -> str:
-    """Convert any JSON to text."""
+    """Convert a JSON value to text. Strings stay unchanged, null becomes an empty string, and other values become JSON text."""
     if value is None:
         return ""
     try:
@@ -158,7 +158,7 @@ def _build_calls(field: str, message: _Message, truncator: Truncator) -> list[Co
 
 
 def build_messages(view: TraceView) -> list[ConversationMessage]:
-    """Build the messages of all branches, as recorded. A later trace of the same session starts with the same messages."""
+    """Build the messages of all branches, in the order of recording. As the trace grows, messages are only appended."""
     unlimited = Truncator(Clamp(text=0))
     branches = _number_branches(view)
     answered: dict[int, TurnView] = {}
@@ -191,7 +191,7 @@ def build_messages(view: TraceView) -> list[ConversationMessage]:
 
 
 def _number_branches(view: TraceView) -> dict[int, int]:
-    """Map each node to the number of its branch. A node's first child continues its branch; later children start new ones."""
+    """Return the branch number of each node. The first child of a node continues its branch; every other child starts a new one."""
     parents: dict[int, int | None] = {context.id: context.parent for context in view.contexts.values()}
     parents |= {turn.id: turn.parent for turn in view.turns}
     numbers: dict[int, int] = {}
@@ -209,7 +209,7 @@ def _number_branches(view: TraceView) -> dict[int, int]:
 def paginate(
     messages: Sequence[ConversationMessage], after: int, limit: int, clamp: Clamp
 ) -> tuple[list[ConversationMessage], list[str]]:
-    """Return the messages after a cursor, with truncated texts, and notes on what was truncated."""
+    """Return at most `limit` messages after a cursor, with long texts truncated, and a note for each text that was truncated."""
     truncator = Truncator(clamp)
     page = []
     for message in messages[after : after + limit]:

@@ -2,8 +2,8 @@
 
 A sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one endpoint and
 returns the replies unchanged. It adds no key, removes any key that the agent sends, and does not follow redirects. It also counts completed
-generations and records failures and silence, because, as in the other modes, a rollout that ends because its endpoint is down, failing or
-silent is not the agent's fault. The rollout uses `DirectModeClient` in place of a gateway's client.
+generations, and records errors and silence of the endpoint. As in the other modes, the agent is not at fault if its endpoint is down, fails
+or stops responding. The rollout uses `DirectModeClient` in place of a gateway's client.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
 
-PLACEHOLDER = "none"  # the agent's API key
+PLACEHOLDER = "none"  # the API key that the agent gets
 _SILENCE_S = 600.0
 _MAX_BODY = 64 * 1024 * 1024
-_GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}  # without it, a relay assumes that a dead tunnel replied, and retries
+# Without this header, a relay takes the reply for an error page of a dead tunnel, and retries.
+_GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}
 _CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
-# Path suffixes of calls that sample. Other calls do not indicate whether the endpoint is healthy.
+# Path suffixes of calls that sample. Only these calls show whether the endpoint is healthy.
 _GENERATIONS = ("/completions", "/messages", "/responses", ":generateContent", ":streamGenerateContent")
 _ENDPOINT = "the endpoint"
 _MAX_ERROR_BODY = 4096  # bytes of an error reply to keep for the error message
@@ -52,7 +53,7 @@ _FORWARDED_HEADERS = ("content-type", "retry-after", "request-id", "x-request-id
 
 
 class Forwarder:
-    """Forwards model calls to one endpoint. `answered` counts completed generations; `last_error` is the latest one's error, if any."""
+    """Forwards model calls to one endpoint. `answered` counts completed generations. `last_error` is set if the latest one failed."""
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
@@ -62,7 +63,7 @@ class Forwarder:
         self.engine_silence = EngineSilence()
 
     def target_url(self, path: str) -> str:
-        """Return the endpoint's URL for a path. As in the relaying engines, a base URL with a path replaces the leading /v1."""
+        """Return the endpoint's URL for a path. If the base URL has a path of its own, it replaces a leading /v1, as in observe mode."""
         own = urlsplit(self._base).path
         for version in ("/v1beta", "/v1"):
             if own.endswith(version) and path.startswith(f"{version}/"):
@@ -136,7 +137,7 @@ class Forwarder:
         return response
 
     def _note_reply(self, status: int, error_body: bytes, is_generation: bool) -> None:
-        """Record a complete reply."""
+        """Record the status of a complete reply: an error, or a completed generation."""
         if status == 401:
             needs_key = EngineError(f"{_ENDPOINT} requires a key, which direct mode never sends; use observe mode")
             self._note_failure(needs_key, is_generation)
@@ -154,7 +155,7 @@ class Forwarder:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """Listen for calls while the block runs, and yield the URL."""
+        """Listen for calls for the duration of the block, and yield the URL."""
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self.handle)
         # If the agent disconnects, the call to the endpoint is cancelled too.
@@ -164,7 +165,7 @@ class Forwarder:
             await runner.setup()
             try:
                 site = web.TCPSite(runner, "127.0.0.1", 0)
-                await run_to_completion(site.start())  # cancelling it midway would leak its socket
+                await run_to_completion(site.start())  # cancelling the start midway would leak its socket
                 host, port = runner.addresses[0][:2]
                 yield f"http://{host}:{port}"
             finally:
@@ -178,7 +179,7 @@ def _error_response(status: int, message: str) -> web.Response:
 
 
 class DirectModeClient(GatewayClient):
-    """A substitute for a gateway's client that records nothing. `on_event` receives the rollout's stages."""
+    """Takes the place of a gateway's client in direct mode. It records nothing, and passes the rollout's stages to `on_event`."""
 
     def __init__(self, url: str, forwarder: Forwarder, on_event: Callable[[str, dict[str, Json]], None]) -> None:
         super().__init__(url, PLACEHOLDER)
@@ -189,7 +190,7 @@ class DirectModeClient(GatewayClient):
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> SessionInfo:
-        """Return a session whose turns are the completed generations. An agent without any has done nothing to grade."""
+        """Return a session in which every completed generation counts as a turn, since an agent without turns is not graded."""
         forwarder = self._forwarder
         return SessionInfo(
             id=session,
@@ -233,7 +234,7 @@ class DirectModeClient(GatewayClient):
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """Yield no events. With `wait`, never return."""
+        """Yield no events. If `wait` is set, wait until cancelled; otherwise, end at once."""
         if wait:
             await asyncio.Event().wait()
         nothing: tuple[GatewayEvent, ...] = ()

@@ -1,4 +1,4 @@
-"""Record the events of active rollouts: the service's own, and those that a gateway sends."""
+"""Record the events of active rollouts: those of the service, and those of the gateways."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from turngate.types import Json
 
 log = logging.getLogger("turngate")
 _DRAIN_S = 20.0
-_UNKNOWN_SESSION_S = 0.05  # pause before a retry, while the gateway does not have the session yet
+_UNKNOWN_SESSION_S = 0.05  # pause before the events are read again while the gateway does not have the session yet
 _STORE_RETRY_S = 1.0
 
 
 class RolloutEventLog:
-    """Appends events to the storage, and wakes the callers that are waiting for them."""
+    """Appends events to the storage, and wakes the callers that are waiting for events."""
 
     def __init__(self, storage: ServiceStorage) -> None:
         self._storage = storage
@@ -36,7 +36,7 @@ class RolloutEventLog:
         seq: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Store an event, then notify waiting callers. If the disk is full, the event is lost but the rollout continues."""
+        """Store an event, and notify waiting callers. If the event cannot be stored, it is lost, but the rollout continues."""
         event = RolloutEvent(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
         try:
             self._storage.add_event(active.id, event)
@@ -48,13 +48,13 @@ class RolloutEventLog:
         active.notify()
 
     async def follow(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the gateway's events as they occur, until cancelled. Does nothing in direct mode, which has no gateway."""
+        """Append the gateway's events as they occur, until cancelled. In direct mode, which has no gateway, do nothing."""
         if active.choice.mode != "direct":
             await active.announced.wait()
             await self._copy(active, client, wait=True)
 
     async def drain(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the gateway's last events after the rollout has ended."""
+        """Append the remaining events of the gateway after the rollout has ended."""
         async with asyncio.timeout(_DRAIN_S):
             await self._copy(active, client, wait=False)
 
@@ -72,7 +72,7 @@ class RolloutEventLog:
             await asyncio.sleep(pause_s)
 
     def _append_from_gateway(self, active: ActiveRollout, event: GatewayEvent) -> bool:
-        """Append an event unless it is already stored. Return whether it is stored now; if not, it must be read again."""
+        """Store an event of the gateway unless it is already stored. Return False if that fails and the event must be read again."""
         if event.seq > active.seq:
             self.append(active, event.kind, event.data, seq=event.seq, at=event.time)
         return active.seq >= event.seq

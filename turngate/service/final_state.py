@@ -23,7 +23,7 @@ UNREPORTED = "the service stopped before it wrote the result; the grade is known
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
-    """Build the final state of a rollout whose work has ended. `failed_stage` is the stage it was in when it ended."""
+    """Build the final state of a rollout whose work has ended. `failed_stage` is the stage that the work had reached."""
     state = _mark_done(active.state, status="cancelled")
     if not work.cancelled() and (error := work.exception()) is not None:
         return _apply_error(active, state, error, failed_stage)
@@ -49,7 +49,7 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
 
 
 def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
-    """Build the final state if building the result failed. Only a rollout without a grade ends with this error."""
+    """Build the final state of a rollout whose result could not be built. If it has an outcome, the error becomes only a note."""
     outcome = active.outcome
     state = _mark_done(active.state)
     failed = _apply_error(active, state, error, "result")
@@ -61,9 +61,9 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
 
 
 def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Build the final state of a rollout that was running when the process was killed.
+    """Build the final state of a rollout that was running when the service was killed.
 
-    The time of its last event counts as its end. A recorded grade is kept.
+    The rollout is considered to have ended at its last event. If a grade was recorded, it is kept.
     """
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
@@ -97,7 +97,7 @@ def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
 
 
 def build_end_event_data(state: RolloutState) -> dict[str, Json]:
-    """Build the data of a rollout's last event, `ended`."""
+    """Build the data of the `ended` event, which is the last event of a rollout."""
     return {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
 
 
@@ -106,7 +106,7 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """Apply an error that occurred before the rollout itself started, or a bug in Turngate."""
+    """Return the state with an error that ended the rollout: one from before it started, or a bug in Turngate."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:
@@ -117,7 +117,7 @@ def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseExceptio
 
 
 def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
-    """Name the caller's argument in the error instead of the file that it was written to."""
+    """Return the error with the name of the caller's argument in place of the file that the argument was written to."""
     if info is None:
         return None
     message = make_encodable(info.message)
@@ -127,7 +127,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
 
 
 def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Apply the grade from the events. `outcome` events contain the grade; stage events for `done` also contain the status."""
+    """Return the state with the grade from `outcome` events and from the stage event `done`, which also contains the status."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":
             status, kind = event.data.get("status"), event.data.get("class")

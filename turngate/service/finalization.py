@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Finalizer:
-    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, a note is added and the grade is kept."""
+    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, it adds a note and keeps the grade."""
 
     def __init__(
         self, config: ServiceConfig, storage: ServiceStorage, events: RolloutEventLog, history: RolloutHistory
@@ -43,7 +43,7 @@ class Finalizer:
     async def finish(
         self, active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str
     ) -> tuple[RolloutState, float]:
-        """Store the result. Return the final state and the Unix time at which the rollout ended."""
+        """Build and store the result. Return the final state, and the Unix time at which the rollout ended."""
         view, messages = await self._read_recording(active)
         await self._release(active)
         state = final_state.from_work(active, work, failed_stage)
@@ -61,7 +61,7 @@ class Finalizer:
         return state, ended_at
 
     async def finish_after_error(self, active: ActiveRollout, error: BaseException) -> tuple[RolloutState, float]:
-        """Store a minimal result after `finish` failed."""
+        """Store a minimal result because `finish` has failed. Return the final state, and the Unix time."""
         state = final_state.from_broken_report(active, error)
         result = report.build_minimal_result(state, active.outcome, active.notes)
         await self._release(active)
@@ -87,7 +87,7 @@ class Finalizer:
         return view, await _attempt(active, "its conversation could not be built", build, [])
 
     async def _release(self, active: ActiveRollout) -> None:
-        """Close the rollout's connections. First wait for its inputs to be written, which may still be in progress after an abort."""
+        """Close the rollout's connections. After an abort, first wait until the rollout's inputs are written."""
         writing = active.writing_inputs
         if writing is not None and not writing.done():
             await asyncio.wait([writing])
@@ -98,7 +98,7 @@ class Finalizer:
     async def _build_result(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """Build the full result. If that fails, omit the turns; if that fails too, build the minimal result."""
+        """Build the full result. If that fails, build it without turns. If that fails, too, build a minimal result."""
         for shown, missing in ((view, "its turns could not be read"), (None, "its files could not be read")):
             build = asyncio.to_thread(self._report, active, state, outcome, shown)
             result = await _attempt(active, missing, build, None)
@@ -109,7 +109,7 @@ class Finalizer:
     def _report(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """Build the full result. Runs in a thread."""
+        """Build the full result. This blocks, so call it in a thread."""
         folder = self._storage.artifacts_folder(active.id)
         before = initial_files(active.request, self._storage.inputs_folder(active.id))
         return report.build_result(state, outcome, view, folder, self._config.clamp, active.notes, before)
@@ -121,7 +121,7 @@ async def _read_view(active: ActiveRollout, client: GatewayClient) -> TraceView:
 
 
 async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any, T], default: T) -> T:
-    """Run an optional part of finishing. Any failure becomes a note that starts with `missing`, because agents write unexpected data."""
+    """Do an optional part of the finalization. If it fails, add a note that starts with `missing`, and return `default`."""
     task = asyncio.create_task(work)
     await asyncio.wait([task])
     error = task.exception()

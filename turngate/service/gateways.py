@@ -1,8 +1,8 @@
-"""The service's gateways: one per endpoint and mode, in this process, started when first needed.
+"""The service's gateways: one for each endpoint and mode. They run in this process and are started when first needed.
 
-Each has its own folder, `DATA/gateways/NAME`. Its traces survive a restart, and `turngate show --data` and feeds can read them. A
-`gateway://` entry in the catalog is a gateway that is already running. The gateway for a caller's own endpoint stops with its last rollout,
-and its folder is deleted with the last remembered rollout that used it.
+Each gateway has its own folder, `DATA/gateways/NAME`. Traces survive a restart, and `turngate show --data` and feeds can read them. A
+`gateway://` entry in the catalog is a gateway that is already running. The gateway of a caller's own endpoint stops when its last rollout
+ends. Its folder is deleted when the service forgets the last rollout that used it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turngate.service.catalog import CUSTOM_PREFIX, EndpointChoice
 from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
-MAX_GATEWAYS = 32  # limits running gateways, because callers may bring their own endpoints
+MAX_GATEWAYS = 32  # maximum number of running gateways; needed because callers can use their own endpoints
 OnOpen = Callable[[str, GatewayClient], Awaitable[None]]
 
 
@@ -43,7 +43,7 @@ class GatewayConnection(msgspec.Struct, frozen=True):
 
 
 class _RunningGateway:
-    """One gateway. Its own task keeps it open, because the rollout that started it may end before others that use it."""
+    """One gateway. A separate task keeps it open, because the rollout that started it may end before other rollouts that use it."""
 
     def __init__(
         self, choice: EndpointChoice, keep_open: Callable[[_RunningGateway], Coroutine[None, None, None]]
@@ -55,7 +55,7 @@ class _RunningGateway:
         self.task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Forward a startup error to the rollouts that are waiting for the gateway."""
+        """Pass an error that occurred at the start to the rollouts that are waiting for the gateway. Log a later error."""
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:
@@ -68,10 +68,10 @@ class _RunningGateway:
 
 
 class Gateways:
-    """The gateways that are running. Call `close` when done.
+    """Starts gateways when they are needed, and keeps track of those that are running. Call `close` when done.
 
-    `engines` maps catalog keys to engines that run in this process. `on_open` is called with the name and the client of every gateway that
-    starts, before rollouts use it.
+    `engines` maps catalog keys to engines that run in this process. `on_open` is called with the name and the client of every gateway
+    before rollouts use it.
     """
 
     def __init__(self, config: ServiceConfig, engines: Mapping[str, Engine], on_open: OnOpen) -> None:
@@ -84,7 +84,7 @@ class Gateways:
 
     @asynccontextmanager
     async def connect(self, choice: EndpointChoice) -> AsyncIterator[GatewayConnection]:
-        """Connect to the gateway for an endpoint and mode, starting it if needed. It stays open at least until the block ends."""
+        """Connect to the gateway of an endpoint and mode, and start it if necessary. It runs at least until the end of the block."""
         name = choice.gateway_name
         if (gateway := self._running.get(name)) is not None and gateway.choice != choice:
             raise BadRequest(
@@ -102,7 +102,7 @@ class Gateways:
 
     async def _get_or_start(self, choice: EndpointChoice) -> GatewayConnection:
         gateway = self._running.get(choice.gateway_name)
-        if gateway is None or gateway.task.done():  # its start failed, or it failed later
+        if gateway is None or gateway.task.done():  # not started yet, or it has failed
             if sum(not running.task.done() for running in self._running.values()) >= MAX_GATEWAYS:
                 raise BadRequest(
                     f"endpoint_url needs a new gateway, but {MAX_GATEWAYS} are already running; try again later",
@@ -113,7 +113,7 @@ class Gateways:
         return await asyncio.shield(gateway.ready)
 
     async def delete_unused(self, needed: Collection[str]) -> None:
-        """Delete the gateway folders of callers' own endpoints, except for the `needed` gateways."""
+        """Delete the folders of gateways for callers' own endpoints, except those that are running or listed in `needed`."""
         folder = Path(self._config.data) / "gateways"
         for path in await asyncio.to_thread(lambda: list(folder.glob(f"{CUSTOM_PREFIX}*"))):
             is_used = path.name in needed or path.name in self._users or path.name in self._stopping
@@ -121,7 +121,7 @@ class Gateways:
                 await self._block_start(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
 
     async def _block_start(self, name: str, work: Coroutine[None, None, None]) -> None:
-        """Run work on a gateway's folder. A new gateway with that name waits for it, because two cannot share a folder."""
+        """Await `work`, which uses a gateway's folder. A gateway with this name does not start before it is done."""
         stopping = self._stopping[name] = asyncio.create_task(work)
         await asyncio.wait([stopping])
         if self._stopping.get(name) is stopping:
@@ -168,19 +168,19 @@ class Gateways:
 
 async def _stop(gateway: _RunningGateway) -> None:
     gateway.stop.set()
-    if not gateway.ready.done():  # it is still starting
+    if not gateway.ready.done():  # the gateway is still starting
         gateway.task.cancel()
     await asyncio.wait([gateway.task])
 
 
 def _load_renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
-    """Load and certify a renderer. This blocks, for several seconds if the tokenizer is new."""
+    """Load a renderer and certify its chat template. This blocks, and takes several seconds if the tokenizer is new."""
     name = config.tokenizer or config.model_folder
     return load_renderer(find_tokenizer(name) if name else BUILTIN_TOKENIZER, model=config.model, family=config.family)
 
 
 def _load_local_engine(config: ServeConfig) -> Engine:
-    """Load a local model. This may block for a long time."""
+    """Load a local model into an engine. This may block for a long time."""
     try:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
@@ -193,7 +193,7 @@ def _load_local_engine(config: ServeConfig) -> Engine:
 
 
 def _admin_key(name: str) -> str:
-    """Read the admin key of a running gateway from the environment variable `name`."""
+    """Read the admin key of a running gateway from the environment variable `name`, or from the default place if `name` is empty."""
     if not name:
         return read_admin_key()
     key = read_key(name)

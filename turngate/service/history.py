@@ -1,4 +1,4 @@
-"""Rollouts that have ended: their states in memory, their results on disk, and rollouts that an earlier process left unfinished."""
+"""Rollouts that have ended: their states are in memory, their results on disk. Includes those that an earlier process left unfinished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("turngate")
 
 
 class RolloutHistory:
-    """Keeps the newest `config.keep` rollouts. If the disk is full, results stay in memory until they can be written."""
+    """Keeps the newest `config.keep` rollouts that have ended. If the disk is full, results stay in memory until they can be written."""
 
     def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class RolloutHistory:
 
     @property
     def gateways(self) -> set[str]:
-        """The names of the gateways that have traces of remembered rollouts."""
+        """The names of the gateways that have the traces of the rollouts kept here."""
         return set(self._gateways.values())
 
     def find(self, rollout: str) -> RolloutState:
@@ -56,7 +56,7 @@ class RolloutHistory:
             return unwritten[0]
         result = await asyncio.to_thread(self._storage.read_result, rollout)
         if result is None:
-            raise StoreError(f"the result file of rollout {rollout} was deleted", param="rollout_id")
+            raise StoreError(f"the result file of rollout {rollout} no longer exists", param="rollout_id")
         return result
 
     async def read_messages(self, rollout: str) -> list[ConversationMessage]:
@@ -66,7 +66,7 @@ class RolloutHistory:
         return await asyncio.to_thread(self._storage.read_messages, rollout)
 
     def add(self, state: RolloutState, gateway: str) -> None:
-        """Remember a rollout that has ended."""
+        """Keep the final state of a rollout that has ended. `gateway` is the name of its gateway."""
         self._states[state.rollout_id] = state
         self._gateways[state.rollout_id] = gateway
         try:
@@ -82,7 +82,7 @@ class RolloutHistory:
             self._unwritten[result.rollout_id] = result, messages
 
     async def flush(self) -> None:
-        """Retry writing the results that are only in memory."""
+        """Try again to write the results that are only in memory."""
         async with self._flushing:
             for rollout, unwritten in list(self._unwritten.items()):
                 try:
@@ -104,7 +104,7 @@ class RolloutHistory:
             return
         try:
             self._storage.delete_rows(surplus)
-        except StoreError as error:  # their files are kept too, until the next attempt
+        except StoreError as error:  # their files are kept, too, until the next try
             log.error("the oldest rollouts could not be deleted: %s", error.message)
             return
         for rollout in surplus:
@@ -116,7 +116,7 @@ class RolloutHistory:
     # ── after a restart ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> None:
-        """Load the states of an earlier process. Rollouts that were running when it ended are reported as lost."""
+        """Load the states of earlier processes. Rollouts that were running when the last process ended are ended as lost."""
         for state, gateway in self._storage.read_states():
             if not state.done:
                 state = await self._end_interrupted(state, gateway)

@@ -1,6 +1,6 @@
-"""The service's tools for MCP and OpenEnv: the name, description, arguments and result of each, and the method it calls.
+"""The service's tools for MCP and OpenEnv: the name, description, arguments and result of each, and the method that it calls.
 
-Schemas are derived from the types. Keys, sandboxes and images are never arguments; they are settings of the server.
+Schemas are derived from the types of arguments and results. Keys, sandboxes and images are settings of the server, never arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turngate.types import Json
 if TYPE_CHECKING:  # so that reading the schemas does not import the service
     from turngate.service.rollouts import Rollouts
 
-MAX_WAIT_S = 60.0  # for events; clients limit how long a call may take
+MAX_WAIT_S = 60.0  # longest wait for events, since clients limit how long a call may take
 
 # Waits for a rollout to end, for at most the given number of seconds, and reports progress to the caller in the meantime.
 Wait = Callable[[str, float | None], Awaitable[RolloutResult]]
@@ -82,7 +82,7 @@ class AbortRollout(RolloutArguments, frozen=True, kw_only=True):
 
 
 class ResultOptions(_Arguments, frozen=True, kw_only=True):
-    """Additional arguments of the tools that return a result."""
+    """Additional arguments of the tools that run a rollout and return its result."""
 
     logprobs: bool = True
 
@@ -103,25 +103,25 @@ class ListEndpoints(_Arguments, frozen=True, kw_only=True):
 
 
 class StartedRollout(msgspec.Struct, frozen=True):
-    """A rollout that was started. It is running or waiting in the queue."""
+    """The id of a rollout that is now running or waiting in the queue."""
 
     rollout_id: str
 
 
 class EndpointList(msgspec.Struct, frozen=True):
-    """The endpoints and agents that a rollout can use, with the default agent first."""
+    """The endpoints and agents that a rollout can use. The default agent comes first."""
 
     endpoints: list[EndpointView]
     agents: list[str]
 
 
 class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. Its hints are for clients that ask the user for permission."""
+    """One tool. `is_read_only`, `is_destructive` and `is_idempotent` are hints for clients that ask the user for permission."""
 
     name: str
     title: str
     description: str
-    arguments: tuple[type[msgspec.Struct], ...]  # alternatives, of which the caller sends one
+    arguments: tuple[type[msgspec.Struct], ...]  # alternatives; the caller sends the arguments of one
     options: type[msgspec.Struct] = _Arguments  # additional arguments
     result: type[msgspec.Struct]
     call: Callable[[Rollouts, Arguments, Wait], Awaitable[msgspec.Struct]]
@@ -130,7 +130,7 @@ class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
     is_idempotent: bool = False
 
     def input_schema(self) -> dict[str, Any]:
-        """Build one schema that describes every argument. An argument is required if all alternatives require it."""
+        """Build one JSON schema for the arguments of all alternatives. An argument is required if every alternative requires it."""
         schemas = [_schema(kind) for kind in self.arguments]
         parts = [*schemas, _schema(self.options)]
         properties = {name: value for schema in parts for name, value in schema["properties"].items()}
@@ -143,7 +143,7 @@ class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Build the JSON schema of a type. References are inlined, because some clients do not resolve them. No type is recursive."""
+    """Build the JSON schema of a type. References are inlined, because some clients do not resolve them. The type must not be recursive."""
     (top,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def inline(schema: Any) -> Any:
@@ -165,7 +165,7 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _parse_request(arguments: Arguments) -> RolloutRequest | SweRolloutRequest:
-    """Parse the arguments of start_rollout, which accepts both kinds of request."""
+    """Parse the arguments of `start_rollout`, which accepts either an instruction or a SWE row."""
     if "task" not in arguments:
         return parse_arguments(arguments, RolloutRequest)
     if "instruction" in arguments:
@@ -190,7 +190,7 @@ async def _run_and_wait(
 
 
 def _apply_options(result: RolloutResult, logprobs: bool) -> RolloutResult:
-    """Omit the log-probabilities if requested. A note says so, because null alone would mean that they are unknown."""
+    """Return the result without log-probabilities if `logprobs` is false. A note is added, because null alone would mean "unknown"."""
     if logprobs or not any(turn.logprobs for turn in result.turns):
         return result
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """Convert a request to a task and to the spec of a rollout.
 
-A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. If its text names
-a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier), that file determines the reward. Otherwise the exit code does: 0
-means reward 1.0, and 1 means reward 0.0. Because the script's text decides between the two, the agent's work cannot influence the choice.
+A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. If the script's
+text names a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier), that file determines the reward. Otherwise, the exit
+code does: 0 means reward 1.0, and 1 means reward 0.0. The agent cannot influence which of the two is used, because only the text decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 
 
 def build_task(request: AnyRequest, config: ServiceConfig, inputs: Path) -> Task:
-    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. Raise `BadRequest` for an invalid argument."""
+    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. Raise `BadRequest` if a SWE row is invalid."""
     if isinstance(request, TaskRolloutRequest):
         return request.task
     if isinstance(request, SweRolloutRequest):
@@ -93,7 +93,7 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """Return the folder with the initial content of the working folder. Return None if that is a whole repository."""
+    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository."""
     return None if isinstance(request, SweRolloutRequest) else inputs / "files"
 
 
@@ -111,7 +111,7 @@ def build_order(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    if choice.mode == "direct" and agent.transcript is not None:  # without a trace to compare with, it is only a log
+    if choice.mode == "direct" and agent.transcript is not None:  # no trace to compare it with, so it is only a log
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
     return RolloutSpec(
@@ -136,7 +136,7 @@ def build_order(
 
 
 def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
-    """Combine the session settings of the endpoint and of the request."""
+    """Combine the session settings of the endpoint and of the request. Those of the request take precedence."""
     of_endpoint = {name: value for name, value in choice.endpoint.session.items() if name != "sampling"}
     of_caller = request.session if isinstance(request, TaskRolloutRequest) else {}
     settings = {**of_endpoint, **of_caller, **parse_sampling(request.sampling)}
@@ -150,7 +150,7 @@ def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dic
 
 
 def choose_model_limits(request: AnyRequest, choice: EndpointChoice) -> ModelLimits:
-    """Return the limits for the agent's configuration."""
+    """Return the model's context and output limits for which the agent is configured."""
     context = choice.endpoint.context_tokens or choice.endpoint.max_context or ModelLimits().context_tokens
     max_output = min(request.max_tokens_cap or ModelLimits().max_output_tokens, context)
     return ModelLimits(context_tokens=context, max_output_tokens=max_output)

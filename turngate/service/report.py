@@ -1,4 +1,4 @@
-"""Build the results of rollouts. `build_result` reads the agent's files and may take a while, so run it in a thread."""
+"""Build the results of rollouts. `build_result` reads the agent's files and may take a while, so call it in a thread."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build_result(
 ) -> RolloutResult:
     """Build the full result of a rollout that has ended, with large fields truncated.
 
-    `outcome` is None if the rollout never ran. `folder` contains the agent's files. `initial_files` contains the initial content of the
-    working folder; it is None if that is a whole repository, which a result does not show.
+    `outcome` is None if the rollout did not run. `folder` contains the agent's files, and `initial_files` the files that the agent started
+    with. If the agent started with a whole repository, `initial_files` is None, and the result does not contain the working folder.
     """
     truncator = Truncator(clamp)
     turns = build_turns(view, truncator) if view is not None else []
@@ -49,7 +49,7 @@ def build_result(
 
 
 def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
-    """Build a result from the state and the outcome only. This reads no files, so it cannot fail."""
+    """Build a result from the state and the outcome only. This does not read files, so it cannot fail."""
     result = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,
@@ -83,7 +83,7 @@ def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Se
 
 
 def build_unfinished_result(state: RolloutState) -> RolloutResult:
-    """Build the result of a rollout that has not ended: its progress, with `done` false."""
+    """Build the result of a rollout that has not ended. It shows the progress so far, and `done` is false."""
     return msgspec.structs.replace(build_minimal_result(state, None, ()), done=False)
 
 
@@ -97,7 +97,7 @@ def _read_workdir(outcome: Outcome, folder: Path, initial_files: Path | None, tr
 
 
 def _read_verifier_output(outcome: Outcome, folder: Path, truncator: Truncator) -> str:
-    """Read the grader's output, from its log file if that exists."""
+    """Return the end of the grader's output, from its log file if that exists, otherwise from the grade."""
     assert outcome.grade is not None
     if (folder / "grade.log").is_file():
         return read_tail(folder / "grade.log", "verifier_output", truncator, truncator.clamp.verifier)
@@ -118,7 +118,7 @@ def _outcome_notes(outcome: Outcome) -> list[str]:
 
 
 def error_from_outcome(outcome: Outcome) -> ErrorInfo | None:
-    """Return the error that was not the agent's fault, if any. That includes an error in grading."""
+    """Return the error that ended the rollout or its grading, or None if there was none or the agent was at fault."""
     if outcome.fault is not None:
         return ErrorInfo(boundary=outcome.fault.boundary, stage=outcome.fault.stage, message=outcome.fault.message)
     grade = outcome.grade

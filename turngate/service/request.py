@@ -1,4 +1,4 @@
-"""Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. They are validated before anything starts.
+"""Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. A request is validated before its rollout starts.
 
 A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths stay inside the working folder, and errors
 name the argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
@@ -24,14 +24,14 @@ from turngate.types import Json
 
 Mode = Literal["exact", "observe", "gate", "direct"]
 MODES: tuple[Mode, ...] = ("exact", "observe", "gate", "direct")
-# Names that other projects use for these modes.
+# Other projects' names for these modes.
 MODE_ALIASES: Mapping[str, Mode] = {"transparent_proxy": "observe", "black_box": "direct", "interception_gate": "gate"}
 
 MAX_INSTRUCTION = 400_000  # characters
 MAX_SCRIPT = 1_000_000  # characters of test_script, and of setup_shell
 MAX_FILES = 500
 MAX_FILE = 8_000_000  # bytes
-MAX_BYTES = 32_000_000  # in all files together
+MAX_BYTES = 32_000_000  # total size of all files
 MAX_PATH = 400  # characters
 MAX_TOKENS = 10_000_000  # per turn
 MAX_ROW = 4_000_000  # bytes of a SWE row
@@ -44,7 +44,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Base64File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a file that is not text."""
+    """The content of a binary file, encoded as base64."""
 
     base64: str
 
@@ -54,20 +54,20 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     model_key: str  # an endpoint from the server's catalog, such as "vllm://Qwen3-8B"
     instruction: str  # what the agent should do
-    test_script: str = ""  # bash, grades the agent's work in a fresh sandbox; if empty, there is no grade and no reward
+    test_script: str = ""  # bash script that grades the work in a fresh sandbox; if empty, there is no reward
     task_id: str = ""  # the caller's name for the task; if empty, derived from the instruction
     agent: str = ""  # one of the server's agents; if empty, the default agent
-    setup_shell: str = ""  # sh, run in the working folder before the agent starts
+    setup_shell: str = ""  # sh commands to run in the working folder before the agent starts
     upload_files: dict[str, str | Base64File] = {}  # path below the working folder → text, or {"base64": …}
     thinking: bool | None = None  # whether the model thinks first; None means the chat template's default
     mode: str = ""  # exact, observe, gate or direct; if empty, the endpoint's default
-    max_tokens_cap: int | None = None  # per turn
+    max_tokens_cap: int | None = None  # how many tokens the model may sample per turn
     sampling: str | dict[str, int | float] = NEUTRAL_CHOICE  # neutral, agent, or the settings to pin
     agent_timeout_s: float = 600.0
     endpoint_url: str = ""  # the caller's own endpoint; its host must be in the server's `allowed_hosts`
 
     def check(self) -> RolloutRequest:
-        """Validate the arguments. Raise a `BadRequest` that names the invalid one."""
+        """Validate the arguments. Raise `BadRequest` with the name of the first invalid argument."""
         _check_text("instruction", self.instruction, MAX_INSTRUCTION, needed=True)
         _check_text("test_script", self.test_script, MAX_SCRIPT)
         _check_text("setup_shell", self.setup_shell, MAX_SCRIPT)
@@ -91,7 +91,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self
 
     def files_by_path(self) -> dict[str, str | Base64File]:
-        """Return the uploaded files by normalized path. Raise `BadRequest` for an invalid path or too many files."""
+        """Return the uploaded files by normalized path. Raise `BadRequest` if a path is invalid or there are too many files."""
         if len(self.upload_files) > MAX_FILES:
             raise BadRequest(
                 f"upload_files contains {len(self.upload_files)} files; send at most {MAX_FILES}",
@@ -114,11 +114,11 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return files
 
     def size(self) -> int:
-        """Estimate the disk space of the caller's files, in bytes."""
+        """Estimate how many bytes of disk space the caller's files and test script need."""
         return sum(_estimate_size(content) for content in self.upload_files.values()) + len(self.test_script)
 
     def without_files(self) -> RolloutRequest:
-        """Return a copy without the files. Called once they are on disk."""
+        """Return a copy without the files and the test script. It replaces the request once they are on disk."""
         return msgspec.structs.replace(self, upload_files={}, test_script="")
 
 
@@ -154,12 +154,12 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return len(msgspec.json.encode(self.task))
 
     def without_files(self) -> SweRolloutRequest:
-        """Return a copy without the row. Called once the task is built."""
+        """Return a copy without the row. It replaces the request once the task is built."""
         return msgspec.structs.replace(self, task={})
 
 
 class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one rollout of a `Task`, made by code in this process (the Python API). Never built from a caller's data."""
+    """A request of the Python API, in this process, for one rollout of a `Task`. Remote callers cannot make such requests."""
 
     task: Task
     model_key: str
@@ -174,7 +174,7 @@ class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: dict[str, Json] = {}  # session settings that override those of the endpoint
 
     def check(self) -> TaskRolloutRequest:
-        """Validate the arguments."""
+        """Validate the arguments. Raise `BadRequest` with the name of the first invalid argument."""
         _check_common(self)
         return self
 
@@ -189,7 +189,7 @@ AnyRequest = RolloutRequest | SweRolloutRequest | TaskRolloutRequest
 
 
 def parse_arguments(values: Mapping[str, Json], kind: type[T]) -> T:
-    """Convert a caller's JSON. Raise a `BadRequest` that names an argument that is missing, unknown or of the wrong type."""
+    """Convert a caller's JSON to a struct. Raise `BadRequest` if an argument is missing, unknown or of the wrong type."""
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
@@ -198,7 +198,7 @@ def parse_arguments(values: Mapping[str, Json], kind: type[T]) -> T:
 
 
 def parse_mode(name: str) -> Mode | None:
-    """Parse a mode or an alias of one. Return None if the name is empty."""
+    """Return the mode with this name or alias, or None if the name is empty. Raise `BadRequest` if it is unknown."""
     if not name:
         return None
     for mode in MODES:
@@ -255,7 +255,7 @@ def _encode(text: str, where: str, name: str) -> bytes:
 
 
 def _normalize_path(name: str, where: str) -> str:
-    """Normalize a path below the working folder."""
+    """Normalize a path below the working folder. Raise `BadRequest` if it is invalid. `where` names the argument in errors."""
     path = PurePosixPath(name)
     is_invalid = not name or len(name) > MAX_PATH or "\0" in name or "\\" in name or not name.isprintable()
     if is_invalid or path.is_absolute() or ".." in path.parts or str(path) == "." or name.endswith("/"):
@@ -277,7 +277,7 @@ def _normalize_path(name: str, where: str) -> str:
 
 
 def decode_content(content: str | Base64File) -> Iterator[bytes]:
-    """Decode a validated file in chunks, because decoding holds the GIL. Meant to run in a thread."""
+    """Decode a validated file in chunks, so that other threads can run in between. Call it in a thread."""
     text = content if isinstance(content, str) else content.base64
     for at in range(0, len(text), _CHUNK):
         chunk = text[at : at + _CHUNK]
@@ -289,7 +289,7 @@ def _estimate_size(content: str | Base64File) -> int:
 
 
 def _check_size(content: str | Base64File, where: str) -> int:
-    """Return a file's size in bytes, without decoding it, because this runs on the event loop."""
+    """Return a file's size in bytes. Base64 is checked but not decoded, because this runs on the event loop."""
     if isinstance(content, str):
         return len(content) if content.isascii() else len(_encode(content, where, "upload_files"))
     text = content.base64

@@ -1,7 +1,7 @@
 """The JSON that callers receive: states, events, messages and results of rollouts.
 
-Large fields are truncated according to the `[clamp]` settings, and `clamped` lists each of them and how much is missing. An unknown reward
-or log-probability is null, never 0.
+Large fields are truncated according to the `[clamp]` settings. `clamped` lists each truncated field with the amount that is missing. An
+unknown reward or log-probability is null, never 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CaptureLevel = Literal["tokens", "logprobs", "text", "none"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An error, and the boundary and stage at which it occurred. Never contains a secret."""
+    """An error, the boundary at fault, and the stage in which it occurred. Never contains a secret."""
 
     boundary: Boundary
     stage: str
@@ -31,7 +31,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call by the model. `arguments` is the JSON text as sampled."""
+    """A tool call by the model. `arguments` is the text that the model sampled, usually JSON."""
 
     id: str = ""
     name: str
@@ -39,19 +39,19 @@ class ConversationToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call."""
+    """One model call: the model's reply, with its log-probabilities and what was recorded of it."""
 
-    node: int  # its number in the trace
+    node: int  # number of the turn's node in the trace
     role: str  # main, subagent, side, summary, unknown, superseded, aborted
     finish_reason: str
-    prompt_tokens: int | None  # None if unknown (observe mode, if the endpoint does not report it)
+    prompt_tokens: int | None  # None if unknown (in observe mode, if the endpoint does not return token ids)
     sampled_tokens: int | None
     logprobs: list[float] | None = None  # one per sampled token, never padded; None if unknown
     capture: CaptureLevel
     reasoning: str = ""
     text: str = ""
     tool_calls: list[ConversationToolCall] = []
-    version_start: int = 0  # policy versions at its first and last token
+    version_start: int = 0  # policy versions at the first and the last token
     version_end: int = 0
 
 
@@ -66,34 +66,33 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     done: bool
     status: RolloutStatus
-    # graded, agent failed, invalid task, infrastructure fault; None if it was cancelled or the task has no grader
+    # graded, agent failed, invalid task, infrastructure fault; None if the rollout was cancelled or the task has no grader
     kind: OutcomeClass | None = None
     reward: float | None = None  # None if unknown, which is not the same as 0
     excluded: str = ""  # why the outcome does not count, such as `superseded by attempt 2`; empty if it does
     resolved: bool | None = None
-    exit_code: int | None = None  # of the agent; None if it did not exit on its own
+    exit_code: int | None = None  # the agent's exit code; None if the agent did not exit on its own
     wall_s: float  # from start() to the end, including the wait in the queue; always set
-    seconds: dict[str, float] = {}  # per stage; `queued` is the first
+    seconds: dict[str, float] = {}  # duration of each stage; the first is `queued`
     capture: CaptureLevel = "none"  # the lowest level of all turns
     turns: list[RolloutTurn] = []
     turn_count: int = 0
     sampled_tokens: int = 0
-    training: TrainingReport | None = None  # how much of it is trained, and why not more; None if nothing was recorded
-    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
+    training: TrainingReport | None = None  # how much is trained, and why not more; None if nothing was recorded
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of their content
     workdir_files: dict[str, str] = {}  # the agent's working folder, as text
-    log_tails: dict[str, str] = {}  # the ends of its output and of its own logs
+    log_tails: dict[str, str] = {}  # the ends of the agent's output and logs
     verifier_output: str = ""
     error: ErrorInfo | None = None
-    session: str = (
-        ""  # id at the gateway; empty if there is none (direct mode, or it ended before a session was opened)
-    )
+    # Id at the gateway; empty if there is no session (direct mode, or the rollout ended before one was opened).
+    session: str = ""
     stop: str = ""  # the session limit that was reached, or why the session was ended
     notes: list[str] = []
     clamped: list[str] = []
 
 
 class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a rollout."""
+    """The current or final state of a rollout."""
 
     rollout_id: str
     task_id: str
@@ -111,9 +110,9 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""
     error: ErrorInfo | None = None
     done: bool = False
-    cursor: int = 0  # of its newest event
+    cursor: int = 0  # cursor of the newest event
     started: float = 0.0  # Unix time
-    gateway: str = ""  # gate mode: the URL from which a trainer takes calls
+    gateway: str = ""  # in gate mode, the URL at which a trainer takes calls
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +122,11 @@ class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     kind: str
     data: dict[str, Json] = {}
-    seq: int | None = None  # its number at the gateway; None if it comes from the service
+    seq: int | None = None  # number of the event at the gateway; None if it comes from the service
 
 
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Events after a cursor. Continue with `after=cursor`. `over` means that the rollout has ended and these are its last events."""
+    """Events after a cursor. For the next page, pass `after=cursor`. `over` means that the rollout has ended and no events follow."""
 
     rollout_id: str
     events: list[RolloutEvent]
@@ -136,23 +135,23 @@ class EventPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of the conversation."""
+    """One message of the conversation between agent and model."""
 
     cursor: int  # 1, 2, 3 …
-    node: int  # its node in the trace
-    branch: int  # 0 is the first; each fork starts a new one
-    turn_role: str  # role of the turn that it belongs to, or whose prompt contains it, as in `RolloutTurn.role`
+    node: int  # number of the message's node in the trace
+    branch: int  # number of the branch; the first is 0, and each fork starts a new one
+    turn_role: str  # role of the turn that sampled the message or whose prompt contains it, as in `RolloutTurn.role`
     role: str  # system, user, assistant, tool
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ConversationToolCall] = []
     tool_call_id: str = ""
     finish_reason: str = ""  # only for sampled messages
-    sampled: bool = False  # whether the model sampled it in this rollout
+    sampled: bool = False  # whether the model sampled the message in this rollout
 
 
 class MessagePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages after a cursor. Continue with `after=cursor`. `over` means that the rollout has ended and these are its last messages."""
+    """Messages after a cursor. For the next page, pass `after=cursor`. `over` means that the rollout has ended and no messages follow."""
 
     rollout_id: str
     messages: list[ConversationMessage]
@@ -162,7 +161,7 @@ class MessagePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts, newest first. If `more` is true, continue with `before` set to the id of the last one."""
+    """Rollouts, newest first. If `more` is true, there is a next page: set `before` to the id of the last rollout on this page."""
 
     rollouts: list[RolloutState]
     more: bool

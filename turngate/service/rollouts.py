@@ -5,10 +5,10 @@
         page = await rollouts.events(rollout, wait_s=20)
         result = await rollouts.finalize(rollout)
 
-A rollout belongs to the service, not to its caller: it continues when the caller disconnects. A problem with a task, an agent, an engine or
-a sandbox yields a result with an `error`; exceptions are for invalid arguments and unknown ids. States, events and results survive a
-restart. A rollout that was running when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python API use
-only these methods.
+A rollout belongs to the service, not to its caller, so it continues when the caller disconnects. If a task, an agent, an engine or a
+sandbox fails, the result has an `error`. Exceptions are raised only for invalid arguments and unknown ids. States, events and results
+survive a restart. A rollout that was running when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python
+API use only the methods of `Rollouts`.
 
     runner          the work of a rollout, up to its outcome
     event_log       its events while it is active
@@ -63,14 +63,14 @@ from turngate.service.storage import ServiceStorage
 from turngate.views.trace import parse_trace as read_trace
 
 STATES = ("queued", "running", *get_args(Status))
-# `Rollouts.list` hides the builtin inside the class.
+# Inside the class `Rollouts`, its method `list` hides the builtin.
 EndpointViews = list[EndpointView]
 Names = list[str]
 Conversation = list[ConversationMessage]
 
 
 class _Parts(msgspec.Struct, frozen=True):
-    """The components that exist only while the service is open."""
+    """The components of the service that exist only while it is open."""
 
     storage: ServiceStorage
     events: RolloutEventLog
@@ -81,7 +81,7 @@ class _Parts(msgspec.Struct, frozen=True):
 
 
 class Rollouts(AbstractAsyncContextManager["Rollouts"]):
-    """The service. Use it as a context manager.
+    """The service. Use it as an async context manager.
 
     `backend` replaces the configured sandboxes. `engines` maps catalog keys to engines that run in this process.
     """
@@ -129,7 +129,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await run_to_completion(self._close())
 
     async def _close(self) -> None:
-        """Abort all rollouts, and release all resources."""
+        """Abort all rollouts, wait until they have ended, and release all resources."""
         self._closing = True
         parts = self._open_parts
         if parts is not None:
@@ -150,7 +150,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     # ── verbs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, request: AnyRequest) -> str:
-        """Start a rollout and return its id immediately. Raise `BadRequest` for an invalid argument, `Busy` if the queue is full."""
+        """Start a rollout, and return its id at once. Raise `BadRequest` if an argument is invalid, and `Busy` if the queue is full."""
         if self._closing:
             raise Stopping("the service is stopping")
         request = request.check()
@@ -173,7 +173,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return rollout
 
     async def run(self, request: AnyRequest, *, abort_if_cancelled: bool = False) -> RolloutResult:
-        """Start a rollout and wait for its result. If the caller is cancelled, the rollout continues unless `abort_if_cancelled`."""
+        """Start a rollout, and wait for its result. Cancelling this call stops the rollout only if `abort_if_cancelled` is set."""
         rollout = self.start(request)
         del request  # it may contain megabytes of files
         try:
@@ -189,7 +189,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return active.state if active is not None else self._parts.history.find(rollout)
 
     async def messages(self, rollout: str, after: int = 0, limit: int = 100) -> MessagePage:
-        """Return the messages after a cursor, from every branch. Each names its branch and the role of its turn."""
+        """Return the messages after a cursor, from all branches. Each message contains its branch and the role of its turn."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         active = self._active.get(rollout)
@@ -208,7 +208,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         )
 
     async def events(self, rollout: str, after: int = 0, limit: int = 200, wait_s: float = 0) -> EventPage:
-        """Return the events after a cursor, oldest first, each exactly once. Wait up to `wait_s` seconds for the first one."""
+        """Return the events after a cursor, oldest first, each exactly once. If there are none, wait up to `wait_s` seconds for one."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         _check_range("wait_s", wait_s, 0, 600)
@@ -226,7 +226,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 await asyncio.wait_for(active.changed.wait(), remaining_s)
 
     async def abort(self, rollout: str, reason: str = "") -> RolloutState:
-        """Stop a rollout at any stage, and return when its generation, agent and sandbox are gone. Does nothing if it has ended."""
+        """Stop a rollout at any stage, and return its final state once its agent and sandbox are gone. Do nothing if it has ended."""
         active = self._active.get(rollout)
         if active is None:
             return self._parts.history.find(rollout)
@@ -238,9 +238,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return self.state(rollout)
 
     async def finalize(self, rollout: str, wait_s: float | None = None) -> RolloutResult:
-        """Wait until the rollout has ended and is graded, and return its result. May be called repeatedly.
+        """Wait until the rollout has ended and is graded, and return its result. This method can be called repeatedly.
 
-        After `wait_s` seconds, return its progress instead, with `done` false.
+        If that takes longer than `wait_s` seconds, return the progress so far, with `done` false.
         """
         if wait_s is not None:
             _check_range("wait_s", wait_s, 0, None)
@@ -254,7 +254,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return await self._parts.history.read_result(rollout)
 
     def list(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """List rollouts, newest first. `status` selects one status or `done`; `before` selects rollouts started before that id."""
+        """List rollouts, newest first. `status` is a status or `done`. `before` is the id of a rollout; only older rollouts are listed."""
         known = (*STATES, "done")
         if status and status not in known:
             raise BadRequest(f"status must be one of {', '.join(known)}, not {status[:80]!r}", param="status")
@@ -273,16 +273,16 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         )
 
     def catalog(self) -> EndpointViews:
-        """Return the endpoints that callers may use."""
+        """Return the descriptions of the endpoints that callers may use."""
         return self._catalog.show()
 
     def agents(self) -> Names:
-        """Return the names of the agents that callers may use, the default first."""
+        """Return the names of the agents that callers may use, with the default agent first."""
         return self._agents.names
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """Connect to the gateway that has the rollout's trace, starting it if needed. Use it to read whole traces, rows and verdicts."""
+        """Connect to the gateway with the rollout's trace, for reading whole traces, rows and verdicts. Start the gateway if necessary."""
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client
@@ -327,14 +327,14 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             )
 
     def _new_id(self) -> str:
-        """Create an id. Ids sort by creation time."""
+        """Create an id for a rollout. Ids sort by the time of their creation."""
         self._newest_id = max(self._newest_id + 1, int(time.time() * 1000))
         return f"{self._newest_id:012x}{secrets.token_hex(6)}"
 
     # ── the end of a rollout ────────────────────────────────────────────────────────────────────────────────────
 
     async def _finish(self, active: ActiveRollout, work: asyncio.Task[Outcome]) -> None:
-        """Store a result, even if building it fails, and move the rollout to the history."""
+        """Store the result of a rollout, and move the rollout to the history. If the result cannot be built, store a minimal one."""
         failed_stage, active.stage = active.stage, "result"
         finalizer = self._parts.finalizer
         finishing = asyncio.create_task(finalizer.finish(active, work, failed_stage))
@@ -355,14 +355,14 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await self._flush()
 
     async def _flush(self) -> None:
-        """Write results that are waiting for disk space, and delete the folders of gateways that are no longer needed."""
+        """Write the results that could not be written before, and delete the folders of gateways that are no longer needed."""
         await self._parts.history.flush()
         in_use = {active.choice.gateway_name for active in self._active.values()}
         await self._parts.gateways.delete_unused(self._parts.history.gateways | in_use)
 
 
 async def _read_conversation(active: ActiveRollout) -> Conversation:
-    """Read the conversation of an active rollout, which is cached until its next event."""
+    """Return the conversation of an active rollout so far. It is cached until the gateway's next event."""
     if active.connection is None or not active.is_recorded:
         return []
     seq = active.seq
@@ -379,7 +379,7 @@ async def _read_conversation(active: ActiveRollout) -> Conversation:
 
 
 def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
-    """Raise `BadRequest` if the endpoint does not support the agent's dialect. Direct mode does not translate."""
+    """Raise `BadRequest` if the endpoint does not support the agent's dialect, since direct mode does not translate."""
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(

@@ -23,7 +23,7 @@ OnWorkDone = Callable[[ActiveRollout, asyncio.Task[Outcome]], Awaitable[None]]
 
 
 class RolloutRunner:
-    """Runs at most `config.running` rollouts concurrently; the others wait."""
+    """Runs at most `config.running` rollouts at the same time. Further rollouts wait in a queue."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RolloutRunner:
         self._supervisors: set[asyncio.Task[None]] = set()
 
     def start(self, active: ActiveRollout, on_work_done: OnWorkDone) -> None:
-        """Start the work. `on_work_done` runs after it, whether it finished, failed or was cancelled."""
+        """Start the work of a rollout. Afterwards, `on_work_done` is called, whether the work finished, failed or was cancelled."""
         active.writing_inputs = asyncio.create_task(self._write_inputs(active))
         active.work = asyncio.create_task(self._run(active), name=f"rollout {active.id}")
         supervisor = asyncio.create_task(
@@ -62,7 +62,7 @@ class RolloutRunner:
         await asyncio.gather(*self._supervisors)
 
     async def _run(self, active: ActiveRollout) -> Outcome:
-        """Do all the work that an abort cancels. Connections stay open afterwards, so that the last events can be read."""
+        """Do the work of a rollout, which an abort cancels. Connections stay open afterwards, so that the last events can be read."""
         async with self._slots:
             active.running = True
             active.seconds["queued"] = active.wall_s
@@ -98,7 +98,7 @@ class RolloutRunner:
                 slot.leave()
 
     async def _write_inputs(self, active: ActiveRollout) -> None:
-        """Move the caller's files from memory to disk while the rollout is waiting."""
+        """Move the caller's files from memory to disk, while the rollout is still waiting for its turn."""
         await asyncio.to_thread(write_inputs, active.request, self._storage.inputs_folder(active.id))
         active.request = active.request.without_files()
 
@@ -115,6 +115,6 @@ class RolloutRunner:
 
 
 async def _supervise(active: ActiveRollout, work: asyncio.Task[Outcome], on_work_done: OnWorkDone) -> None:
-    """Wait for the work to end, then call `on_work_done`. Never cancelled, so that every rollout has a result."""
+    """Wait for the work to end, then call `on_work_done`. This task is never cancelled, so every rollout gets a result."""
     await asyncio.wait([work])
     await on_work_done(active, work)

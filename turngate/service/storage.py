@@ -1,7 +1,7 @@
 """The service's durable data, below `DATA/service`.
 
     service.db              the state and the events of every rollout; an event is written before callers see it
-    results/ID.json         the result (and results/ID.messages.json, the whole conversation)
+    results/ID.json         the result; results/ID.messages.json is the whole conversation
     left/ID/                the files that the agent left behind
     inputs/ID/              the files and tests that the caller sent, while the rollout runs
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ServiceStorage:
-    """The database and files of the service. The folder is locked, so that only one process uses it. Call `close` when done."""
+    """The database and files of the service. Their folder is locked, so that only one process can use it. Call `close` when done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class ServiceStorage:
     # ── states and events ───────────────────────────────────────────────────────────────────────────────────────
 
     def read_states(self) -> Iterator[tuple[RolloutState, str]]:
-        """Read the state of every stored rollout, oldest first, with the name of its gateway."""
+        """Yield the state of every stored rollout and the name of its gateway, oldest first."""
         with _store_errors():
             rows = self._db.execute("SELECT state, place FROM rollouts ORDER BY id").fetchall()
         return ((msgspec.json.decode(state, type=RolloutState), gateway) for state, gateway in rows)
@@ -85,7 +85,7 @@ class ServiceStorage:
             self._db.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
     def read_events(self, rollout: str, after: int, limit: int) -> list[RolloutEvent]:
-        """Read the oldest events after a cursor. A `limit` of -1 reads all of them."""
+        """Return the first `limit` events after a cursor, or all of them if `limit` is -1."""
         with _store_errors():
             rows = self._db.execute(
                 "SELECT event FROM events WHERE rollout = ? AND cursor > ? ORDER BY cursor LIMIT ?",
@@ -94,7 +94,7 @@ class ServiceStorage:
         return [msgspec.json.decode(event, type=RolloutEvent) for (event,) in rows]
 
     def delete_rows(self, rollouts: Sequence[str]) -> None:
-        """Delete the states and events of rollouts. Raise `StoreError`, and delete none, if that fails."""
+        """Delete the states and events of rollouts. If that fails, delete nothing and raise `StoreError`."""
         with _store_errors():
             self._db.execute("BEGIN")
             try:
@@ -110,7 +110,7 @@ class ServiceStorage:
 
     @property
     def artifacts(self) -> Path:
-        """The folder with the agents' files, in one folder per rollout."""
+        """The folder for the agents' files. It contains one folder for each rollout."""
         return self.folder / "left"
 
     def artifacts_folder(self, rollout: str) -> Path:
@@ -120,7 +120,7 @@ class ServiceStorage:
         return self.folder / "inputs" / rollout
 
     def write_result(self, result: RolloutResult, messages: Sequence[ConversationMessage]) -> None:
-        """Write the conversation, then the result, so that every stored result has its conversation."""
+        """Write the conversation and then the result. This order guarantees that every stored result has its conversation."""
         _write_atomically(self._messages_file(result.rollout_id), msgspec.json.encode(messages))
         _write_atomically(self._result_file(result.rollout_id), msgspec.json.encode(result))
 
@@ -138,7 +138,7 @@ class ServiceStorage:
         shutil.rmtree(self.artifacts_folder(rollout) / "work", ignore_errors=True)
 
     def delete_files(self, rollout: str) -> None:
-        """Delete all files of a rollout. Its rows in the database are kept."""
+        """Delete all files of a rollout, but not its rows in the database."""
         for file in (self._result_file(rollout), self._messages_file(rollout)):
             with suppress(OSError):
                 file.unlink(missing_ok=True)

@@ -6,14 +6,14 @@ from turngate.service.config import Clamp
 
 
 class Truncator:
-    """Truncates fields, and keeps a note of each one and how much is missing."""
+    """Truncates text fields. `notes` lists each truncated field with the amount that is missing."""
 
     def __init__(self, clamp: Clamp) -> None:
         self.clamp = clamp
         self.notes: list[str] = []
 
     def cut_middle(self, field: str, text: str, limit: int) -> str:
-        """Keep the beginning and the end of a text. A limit of 0 keeps all of it."""
+        """Return the beginning and the end of a text, at most `limit` characters in total. A limit of 0 means no limit."""
         if not limit or len(text) <= limit:
             return text
         missing = len(text) - limit
@@ -22,7 +22,7 @@ class Truncator:
         return f"{head}\n[… {missing:,} characters left out …]\n{tail}"
 
     def keep_end(self, field: str, text: str, limit: int) -> str:
-        """Keep the end of a log. A limit of 0 keeps all of it."""
+        """Return at most `limit` characters from the end of a log. A limit of 0 means no limit."""
         if not limit or len(text) <= limit:
             return text
         self.notes.append(f"{field}: {len(text) - limit:,} of {len(text):,} characters left out")
