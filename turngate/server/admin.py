@@ -1,4 +1,4 @@
-"""The native API under `/admin`: sessions, their traces, samples, outcomes and tool calls, and events. Requires the admin key."""
+"""The native API under `/admin` for sessions (traces, samples, outcomes and tool calls) and for events. Requires the admin key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     id: str | None = None
     mode: Mode | None = None  # type: ignore[assignment]  # None means the gateway's default mode
-    purpose: Literal["", "train"] = ""  # train: pin temperature 1 in exact and gate mode, unless `sampling` sets one
+    purpose: Literal["", "train"] = ""  # train: pins temperature 1 in exact and gate mode, unless `sampling` sets it
 
     def config(self, default_mode: Mode) -> SessionConfig:
         values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}
@@ -59,7 +59,7 @@ class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/events`.
 
-    `session` need not be open yet, and is empty if the event does not concern a session.
+    `session` may name a session that is not open yet. It is empty if the event does not concern a session.
     """
 
     kind: RunnerEventKind
@@ -72,7 +72,7 @@ class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionListQuery(msgspec.Struct, frozen=True):
-    """`before` is the key of the last session of the page before."""
+    """Query parameters. `before` is the key of the last session on the previous page."""
 
     status: Status | None = None
     before: Whole | None = None
@@ -80,13 +80,13 @@ class SessionListQuery(msgspec.Struct, frozen=True):
 
 
 class SamplesQuery(msgspec.Struct, frozen=True):
-    """With `all`, rows without trained tokens are listed, too."""
+    """Query parameters. With `all`, rows without trained tokens are included."""
 
     all: bool = False
 
 
 class RecordQuery(msgspec.Struct, frozen=True):
-    """With `replace`, an earlier outcome is replaced."""
+    """Query parameters. With `replace`, the outcome replaces one that was recorded earlier."""
 
     replace: bool = False
 
@@ -97,7 +97,7 @@ class ToolCallsQuery(msgspec.Struct, frozen=True):
 
 
 class EventsQuery(msgspec.Struct, frozen=True):
-    """`after` is the id of the last event that was received. Without `wait`, the stream ends after the present events."""
+    """Query parameters. `after` is the id of the last event received. Without `wait`, the stream ends after the events that exist now."""
 
     after: str = ""
     wait: bool = True
@@ -113,7 +113,7 @@ class DeletedSession(msgspec.Struct, frozen=True):
 
 
 class OutcomeReply(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome. `excluded` says why it does not count."""
+    """The reply to recording an outcome. `excluded` says why the outcome is not counted, or is empty if it is."""
 
     id: str
     outcome: RecordedOutcome
@@ -171,7 +171,7 @@ class AdminRoutes:
         """Open a session."""
         config = body.config(self._sessions.default_mode)
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
-            # Stored with the session, so that spans of its turns keep this parent after a restart.
+            # The parent is stored with the session, so that the spans of its turns keep it after a restart.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
         await self._quota.require_session()
         session, secret = self._sessions.open(config, body.id)
@@ -215,7 +215,7 @@ class AdminRoutes:
         return json_response(self._directory.describe(session))
 
     async def delete(self, request: Request) -> JsonReply[DeletedSession]:
-        """End a session and delete everything recorded."""
+        """End a session and delete everything that was recorded for it."""
         await self._sessions.delete(request.path_params["id"])
         self._note(request.state.caller, "session deleted", request.path_params["id"])
         return json_response(DeletedSession(request.path_params["id"], True))
@@ -227,7 +227,7 @@ class AdminRoutes:
         return json_response(OutcomeReply(session_id, body, excluded))
 
     async def tool_calls(self, request: Request, query: ToolCallsQuery) -> JsonReply[ToolCallPage]:
-        """List the host-tool calls, oldest first."""
+        """List the host-tool calls of a session, oldest first."""
         session = self._sessions.find(request.path_params["id"])
         calls = self._host_tools.list_calls(session, query.after, min(query.limit or 100, 1000))
         return json_response(ToolCallPage(session.id, calls))
@@ -238,7 +238,7 @@ class AdminRoutes:
         return json_response(self._host_tools.answer(session, request.path_params["call"], body.reply))
 
     async def announce(self, request: Request, body: EventBody) -> CreatedReply[EventReceipt]:
-        """Add an event of a runner."""
+        """Add an event that a runner reports."""
         return respond_created(EventReceipt(self._events.announce(body.session, body.kind, body.data)))
 
     async def events(self, request: Request, query: EventsQuery) -> EventStreamReply:

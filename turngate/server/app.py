@@ -1,6 +1,6 @@
 """The gateway: an ASGI application composed of an engine, a fence, and the projects that use them.
 
-The gateway itself serves the project `default`, and passes requests with the keys of other projects to theirs.
+The gateway itself serves the project `default`. It passes requests that carry another project's key to that project.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from turngate.store.shared.store import SharedStore
 from turngate.telemetry.metrics import Metrics
 
 log = logging.getLogger("turngate")
-_STOP_S = 10.0  # after this, a gateway that stops no longer waits for the shared store
+_STOP_S = 10.0  # how long a gateway that is stopping waits for the shared store
 
 
 class Gateway(ProjectGateway):
     """One gateway as an ASGI application. Call `start` before serving, and `stop` afterwards.
 
-    `engine`, `relay` and `renderer` override the ones built from the configuration.
+    `engine`, `relay` and `renderer` replace the ones that would be built from the configuration.
     """
 
     def __init__(
@@ -111,7 +111,10 @@ class Gateway(ProjectGateway):
         return FollowedEngineList(configured) if self.config.shared else EngineList(self.store, configured)
 
     def _choose_engine(self, engine: Engine | None, relay: Relay | None) -> tuple[Engine | None, Relay | None]:
-        """Return the given engine or relay, or else the configured one. On the shared store, only a pool is useful: it receives weights."""
+        """Return the given engine or relay, or else the configured one.
+
+        A gateway on the shared store serves no calls. It only needs a pool, to load weights into the engines.
+        """
         if engine is not None or relay is not None:
             return engine, relay
         urls = list(self.engine_list.read().used)
@@ -153,7 +156,7 @@ class Gateway(ProjectGateway):
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        """Return the weight updates behind `barrier` or, on the shared store, those of all cells."""
+        """Create the weight updates that pause calls with `barrier` or, on the shared store, in all cells."""
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
             shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
@@ -179,24 +182,24 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Return the changes of the engine list that are applied through `group` or, on the shared store, by all cells."""
+        """Create the object that changes the engine list, through `group` or, on the shared store, in all cells."""
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)
         return (EngineChanges if self.cell is None else FollowedEngineChanges)(local, group, self.engine_list, *parts)
 
     async def start(self, url: str = "") -> None:
-        """Start the engine and background tasks. `url` is the gateway's own, which a cell publishes in the shared store."""
+        """Start the engine and the background tasks. `url` is this gateway's URL, which a cell publishes in the shared store."""
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.start()
         if self.local_engines is not None:
             if isinstance(self.engine_list, EngineList):
                 self.engine_list.warn_about_removed()
-            await self.local_engines.sync()  # restores which engines are draining
+            await self.local_engines.sync()  # restores the draining state of the engines
         if self.cell is not None:
             await asyncio.to_thread(self.cell.read_keys)
-            self.hosted.start()  # before the cell has an id, which then applies to the sessions of all projects
+            self.hosted.start()  # before the cell gets an id, which applies to the sessions of all projects
             await self.cell.start(self.sessions, url)
         if self.follower is not None:
             await self.follower.start()
@@ -206,11 +209,11 @@ class Gateway(ProjectGateway):
         self.metrics_endpoint.start()
         self.start_tasks()
         self.hosted.start()
-        if not self.config.is_shared:  # it opens no sessions
+        if not self.config.is_shared:  # a gateway on the shared store opens no sessions
             self.quota_keeper.start()
 
     async def _apply_context_limit(self) -> None:
-        """Limit the context to what the engines support, unless it is configured. The engines of a cell may be added later."""
+        """Limit the context to what the engines support, unless a limit is configured. In a cell, engines may be added later."""
         if self._has_context_limit or self.engine is None:
             return
         limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
@@ -249,7 +252,7 @@ class Gateway(ProjectGateway):
         self.store.close()
 
     def _interrupt_stores(self) -> None:
-        """Stop although the shared store does not answer."""
+        """Interrupt all requests to the shared store, because it does not answer and the gateway must stop."""
         log.warning("the shared store does not answer; stopping without it")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
@@ -261,7 +264,7 @@ class Gateway(ProjectGateway):
         return self if name == DEFAULT_PROJECT else self.hosted.open(name)
 
     def choose(self, scope: Scope) -> ProjectGateway:
-        """Return the project that a request belongs to. Without another project's key, it is `default`."""
+        """Return the project that a request belongs to, which is `default` unless the request carries another project's key."""
         name = self.hosted.choose(scope)
         return self if name is None else self.hosted.open(name)
 

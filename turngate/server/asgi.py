@@ -1,6 +1,6 @@
 """ASGI building blocks for model calls: respond, stream, and detect a disconnect.
 
-This is plain ASGI because model calls are the hot path: a framework's request and response objects cost more than recording the turn.
+Model calls are the hot path, so they use plain ASGI. A framework's request and response objects would cost more than recording the turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ STALL_S = 60.0  # a client that reads nothing for this long is treated as discon
 JSON = (b"content-type", b"application/json")
 # Sent with every response, so that the relay in a sandbox can tell the gateway's answers from those of a broken tunnel.
 GATEWAY_HEADER = (b"x-turngate", b"1")
-# Codes of a `websocket.disconnect` after a frame that the server rejects. The client receives 1009 or 1007, which it may also send itself.
+# Codes of the `websocket.disconnect` event after the server has rejected a frame. They differ from 1009 and 1007, which the client
+# receives, because the client may send those codes itself.
 OVERSIZED_FRAME = 4413
 UNDECODABLE_FRAME = 4400
 
@@ -58,10 +59,13 @@ async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None:
-    """Send a message, and raise `ClientDisconnect` after `STALL_S`. A frozen sandbox must not block an engine, a fence or a session."""
+    """Send a message. Raise `ClientDisconnect` if this takes longer than `STALL_S` seconds.
+
+    A frozen sandbox must not block an engine, a fence or a session.
+    """
     sending = send(message)
     try:
-        waiting = sending.send(None)  # usually completes immediately, without the cost of a timeout
+        waiting = sending.send(None)  # usually completes at once, which avoids the cost of a timeout
     except StopIteration:
         return
     try:
@@ -73,7 +77,7 @@ async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None
 
 @coroutine
 def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, Any, None]:
-    """Continue a coroutine that was started by hand and now awaits `waiting`."""
+    """Continue a coroutine that was started with `send(None)` and is now awaiting `waiting`."""
     while True:
         try:
             try:
@@ -87,13 +91,13 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
 
 
 class HangUp:
-    """Whether the client has disconnected, which explains why the task that serves it is cancelled."""
+    """Records whether the client has disconnected, which explains why the task that serves the client was cancelled."""
 
     disconnected = False
 
 
 class DisconnectWatch(HangUp):
-    """A context manager that cancels the task serving a request when its client disconnects."""
+    """A context manager that cancels the task that serves a request when the client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -107,7 +111,7 @@ class DisconnectWatch(HangUp):
     def __exit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
-            # The task's error refers to the frame of `_wait`, and that to `self`. A cycle would keep every call until a garbage collection.
+            # The task's error refers to the frame of `_wait`, which refers to `self`. A cycle would keep the call in memory.
             self._task = None
 
     async def _wait(self) -> None:
@@ -124,7 +128,7 @@ class DisconnectWatch(HangUp):
 
 
 class EventStream:
-    """A response of server-sent events that starts with the first data and sends a keep-alive after `alive_s` seconds of silence."""
+    """A response of server-sent events. It starts with the first data, and sends a keep-alive after `alive_s` seconds of silence."""
 
     def __init__(
         self,
@@ -186,5 +190,5 @@ class EventStream:
     async def _send_keep_alive(self) -> None:
         # The reply may have ended after the timer fired, and no data may follow its last event.
         if not self._over:
-            with suppress(ClientDisconnect):  # the turn's next write raises it too
+            with suppress(ClientDisconnect):  # the turn's next write raises the same error
                 await self.write(self._alive() if self.started else b"")

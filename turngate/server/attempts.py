@@ -19,7 +19,7 @@ from turngate.trace.session import MAX_ATTEMPT, check_rollout, check_session_id
 
 
 class SupersedeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /admin/attempts/supersede`. `session` is the id that was chosen for the session of the attempt, if any."""
+    """The body of `POST /admin/attempts/supersede`. `session` is the id that was chosen for the attempt's session, if any."""
 
     rollout: str
     attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)]
@@ -27,7 +27,7 @@ class SupersedeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AttemptsQuery(msgspec.Struct, frozen=True):
-    """`rollout` is the name of a rollout."""
+    """Query parameters. `rollout` is the name of a rollout."""
 
     rollout: str
 
@@ -50,7 +50,7 @@ class AttemptRoutes:
         return json_response(AttemptList(self._attempts.list_attempts(query.rollout)))
 
     async def supersede(self, request: Request, body: SupersedeBody) -> JsonReply[SupersededAttempt[RecordedOutcome]]:
-        """Give up an attempt at a rollout, unless it has an outcome."""
+        """Supersede an attempt at a rollout, unless it has an outcome."""
         if not body.rollout:
             raise BadRequest("rollout must not be empty; pass the name of the rollout", param="rollout")
         check_rollout(body.rollout)

@@ -1,6 +1,7 @@
-"""Authorization: the admin key grants full access, an API key the routes of its scopes, a session's secret that session's model calls.
+"""Authorization: which key grants access to which route.
 
-An API key belongs to one project, and is unknown to the gateways of the others.
+The admin key grants full access, an API key grants access to the routes of its scopes, and a session's secret grants access to that
+session's model calls. An API key belongs to one project, and the gateways of other projects do not know it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ if TYPE_CHECKING:  # the front process imports this module and must stay light
 
 METRICS_KEY = "TURNGATE_METRICS_KEY"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
-SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)  # of a session, with its project
+# A session's secret, which ends with the name of its project.
+SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)
 
 
 def admin_key(data: Path) -> str:
-    """Return the gateway's admin key. It is created on first start."""
+    """Return the gateway's admin key, which is created on first start."""
     return own_key(data, ADMIN_KEY, ADMIN_KEY_FILE)
 
 
 def metrics_key() -> str:
-    """Return the key that grants access only to the metrics, or "" if only the admin key does."""
+    """Return the key that grants access only to the metrics, or "" if no such key is set."""
     key = read_key(METRICS_KEY)
     if key and len(key) < 16:
         raise ConfigError(f"{METRICS_KEY} must have at least 16 characters", param=METRICS_KEY)
@@ -44,7 +46,7 @@ def metrics_key() -> str:
 def own_key(data: Path, variable: str, name: str) -> str:
     """Return a key from the environment or from a file in the data folder.
 
-    The file is created on first start, readable only by its owner.
+    If neither exists, a key is created in a file that only its owner can read.
     """
     if key := read_key(variable):
         if len(key) < 16:
@@ -85,17 +87,20 @@ class Auth:
         return secrets.compare_digest(key.encode("utf-8", "surrogatepass"), self._admin)
 
     def find_key(self, key: str) -> ApiKey | None:
-        """Return the stored API key, if it is valid and of this project."""
+        """Return the stored API key, or None if the key is not valid or belongs to another project."""
         found = self._ring.find(key)
         return found if found is not None and found.project == self._project else None
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
-        """Return the valid API key of this project with this prefix. The caller must prove that the request has the key."""
+        """Return the valid API key of this project that has this prefix.
+
+        A prefix is not secret, so the caller must prove in another way that the request has the key.
+        """
         found = self._ring.find_prefix(prefix)
         return found if found is not None and found.project == self._project else None
 
     def require(self, key: str, scopes: Scopes) -> Caller:
-        """Return who sends a request with this key: the operator, or the holder of an API key that has one of the scopes."""
+        """Return who sent a request with this key: the operator, or the holder of an API key that has one of the scopes."""
         if self.is_admin(key):
             return OPERATOR_CALLER
         found = self.find_key(key)
@@ -105,7 +110,7 @@ class Auth:
         return Caller(found.prefix, found.project)
 
     def require_metrics(self, key: str, scopes: Scopes) -> bool:
-        """Require the metrics key, or a key that `require` accepts. Return whether it may see the metrics of all projects."""
+        """Require the metrics key, or a key that `require` accepts. Return whether the key grants access to the metrics of all projects."""
         raw = key.encode("utf-8", "surrogatepass")
         if self._metrics and secrets.compare_digest(raw, self._metrics):
             return True
@@ -120,7 +125,8 @@ class Auth:
     def session(self, key: str, session_id: str | None) -> Session:
         """Return the session of a model call.
 
-        If the path names the session, the key must be its secret or the admin key. Otherwise the secret identifies the session.
+        If the path names the session, the key must be the session's secret, the admin key, or an API key with a scope for model calls.
+        Otherwise the key must be a secret, which identifies the session.
         """
         if session_id is None:
             if not key:
@@ -139,10 +145,10 @@ class Auth:
         return self._sessions.find(session_id)
 
     def trusts(self, scope: Scope) -> bool:
-        """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set.
+        """Return whether a prime-rl client may omit the key. A loopback client may, if `open_loopback` is set.
 
-        Other projects always need a key. A request that carries any key needs a valid one: otherwise the answer would tell whether the
-        project that the key names exists.
+        This applies only to the project `default`. A request that carries a key always needs a valid one. Otherwise, the answer would
+        reveal whether the project that the key names exists.
         """
         is_open = self._open_loopback and self._project == DEFAULT_PROJECT
         client = scope.get("client")
@@ -150,7 +156,7 @@ class Auth:
 
 
 def _carries_key(scope: Scope) -> bool:
-    """Return whether a request has a key or a login, valid or not, anywhere that `HostedProjects.choose` searches for one."""
+    """Return whether a request has a key or a login cookie, valid or not, anywhere that `HostedProjects.choose` looks for one."""
     if any(value and name in (*KEY_HEADERS, b"cookie") for name, value in scope["headers"]):
         return True
     return bool(SECRET.search(scope["query_string"]) or SECRET.search(scope["path"].encode("utf-8", "surrogatepass")))

@@ -22,14 +22,14 @@ _NOTE = "gateway.json"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
-    """A running gateway's address, as published in its data folder for other processes on the machine."""
+    """The address of a running gateway, which it publishes in its data folder for other processes on the machine."""
 
     url: str
     pid: int
 
 
 def find_running_gateway(data: Path) -> RunningGateway | None:
-    """Return the gateway that serves this data folder, or None if none is running."""
+    """Return the gateway that is serving this data folder, or None if no gateway is running."""
     try:
         gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
         os.kill(gateway.pid, 0)
@@ -39,7 +39,7 @@ def find_running_gateway(data: Path) -> RunningGateway | None:
 
 
 def has_stale_note(data: Path) -> bool:
-    """Return whether the data folder names a gateway that is no longer running."""
+    """Return whether the data folder still contains the address of a gateway that is no longer running."""
     return (data / _NOTE).exists() and find_running_gateway(data) is None
 
 
@@ -56,7 +56,7 @@ def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
 
 
 def local_url(listener: socket.socket) -> str:
-    """Return the URL at which processes on this machine reach the listener."""
+    """Return the URL at which processes on this machine can reach the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -90,7 +90,10 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit on open files to the system's maximum, because each session uses two. Child processes inherit it."""
+    """Raise the limit on open files to the maximum that the system allows.
+
+    Each session uses two files. Child processes inherit the limit.
+    """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,4 +1,4 @@
-"""Decode the typed body and the typed query of a request, and explain what is wrong with them."""
+"""Decode the typed body and the typed query of a request, and explain any error in them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MSGPACK = "application/msgpack"
 MAX_BODY = 1_000_000
 MAX_MSGPACK_BODY = 32_000_000  # four million tokens
 MAX_DEPTH = 200  # maximum nesting of lists and objects in a body
-_MAX_DIGITS = 18  # so that a number fits into the store
-_MAX_SHOWN = 100  # characters of a wrong value that an error repeats
+_MAX_DIGITS = 18  # maximum for an integer in a query, so that it fits into the store
+_MAX_SHOWN = 100  # how many characters of a wrong value an error quotes
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=10**_MAX_DIGITS)]  # an integer in a query
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False} | {
@@ -47,7 +47,7 @@ async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateEr
 
 
 async def decode_msgpack(request: Request, kind: type[T]) -> T:
-    """Decode a request's msgpack body as `kind`. An empty body means all defaults."""
+    """Decode a request's msgpack body as `kind`. With an empty body, all fields have their defaults."""
     raw = await _read_body(request, MAX_MSGPACK_BODY)
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)
@@ -73,7 +73,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 def decode_query(params: QueryParams, kind: type[T]) -> T:
-    """Decode the parameters in a request's address as `kind`. Unknown parameters are ignored."""
+    """Decode the query parameters of a request's URL as `kind`. Unknown parameters are ignored."""
     values: dict[str, Any] = {}
     fields: tuple[msgspec.inspect.Field, ...] = _list_fields(kind)  # type: ignore[arg-type]  # a type is hashable
     for field in fields:
@@ -159,7 +159,7 @@ def find_too_deep(raw: bytes) -> str | None:
 
 
 def _find_undecodable(raw: bytes, kind: type) -> str | None:
-    """Return the field that the decoder failed on, or None if it failed on the field names."""
+    """Return the field that the decoder failed on, or None if the failure is not in a field's value."""
     try:
         parts = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
         known = {field.name: field.type for field in msgspec.structs.fields(kind)}

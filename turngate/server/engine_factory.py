@@ -28,7 +28,7 @@ log = logging.getLogger("turngate")
 
 
 def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
-    """Load the renderer for the configured tokenizer. Return None in observe mode, which needs no renderer."""
+    """Load the configured tokenizer's renderer and its certificate. Both are None in observe mode, which needs no renderer."""
     if config.engine in OBSERVED_ENGINES:
         return None, None
     name = config.tokenizer or (config.model_folder if config.engine == "local" else "")
@@ -47,7 +47,7 @@ def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
-    """Return the addresses of the engines of a pool as configured, or as given, in the form that the pool uses."""
+    """Return the addresses of a pool's engines, as the pool writes them: those of the given `engine`, or else the configured ones."""
     if isinstance(engine, Pool):
         return [replica.address for replica in engine.replicas]
     if config.engine not in ("vllm", "sglang"):
@@ -56,7 +56,7 @@ def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> 
 
 
 def build_pool(config: ServeConfig, urls: Sequence[str]) -> Pool:
-    """Build a pool of these engines. One that uses the engines of a shared store may be empty at first."""
+    """Build a pool of the engines at `urls`. A pool that follows the engine list of a shared store may be empty at first."""
     return Pool(
         [build_replica(config, url) for url in urls],
         name=config.engine,
@@ -69,7 +69,7 @@ def build_pool(config: ServeConfig, urls: Sequence[str]) -> Pool:
 def build_engine(
     config: ServeConfig, renderer: Renderer | None, urls: Sequence[str] = ()
 ) -> tuple[Engine | None, Relay | None]:
-    """Build the engine, or the relay for observe mode. `urls` replace the configured ones of a pool."""
+    """Build the engine, or the relay for observe mode. `urls` replaces the configured URLs of a pool."""
     key = read_engine_key(config)
     match config.engine:
         case "vllm" | "sglang":
@@ -131,7 +131,7 @@ def read_engine_key(config: ServeConfig) -> str | None:
 
 
 def _load_script(path: str, renderer: Renderer) -> Script:
-    """Load the scripted engine's replies from a JSON file. A session receives one per turn, and starts over after the last."""
+    """Load the scripted engine's replies from a JSON file. Each turn of a session gets the next reply; after the last, they start over."""
     texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
     if path:
         try:
@@ -147,7 +147,10 @@ def _load_script(path: str, renderer: Renderer) -> Script:
 
 
 def _repeat(turns: Sequence[ScriptedTurn], path: str) -> Script:
-    """Return a script that starts over after its last turn. The first time that it does so is logged, because an agent may never end."""
+    """Return a script that starts over after its last turn.
+
+    A warning is logged the first time that this happens, because an agent that never gets a final reply may run forever.
+    """
     is_reported = not path  # the default reply is always repeated
 
     def script(request: Generate, index: int) -> ScriptedTurn:
@@ -155,8 +158,8 @@ def _repeat(turns: Sequence[ScriptedTurn], path: str) -> Script:
         if index >= len(turns) and not is_reported:
             is_reported = True
             log.warning(
-                "script %s: session %s made more calls than the script has replies (%d), and gets them again from the first; "
-                "end the script with a reply that ends the agent, or add replies",
+                "script %s: session %s made more calls than the script has replies (%d), so the replies start over; "
+                "add replies, or end the script with one that makes the agent stop",
                 *(path, request.session, len(turns)),
             )
         return turns[index % len(turns)]

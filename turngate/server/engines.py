@@ -29,7 +29,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` states that the engine already has the weights of the current version. It is required if another program loads the weights.
+    `version` declares that the engine already has the weights of this version, which must be the current one. It is required if another
+    program loads the weights.
     """
 
     version: Version | None = None
@@ -40,7 +41,10 @@ class DrainEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class RemoveEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /admin/engines/remove`. With `force`, the engine's calls in flight fail instead of ending within `limit_s`."""
+    """The body of `POST /admin/engines/remove`.
+
+    The engine's calls in flight get up to `limit_s` seconds to end. With `force`, they fail at once instead.
+    """
 
     limit_s: Limit = REMOVE_S
     force: bool = False
@@ -63,7 +67,7 @@ class EngineRoutes:
     async def show(self, request: Request) -> JsonReply[EnginesView]:
         """List the engines and their load."""
         view = await self._changes.show()
-        if request.state.caller.project is not None:  # it learns only whether to send fewer calls
+        if request.state.caller.project is not None:  # a project may see only whether to send fewer calls
             view = EnginesView(engines=[], saturated=view.saturated, scripted=view.scripted)
         return json_response(view)
 
@@ -73,11 +77,11 @@ class EngineRoutes:
         return json_response(await self._changes.add(body.url, body.version))
 
     async def drain(self, request: Request, body: DrainEngineBody) -> JsonReply[EnginesView]:
-        """Send no new sessions to an engine."""
+        """Send no new calls to an engine. Its calls in flight continue."""
         body.check()
         return json_response(await self._changes.drain(body.url))
 
     async def remove(self, request: Request, body: RemoveEngineBody) -> JsonReply[EnginesView]:
-        """Remove an engine after its calls in flight have ended."""
+        """Remove an engine once its calls in flight have ended."""
         body.check()
         return json_response(await self._changes.remove(body.url, body.limit_s, force=body.force))

@@ -27,14 +27,14 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """`after` is the last delivery that the trainer has processed, and `mark` identifies the feed that it read."""
+    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies the feed it belongs to."""
 
     after: Whole | None = None
     mark: str = ""
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """`reader` is the token of the reader. The reply waits up to `wait` seconds for a delivery after the number `after`."""
+    """Query parameters. `reader` is the reader's token. The reply waits up to `wait` seconds for a delivery with a number above `after`."""
 
     reader: str = ""
     after: Whole | None = None
@@ -83,7 +83,7 @@ class FeedRoutes:
         return json_response(FeedList(self._feeds.list_feeds()))
 
     async def open(self, request: Request, body: FeedConfig) -> JsonReply[FeedView]:
-        """Create a feed, or return the one with these settings."""
+        """Create a feed, or return the existing feed if it has these settings."""
         return json_response(await self._feeds.open(request.path_params["name"], body))
 
     async def show(self, request: Request) -> JsonReply[FeedView]:
@@ -110,7 +110,7 @@ class FeedRoutes:
         return MsgpackReply(page)
 
     async def commit(self, request: Request, body: CommitBody) -> JsonReply[FeedView]:
-        """Commit the deliveries up to a number."""
+        """Commit all deliveries up to a number."""
         return json_response(self._feeds.commit(request.path_params["name"], body.reader, body.number))
 
     async def close_group(self, request: Request) -> JsonReply[ClosedGroup]:

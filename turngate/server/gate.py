@@ -1,7 +1,7 @@
 """The gate API under `/admin/gate`, for a trainer in another process: take, answer, fail, return and renew calls. Requires the admin key.
 
-Available only with `--engine gate`. Bodies and replies are msgpack. Token ids are raw 32-bit integers and
-log-probabilities raw 32-bit floats (NaN if unknown), both little-endian.
+It is available only with `--engine gate`. Bodies and replies are msgpack. Token ids are raw 32-bit integers, and log-probabilities are raw
+32-bit floats (NaN if unknown). Both are little-endian.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GateRoutes:
         ]
 
     async def show(self, request: Request) -> JsonReply[QueueStatus]:
-        """Return how many calls are waiting at the gate."""
+        """Return the state of the gate's queue."""
         return json_response(self._gate.queue_status())
 
     async def take(self, request: Request, body: TakeCalls) -> MsgpackReply[LeasedCalls]:
@@ -72,13 +72,13 @@ class GateRoutes:
         if watch.disconnected:  # the trainer will not receive the calls
             watch.uncancel()
             for call in calls:
-                with suppress(TurngateError):  # this call has ended, but the others must still be returned
+                with suppress(TurngateError):  # even if this call has ended, the others must be returned
                     self._gate.return_call(call.id, call.lease)
             return MsgpackReply(status_code=499)
         return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
 
     async def answer(self, request: Request, body: CallAnswer) -> MsgpackReply[dict[str, Json]]:
-        """Answer a call, all at once or in chunks."""
+        """Answer a call, all at once or in parts."""
         ids = _parse_array(body.ids, ID_DTYPE, "ids")
         logprobs = None if body.logprobs is None else _parse_array(body.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]
@@ -91,12 +91,12 @@ class GateRoutes:
         return _pack({})
 
     async def give_back(self, request: Request, body: CallRelease) -> MsgpackReply[dict[str, Json]]:
-        """Give a call back."""
+        """Return a call to the queue."""
         self._gate.return_call(request.path_params["call"], body.lease)
         return _pack({})
 
     async def renew(self, request: Request, body: RenewLeases) -> MsgpackReply[RenewedLeases]:
-        """Renew the leases. Return the calls that have ended, each with the reason."""
+        """Renew leases. Return the calls that are no longer leased, each with the reason."""
         over: dict[str, str] = {}
         for call, lease in body.leases.items():
             try:

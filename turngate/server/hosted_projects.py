@@ -1,4 +1,4 @@
-"""The projects of a gateway besides `default`: choose one for each request, and open it on its own store."""
+"""The projects of a gateway other than `default`: choose the project of each request, and open each project on its own store."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from turngate.store.projects import DEFAULT_PROJECT, PROJECT_NAME, locate_projec
 from turngate.telemetry.metrics import Metrics
 
 log = logging.getLogger("turngate")
-_WATCH_S = 1.0  # between checks for new and deleted projects
-PROJECT_HEADER = b"x-turngate-project"  # names the project of a request with the admin key
+_WATCH_S = 1.0  # interval between checks for new and deleted projects
+PROJECT_HEADER = b"x-turngate-project"  # with the admin key, this header names the project of a request
 _HEADERS = KEY_HEADERS | {b"cookie", PROJECT_HEADER}
 _API_KEY = re.compile(rb"tgp-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
 _LOGIN = re.compile(rb"(?:^|;\s*)" + COOKIE.encode() + rb"=(tgp-[0-9a-f]{8})\.")
 
 
 class HostedProject(ProjectGateway):
-    """A project that uses the engine, the fence and the lease of its host."""
+    """A project other than `default`. It uses the engine, the fence and the cell of the gateway that hosts it."""
 
     def __init__(self, host: ProjectGateway, project: str) -> None:
         self.project = project
@@ -60,12 +60,12 @@ class HostedProject(ProjectGateway):
 
 
 class HostedProjects:
-    """The projects that a gateway serves besides `default`. Each is opened when the gateway starts, or at its first request."""
+    """The projects that a gateway serves besides `default`. Each one is opened when the gateway starts, or at its first request."""
 
     def __init__(self, host: ProjectGateway) -> None:
         self._host = host
         self._open: dict[str, HostedProject] = {}
-        self._removed: set[str] = set()  # deleted projects whose data on this machine is gone
+        self._removed: set[str] = set()  # deleted projects whose data has been removed from this machine
         self._watching: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[HostedProject]:
@@ -77,7 +77,7 @@ class HostedProjects:
             self._watching = asyncio.create_task(self._watch())
 
     def _open_known(self) -> None:
-        """Open all known projects, and all projects whose sessions this cell has."""
+        """Open all projects in the list of projects and, in a cell, all projects that have data on this machine."""
         names = {*self._host.projects.ring.list_projects()}
         if self._host.cell is not None:
             folder = Path(self._host.config.data) / "projects"
@@ -87,11 +87,11 @@ class HostedProjects:
             self.open(name)
 
     async def _watch(self) -> None:
-        """Open new projects and remove deleted ones until this task is cancelled. Another process may have changed them."""
+        """Open projects that another process has created, and remove those that were deleted, until this task is cancelled."""
         while True:
             try:
                 if self._host.cell is not None and self._host.shard.number == 0:
-                    self._open_known()  # this worker ships the sessions of all workers, so it must know their projects
+                    self._open_known()  # this worker ships the sessions of all workers, so it needs their projects
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
                 log.warning("cannot follow the list of projects: %s; retrying", error)
@@ -104,11 +104,11 @@ class HostedProjects:
             await asyncio.sleep(_WATCH_S)
 
     async def _remove(self, name: str) -> None:
-        """End a project that was deleted: its requests, sessions and tasks. Remove its data from this machine."""
+        """End the requests, sessions and tasks of a deleted project, and remove its data from this machine."""
         project = self._open.pop(name, None)
         if project is not None:
             log.warning("project %s was deleted; its sessions end, and its data is removed", name)
-            await asyncio.to_thread(self._host.detach_project, project)  # waits for a shipment
+            await asyncio.to_thread(self._host.detach_project, project)  # waits until a shipment in progress has ended
             await project.end_requests()
             await project.close()
         folder = Path(self._host.config.data) / "projects" / name
@@ -136,7 +136,7 @@ class HostedProjects:
     def choose(self, scope: Scope) -> str | None:
         """Return the project that a request belongs to, or None for the project `default`.
 
-        Only the key decides, except for the operator, who may name a project. The project's own gateway checks the key again.
+        The key alone decides, except that the operator may name a project in a header. The project's own gateway checks the key again.
         """
         ring = self._host.projects.ring
         named, keys = "", []
@@ -144,7 +144,7 @@ class HostedProjects:
             if header not in _HEADERS:
                 continue
             if header in KEY_HEADERS:
-                # Every model call runs this, so the patterns are matched only if they can match.
+                # Every model call runs this, so a cheap test precedes each pattern.
                 if b"." in value and (secret := SECRET.search(value)) is not None:
                     return self._find(secret[1].decode())
                 if b"tgp-" in value and (api_key := _API_KEY.search(value)) is not None:
@@ -163,7 +163,7 @@ class HostedProjects:
         return self._choose_by_address(scope)
 
     def _choose_by_address(self, scope: Scope) -> str | None:
-        """Find the project of a secret in the path (OpenEnv) or in the query (Gemini)."""
+        """Return the project of a secret in the path (OpenEnv) or in the query (Gemini), or None if there is no secret."""
         query = scope["query_string"]
         if b"tg-" not in query and "/tg-" not in scope["path"]:
             return None
@@ -171,7 +171,7 @@ class HostedProjects:
         return None if secret is None else self._find(secret[1].decode())
 
     def _find(self, name: str) -> str | None:
-        """Return the name of a project that exists, other than `default`."""
+        """Return the project's name, or None if the project is `default` or does not exist."""
         if name in self._open:
             return name
         return name if name != DEFAULT_PROJECT and self._host.projects.ring.find_project(name) is not None else None
@@ -182,7 +182,7 @@ class HostedProjects:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder. It gets another name first, so that no part of it is used while it is being removed."""
+    """Remove a folder. It is renamed first, so that nothing uses a folder that is only partly removed."""
     gone = folder.with_name(f".deleted-{folder.name}")
     with suppress(FileNotFoundError):
         folder.rename(gone)

@@ -1,4 +1,4 @@
-"""Shared code for Starlette routes: JSON responses, errors, keys and the check of scopes."""
+"""Shared code for Starlette routes: JSON responses, errors, keys and scopes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def respond_created(value: T) -> CreatedReply[T]:
 
 
 def raw_json_response(answer: bytes, status: int = 200) -> Response:
-    """Return a response with encoded JSON."""
+    """Return a response whose body is already encoded as JSON."""
     return JsonReply(answer, status)
 
 
@@ -41,9 +41,10 @@ def bearer_key(request: Request) -> str:
 
 
 def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None, **more: Any) -> ApiRoute:
-    """Return a route that renders errors and, unless `auth` is None, requires the admin key or an API key with its scope.
+    """Return a route that renders errors. Unless `auth` is None, it requires the admin key or an API key with one of the route's scopes.
 
-    `request.state.caller` says who sent the request. The endpoint declares its body and query. `more` describes it further.
+    `request.state.caller` says who sent the request. The body and the query are declared by the endpoint's parameters. `more` contains
+    further fields of the `Operation`.
     """
     scopes = scopes_of(method, path) if auth is not None else frozenset()
     access = "public" if auth is None else "key"
@@ -61,9 +62,9 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None, **more:
 
 
 def read_cursor(request: Request, after: str) -> int:
-    """Return the sequence number of the last event that the reader has received: from the header `Last-Event-ID`, or else `after`.
+    """Return the sequence number of the last event that the client has received, or 0 if it has received none.
 
-    Older clients may send one number per worker, such as `12.7`.
+    It comes from the header `Last-Event-ID`, or else from `after`. Older clients may send one number per worker, such as `12.7`.
     """
     text = request.headers.get("last-event-id", "") or after
     if not text:

@@ -1,7 +1,7 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-With the admin key, or the key in `TURNGATE_METRICS_KEY`, which grants access to nothing else, it has the sums over all projects. With an
-API key, it has the values of the key's project, and nothing about the process that serves it.
+The admin key, and the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), return the sums over all projects. An API key
+returns only the values of its project, without those of the process.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ LAG_INTERVAL_S = 0.5  # interval between measurements of the event loop's delay
 _MAX_FEEDS = 100  # only the newest feeds are reported
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Gauges = dict[str, Iterable[tuple[Labels, float]]]
-# Fetches the other workers' snapshots of a project or, for None, of all; None for a worker that does not answer.
+# Fetches the other workers' snapshots for one project, or for all projects if the argument is None. A worker that does not answer
+# has the value None.
 CollectOthers = Callable[[str | None], Awaitable[dict[int, MetricsSnapshot | None]]]
-_PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # about the process; not shown to projects
+_PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # metrics of the process, which projects do not see
 
 
 class MetricsQuery(msgspec.Struct, frozen=True):
-    """With `by=worker`, every value has the number of its worker."""
+    """Query parameters. With `by=worker`, every value is labelled with the number of its worker."""
 
     by: Literal["worker", ""] = ""
 
@@ -86,7 +87,7 @@ class MetricsEndpoint:
         self._project = project
         self._cell = cell
         self.collect_others: CollectOthers | None = None  # set if there are other workers
-        self.hosted: list[MetricsEndpoint] = []  # of the other projects, if this is the endpoint of the whole gateway
+        self.hosted: list[MetricsEndpoint] = []  # endpoints of the other projects, if this one serves the whole gateway
         self._lag_task: asyncio.Task[None] | None = None
         self._started = time.time()
 
@@ -107,7 +108,7 @@ class MetricsEndpoint:
             lag.observe(max(0.0, loop.time() - due))
 
     def project_snapshot(self) -> MetricsSnapshot:
-        """Return this worker's metrics of one project."""
+        """Return this worker's metrics for this endpoint's project."""
         families = self._metrics.snapshot(self._session_gauges()).families
         return MetricsSnapshot({name: series for name, series in families.items() if name not in _PROCESS_FAMILIES})
 
@@ -118,8 +119,8 @@ class MetricsEndpoint:
         }
 
     async def snapshot(self) -> MetricsSnapshot:
-        """Return this worker's metrics of all projects."""
-        # The last health check of our own engines. Hosted endpoints are omitted, because a scrape must not send them requests.
+        """Return this worker's metrics for all projects."""
+        # This is the result of the last health check. Relays are omitted, because a scrape must not send requests to a provider.
         health = [] if self._engine is None else await self._engine.health()
         up = sum(replica.ok for replica in health)
         gauges: Gauges = {
@@ -134,7 +135,7 @@ class MetricsEndpoint:
         return merge_snapshots([own, *(project.project_snapshot() for project in self.hosted)]) if self.hosted else own
 
     async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
-        """Return this worker's metrics, and the metrics from the store, which are the same for all workers."""
+        """Return this worker's metrics together with those from the store, which are the same for all workers."""
         own = await self.snapshot()
         shared = self._metrics.snapshot(
             {
@@ -185,7 +186,7 @@ class MetricsEndpoint:
         return ApiRoute(operation, serve)
 
     async def read(self, request: Request, query: MetricsQuery) -> Response:
-        """Return the metrics in the format of Prometheus."""
+        """Return the metrics in the Prometheus format."""
         project = request.state.project
         others = await self.collect_others(project) if self.collect_others is not None else {}
         text = await self._render(project, others, query.by == "worker")
@@ -205,7 +206,7 @@ class MetricsEndpoint:
 
 
 def _process_gauges(started: float) -> Gauges:
-    """Return the standard process metrics of Prometheus clients. Memory and open files are omitted without /proc."""
+    """Return the standard process metrics of Prometheus clients. Without /proc, memory and open files are omitted."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     gauges: Gauges = {
         "process_cpu_seconds_total": [((), usage.ru_utime + usage.ru_stime)],

@@ -1,6 +1,6 @@
 """Model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
 
-Only this module renders errors of model calls in the dialect's format. A non-streaming reply collects a streamed one.
+Only this module renders errors of model calls in the dialect's format. A reply that is not streamed is a collected stream.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger("turngate")
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """One call and the way to answer it."""
+    """One model call, with everything that is needed to answer it."""
 
     session: Session
     call: Call
@@ -99,7 +99,7 @@ class ModelCalls:
         *,
         prime: bool = False,
     ) -> None:
-        """Serve one call. `session_id` is the session named in the path, if any."""
+        """Serve one call. `session_id` is the session that the path names, if any."""
         dialect = match.dialect
         session: Session | None = None
         body = b""
@@ -132,7 +132,7 @@ class ModelCalls:
         *,
         prime: bool,
     ) -> Session:
-        """Return the session that the caller's key opens. prime-rl may be allowed to omit the key."""
+        """Return the session that the caller's key grants access to. A prime-rl client may be allowed to omit the key."""
         if prime and session_id is not None and self._auth.trusts(scope):
             return self._sessions.find(session_id)
         return self._auth.session(dialect.read_key(headers, query), session_id)
@@ -144,20 +144,20 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Check a call that samples nothing, in the same way as a call that starts a turn. Limits do not apply to it."""
+        """Apply to a call that samples nothing the same checks as to a call that starts a turn, except for limits."""
         self._pipeline.admit(session, call)
 
     def count_error(
         self, dialect: Dialect, error: TurngateError, session: Session | None, body: bytes = b""
     ) -> TurngateError:
-        """Count a failed call and, if it was refused, record that for `session`. Return the error to answer with."""
+        """Count a failed call and, if the call was refused, record the refusal for `session`. Return the error to answer with."""
         if session is not None:
             error = self._record_refusal(session, dialect, error, body)
         self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
         return error
 
     async def run_turn(self, exchange: Exchange) -> None:
-        """Run one turn and deliver its reply. Raise errors that the reply does not contain."""
+        """Run one turn and deliver its reply. Errors that could not be sent within the reply are raised."""
         session, dialect, timing = exchange.session, exchange.dialect, exchange.timing
         if (tracer := current_tracer()) is not None:
             model = self._pipeline.model_name(session, exchange.call)
@@ -174,13 +174,13 @@ class ModelCalls:
                 timing.span.end()
 
     def _prefix_cache(self, session: Session, dialect: Dialect) -> PrefixCache:
-        """Return the cache of messages that the session has sent in this dialect. It is dropped when the trace is evicted."""
+        """Return the cache of the messages that the session has sent in this dialect. It is dropped when the trace is evicted."""
         if session.status != "open":
             # The session ended while the call was being sent. The call will be rejected, so the trace need not be loaded.
             return PrefixCache(dialect, self._frames)
         try:
             caches = self._prefix_caches.setdefault(session.trace, {})
-        except StoreError as error:  # recorded, so that the failure is not attributed to the agent
+        except StoreError as error:  # the error is recorded, so that the agent is not blamed for it
             session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
         if dialect.name not in caches:
@@ -247,7 +247,7 @@ class ModelCalls:
                 await stream.write(encoder.error(error), last=True)
 
     def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
-        """Count a model call to a route that does not exist, if it belongs to a session. Return the error to answer with."""
+        """Record a refused call if a model call to an unknown route belongs to a session. Return the error to answer with."""
         named = SESSION_PATH.match(request.url.path.encode("utf-8", "surrogatepass"))
         session_id = named[1].decode("utf-8", "surrogatepass") if named is not None else None
         try:
@@ -257,9 +257,9 @@ class ModelCalls:
         return self._record_refusal(session, dialect, error, b"")
 
     def _record_refusal(self, session: Session, dialect: Dialect, error: TurngateError, body: bytes) -> TurngateError:
-        """Count the call if it is refused because of its content. Return the error to answer with.
+        """Record the call as refused if it was refused because of its content. Return the error to answer with.
 
-        If the refusal cannot be recorded, the call fails as one whose turn cannot be recorded, and the agent may retry it.
+        If the refusal cannot be recorded, return the store's error instead. The agent may then retry the call.
         """
         if not is_refusal(error) or session.status != "open" or session.ending:
             return error
@@ -274,11 +274,11 @@ class ModelCalls:
         return _MarkUndelivered(self._recorder, session, done)
 
 
-# Classes instead of generator functions: every call enters these contexts, and generator-based ones are several times slower.
+# These context managers are classes, because every call enters them and generator functions would be several times slower.
 
 
 class _MarkUndelivered:
-    """A context manager that marks a stored turn as undelivered if its end cannot be sent to the agent."""
+    """A context manager that marks a stored turn as undelivered if the end of its reply cannot be sent to the agent."""
 
     def __init__(self, recorder: TurnRecorder, session: Session, done: Done) -> None:
         self._recorder, self._session, self._done = recorder, session, done
@@ -293,7 +293,7 @@ class _MarkUndelivered:
 
 
 class RenderInternalErrors:
-    """A context manager that converts an unexpected exception to an error that the dialect can render."""
+    """A context manager that converts an unexpected exception into an error that the dialect can render."""
 
     def __enter__(self) -> None:
         pass
@@ -305,7 +305,7 @@ class RenderInternalErrors:
 
 
 class _ExplainCancellation:
-    """A context manager that converts a cancellation to the error for its cause: the client disconnected, or the session ended."""
+    """A context manager that converts a cancellation into the error for its cause: the client disconnected, or the session ended."""
 
     def __init__(self, session: Session, hang_up: HangUp) -> None:
         self._session, self._hang_up = session, hang_up
@@ -337,7 +337,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
 
 
 def request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
-    """Return a new request id, in the header that the provider's SDK reads. Return no header if it reads none."""
+    """Return a new request id in the header that the provider's SDK reads, or no header if the SDK reads none."""
     return (
         [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]
         if dialect.request_id_header

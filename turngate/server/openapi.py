@@ -1,4 +1,4 @@
-"""The OpenAPI document of the gateway, `GET /openapi.json`, made of the operations that it serves."""
+"""The gateway's OpenAPI document, `GET /openapi.json`, which is built from the operations that the gateway serves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DESCRIPTION = (
 
 
 class OpenApiDocument:
-    """The document of one gateway. It is made on the first request."""
+    """The OpenAPI document of one gateway. It is built on the first request."""
 
     def __init__(self, calls: Sequence[Operation], routes: Sequence[Route]) -> None:
         self._calls = calls
@@ -40,7 +40,7 @@ class OpenApiDocument:
         return route("/openapi.json", "GET", self.read, None)
 
     async def read(self, request: Request) -> JsonReply[dict[str, Json]]:
-        """Return this document."""
+        """Return the OpenAPI document."""
         return JsonReply(await asyncio.to_thread(lambda: self._content))
 
     @cached_property
@@ -50,7 +50,7 @@ class OpenApiDocument:
 
 
 def build_document(operations: Sequence[Operation]) -> dict[str, Json]:
-    """Return an OpenAPI 3.1 document of operations."""
+    """Build an OpenAPI 3.1 document for these operations."""
     schemas = _Schemas(operations)
     paths: dict[str, dict[str, Json]] = {}
     for operation in operations:
@@ -77,12 +77,12 @@ class _Schemas:
         self._references = dict(zip(kinds, references, strict=True))
 
     def find(self, kind: object) -> Json:
-        """Return the schema of a type. A type of None is any JSON."""
+        """Return the schema of a type. None means any JSON."""
         return {} if kind is None else self._references[repr(kind)]
 
 
 def _replace_raw_defaults(kind: type) -> type:
-    """Return a type with the same schema, without default values that a schema cannot show: raw JSON."""
+    """Return a type with the same fields, but without defaults of raw JSON, which a schema cannot represent."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return kind
     fields = msgspec.structs.fields(kind)
@@ -126,7 +126,7 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Json]:
 
 
 def _has_required_fields(kind: type) -> bool:
-    """Return whether a body must be sent. An empty one is read as one without fields."""
+    """Return whether a request must have a body. An empty body is read as an object without fields."""
     return issubclass(kind, msgspec.Struct) and any(field.required for field in msgspec.structs.fields(kind))
 
 
@@ -164,7 +164,7 @@ def _describe_parameters(operation: Operation) -> list[Json]:
 
 
 def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """Return the schema of a parameter in an address, which may be absent but not null."""
+    """Return the schema of a query parameter without null. A query parameter may be absent, but it cannot be null."""
     if "anyOf" not in schema:
         return schema
     (other,) = (one for one in schema["anyOf"] if one != {"type": "null"})
@@ -172,7 +172,7 @@ def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
 
 
 def _describe_access(operation: Operation) -> list[Json]:
-    """Return the alternatives, one of which a request must satisfy."""
+    """Return the security requirements, any one of which grants access to the operation."""
     header = _dialects[operation.dialect].key_header if operation.dialect else ""
     scopes = [name for name in SCOPE_NAMES if name in operation.scopes]
     keys: list[Json] = [{"adminKey": []}, *({"apiKey": [scope]} for scope in scopes)]
@@ -197,7 +197,7 @@ def _security_schemes() -> dict[str, Json]:
         "adminKey": {**bearer, "description": "The operator's key."},
         "apiKey": {
             **bearer,
-            "description": "A key of a project. The names listed with it are its scopes: any one of them is enough.",
+            "description": "An API key of a project, with at least one of the listed scopes.",
         },
         "sessionSecret": {**bearer, "description": "The `api_key` of a session."},
         "pageLogin": {"type": "apiKey", "in": "cookie", "name": COOKIE, "description": "Set by `POST /page/login`."},

@@ -1,7 +1,7 @@
-"""The operations of the HTTP API: what each route takes and returns, read from the signature of its endpoint.
+"""The operations of the HTTP API: what each route accepts and returns, read from the signature of its endpoint.
 
-An endpoint declares its input as parameters: `body` is decoded from the request's body, `query` from its address. `JsonReply[T]` as its
-return type declares the reply. The OpenAPI document is made of these declarations.
+An endpoint declares its input as parameters: `body` is decoded from the request's body, and `query` from its query string. The return type
+`JsonReply[T]` declares the reply. The OpenAPI document is built from these declarations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 JSON = "application/json"
 CHUNK_BYTES = 256 * 1024
 Endpoint = Callable[..., Awaitable[Response]]
-# Who may call an operation. key: a key with one of the scopes. session: the session's secret or, if the path names the session, such a key.
-# page: a browser that is logged in to the page.
+# Who may call an operation. key: the admin key, or an API key with one of the scopes. session: the session's secret or, if the path names
+# the session, such a key. page: a browser that is logged in to the page.
 Access = Literal["public", "key", "any key", "session", "page"]
 
 
 class JsonReply(Response, Generic[T]):
-    """A JSON response with a `T`. A large one is sent in chunks, so that other requests are served in between."""
+    """A JSON response that contains a `T`. A large response is sent in chunks, so that other requests are served in between."""
 
     media_type = JSON
 
@@ -48,7 +48,7 @@ class JsonReply(Response, Generic[T]):
 
 
 class CreatedReply(JsonReply[T]):
-    """A JSON response with a `T` that was created."""
+    """A JSON response that contains a newly created `T`."""
 
 
 class EventStreamReply(StreamingResponse):
@@ -58,13 +58,13 @@ class EventStreamReply(StreamingResponse):
 
 
 class MsgpackReply(Response, Generic[T]):
-    """A msgpack response with a `T`."""
+    """A msgpack response that contains a `T`."""
 
     media_type = MSGPACK
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One route and method of the API. A type of None means that the operation does not declare it."""
+    """One route and method of the API. `body`, `query` and `reply` are types, or None if the endpoint declares none."""
 
     path: str  # as Starlette writes it, such as `/admin/sessions/{id}/tools/{call:int}/answer`
     method: str
@@ -77,12 +77,12 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     reply: Any = None
     reply_media: str = JSON
     status: int = 200
-    dialect: str = ""  # whose errors and key headers it uses; empty for the native API
-    headers: tuple[str, ...] = ()  # that a request must have
+    dialect: str = ""  # the dialect of its errors and key headers; empty for the native API
+    headers: tuple[str, ...] = ()  # headers that a request must have
     invalid: type[TurngateError] = BadRequest  # raised for an invalid body
 
     async def read_arguments(self, request: Request) -> dict[str, object]:
-        """Decode what the endpoint declares."""
+        """Decode the body and the query that the endpoint declares."""
         arguments: dict[str, object] = {}
         if self.query is not None:
             arguments["query"] = decode_query(request.query_params, self.query)
@@ -105,7 +105,7 @@ _hints: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionar
 
 
 def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a function. Evaluating them is slow, and each project of a gateway has its own routes."""
+    """Return a function's type hints. They are cached, because reading them is slow and each project has its own routes."""
     hints = _hints.get(function)
     if hints is None:
         hints = _hints[function] = get_type_hints(function)
@@ -113,7 +113,7 @@ def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def describe_operation(path: str, method: str, endpoint: Callable[..., Any], access: Access, **more: Any) -> Operation:
-    """Return the operation of an endpoint, from its signature and docstring. `more` are further fields."""
+    """Build the operation of an endpoint from its signature and docstring. `more` contains further fields."""
     hints = _read_hints(getattr(endpoint, "__func__", endpoint))
     reply = hints.get("return")
     kind = get_origin(reply) or reply

@@ -1,4 +1,4 @@
-"""Everything that a gateway does for one project: an ASGI application over the project's own store.
+"""The gateway of one project: an ASGI application over the project's own store.
 
 The engine, the fence and the keys are shared by all projects of a gateway (`app.py`).
 """
@@ -77,13 +77,13 @@ from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
-ANSWER_S = 10.0  # time that the shared store may take to answer; the event loop waits for it
+ANSWER_S = 10.0  # how long the event loop waits for an answer of the shared store
 _SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
 _TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 
 
 class ProjectGateway:
-    """The gateway of one project. Subclasses open its store, and set what it shares with other projects."""
+    """The gateway of one project. Subclasses open the project's store, and set the attributes that all projects share."""
 
     project: str = DEFAULT_PROJECT
     config: ServeConfig
@@ -160,7 +160,7 @@ class ProjectGateway:
         self._housekeeper = Housekeeper(
             self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
         )
-        session_days = config.session_days if self.shard.number == 0 else 0.0  # the same for old sessions
+        session_days = config.session_days if self.shard.number == 0 else 0.0  # one worker prunes old sessions for all
         archive = locate_archive(Path(config.archive) if config.archive else None, self.project)
         self._pruner = SessionPruner(self.store, config.data, self.events, days=session_days, archive=archive)
 
@@ -207,7 +207,7 @@ class ProjectGateway:
         self._starlette = self._compose_starlette()
 
     def limit_context(self, tokens: int) -> None:
-        """Limit the context to what the engines support."""
+        """Limit the context to `tokens`."""
         self.max_context = tokens
         self._model_calls = self._compose_model_calls()
 
@@ -285,7 +285,7 @@ class ProjectGateway:
         return Starlette(routes=[*routes, document.route()], exception_handlers={404: not_found, 405: not_found})
 
     def _require_room(self) -> None:
-        """Raise an error if this gateway is a cell that may not open a session of this project now."""
+        """Raise an error if this gateway is a cell that cannot open another session of this project now."""
         if self.cell is not None:
             self.cell.guard.require_room(self.store.outbox)
 
@@ -301,7 +301,7 @@ class ProjectGateway:
 
     @property
     def _engine_mode(self) -> Mode:
-        """Mode of the sessions that the engine serves."""
+        """The mode of the sessions that the engine serves."""
         return "gate" if self.gate is not None else "exact"
 
     def note(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None:
@@ -309,13 +309,13 @@ class ProjectGateway:
         self.projects.note(caller, self.project, action, subject, details)
 
     def note_all(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None:
-        """Add an entry about what all projects share to the audit log."""
+        """Add an entry that concerns all projects to the audit log."""
         self.projects.note(caller, "", action, subject, details)
 
     # ── other projects ──────────────────────────────────────────────────────────────────────────────────────────
 
     def attach_project(self, project: ProjectGateway) -> None:
-        """Let another project use what all projects share."""
+        """Include another project in everything that all projects share, such as the fence, the metrics and the quotas."""
         if self.cell is not None:
             self.cell.add_project(project.store, project.sessions, project.project)
         self.stale.others.append(project.stale)
@@ -372,13 +372,13 @@ class ProjectGateway:
 
     def _record_verdict(self, verdict: Verdict) -> None:
         try:
-            if self.store.find(verdict.session) is not None:  # it may have been deleted in the meantime
+            if self.store.find(verdict.session) is not None:  # the session may have been deleted in the meantime
                 self.events.add(verdict.session, "verified", summarize_verdict(verdict))
         except StoreError as error:
             log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves everything else."""
+        """Serve model calls and host-tool calls directly, to avoid Starlette's overhead. Starlette serves all other requests."""
         if scope["type"] == "websocket":
             await self._serve_socket(scope, receive, send)
             return

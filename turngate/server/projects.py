@@ -39,7 +39,7 @@ class ChangeProjectBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `POST /admin/keys`. The default project is the one that the request belongs to."""
+    """The body of `POST /admin/keys`. By default, `project` is the project that the request belongs to."""
 
     project: str = ""
     scopes: list[ScopeName]
@@ -54,19 +54,19 @@ class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class DeleteProjectQuery(msgspec.Struct, frozen=True):
-    """With `force`, a project is deleted although it has open sessions."""
+    """Query parameters. With `force`, the project is deleted even if it has open sessions."""
 
     force: bool = False
 
 
 class KeysQuery(msgspec.Struct, frozen=True):
-    """`project` is the name of a project; without it, keys of all projects that the caller may see are listed."""
+    """Query parameters. `project` is the name of a project. Without it, the keys of all projects that the caller may see are listed."""
 
     project: str = ""
 
 
 class AuditQuery(msgspec.Struct, frozen=True):
-    """`after` is the number of the last entry of the page before."""
+    """Query parameters. `after` is the number of the last entry on the previous page."""
 
     project: str = ""
     after: Whole = 0
@@ -74,7 +74,7 @@ class AuditQuery(msgspec.Struct, frozen=True):
 
 
 class ProjectRoutes:
-    """Routes for one project. The operator reaches all projects through any of them."""
+    """The routes under one project. The operator can manage every project through the routes of any project."""
 
     def __init__(self, projects: Projects, auth: Auth, project: str) -> None:
         self._projects = projects
@@ -112,13 +112,13 @@ class ProjectRoutes:
         return json_response(self._projects.change(_caller(request), name, body.weight, body.quotas))
 
     async def delete(self, request: Request, query: DeleteProjectQuery) -> JsonReply[DeletedProject]:
-        """Delete a project and everything recorded for it."""
+        """Delete a project and everything that was recorded for it."""
         name = request.path_params["name"]
         await asyncio.to_thread(self._projects.delete, _caller(request), name, force=query.force)
         return json_response(DeletedProject(name))
 
     async def list_keys(self, request: Request, query: KeysQuery) -> JsonReply[KeyList]:
-        """List keys, without the keys themselves."""
+        """List keys by their prefix, without the secret keys themselves."""
         return json_response(KeyList(self._projects.list_keys(_caller(request), query.project)))
 
     async def create_key(self, request: Request, body: CreateKeyBody) -> CreatedReply[NewKey]:
@@ -128,7 +128,7 @@ class ProjectRoutes:
         return respond_created(new)
 
     async def rotate_key(self, request: Request, body: RotateKeyBody) -> CreatedReply[NewKey]:
-        """Replace a key. The old one stays valid for a while."""
+        """Replace a key. The old key stays valid for `grace_s` seconds."""
         prefix = request.path_params["prefix"]
         return respond_created(self._projects.rotate_key(_caller(request), prefix, body.grace_s))
 

@@ -30,15 +30,15 @@ _MODEL_BASES = (
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether calls can be served. The status code is 200 or 503."""
+    """The reply of `GET /health`: whether calls can be served. The status code is 200 if they can, and 503 if not."""
 
     status: str
-    engines: int  # that answer
+    engines: int  # engines that are up
     engines_total: int
 
 
 class PublicRoutes:
-    """Public routes. `model` is the configured model name; if it is empty, the engines report their models."""
+    """The public routes. `model` is the configured model name; if it is empty, the engines report their models."""
 
     def __init__(self, engine: Engine | None, relay: Relay | None, auth: Auth, model: str) -> None:
         self._engine = engine
@@ -57,13 +57,13 @@ class PublicRoutes:
         ]
 
     def _model_route(self, path: str) -> Route:
-        dialect = "gemini" if "/v1beta/" in path else "chat"  # unless the headers identify another dialect
+        dialect = "gemini" if "/v1beta/" in path else "chat"  # the default, unless headers identify another dialect
         return ApiRoute(describe_operation(path, "GET", self.models, "any key", dialect=dialect), self.models)
 
     async def health(self, request: Request) -> JsonReply[HealthReply]:
         """Report whether calls can be served, for load balancers."""
         health = await self._engine_health()
-        serves_calls = self._engine is not None or self._relay is not None  # not on a shared store
+        serves_calls = self._engine is not None or self._relay is not None  # false for a gateway on a shared store
         ok = any(engine.ok for engine in health) or not serves_calls
         return json_response(
             HealthReply(
@@ -75,7 +75,7 @@ class PublicRoutes:
         )
 
     async def _engine_health(self) -> list[Health]:
-        """Return the engines' health, cached because this public route must not flood a provider with requests."""
+        """Return the engines' health. It is cached, because this public route must not flood a provider with requests."""
         now = time.monotonic()
         if now - self._health_cache[0] > _HEALTH_CACHE_S:
             parts = [part for part in (self._engine, self._relay) if part is not None]

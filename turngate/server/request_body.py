@@ -8,7 +8,7 @@ import zlib
 from turngate.errors import BadRequest, TooLarge
 from turngate.server.asgi import ClientDisconnect, Receive
 
-_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # for zlib, which also derives the expected header from it
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits`, which also select the expected header
 
 
 async def read_content(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
@@ -40,7 +40,7 @@ def _decompress(body: bytes, coding: str, limit: int) -> bytes:
 
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
-    """Read a body as it was sent."""
+    """Read a body as it was sent, without decompressing it."""
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")

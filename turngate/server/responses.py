@@ -1,6 +1,6 @@
 """Stored responses of OpenAI's Responses API: read one, list its input items, delete it.
 
-Like model calls, these routes require the session's secret, and the path may name the session. Only the session's own responses exist here.
+Like model calls, these routes require the session's secret, and the path may name the session. They serve only the session's own responses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StoredResponseQuery(msgspec.Struct, frozen=True):
 
 
 class InputItemsQuery(msgspec.Struct, frozen=True):
-    """`after` is the id of the last item of the page before."""
+    """Query parameters. `after` is the id of the last item on the previous page."""
 
     after: str = ""
     limit: Whole = PAGE_SIZE
@@ -66,7 +66,7 @@ class ResponseRoutes:
 
     def delete(self, session: Session, request: Request) -> bytes:
         """Delete a stored response."""
-        session.require_open()  # what an ended session has stored does not change
+        session.require_open()  # the stored responses of an ended session do not change
         response_id = request.path_params["response_id"]
         self._archive.delete(session, response_id)
         return encode_deleted(response_id)

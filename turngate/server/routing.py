@@ -1,4 +1,4 @@
-"""Routing: the dialect, operation and model of a model call's path."""
+"""Routing: find the dialect, operation and model of a model call from its path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 # Headers that identify a dialect, because several dialects share paths such as /v1/models.
 _DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
-# How the paths of model calls end, including those of APIs that no dialect serves.
+# The ends of the paths of model calls, including calls to APIs that no dialect serves.
 _CALL_SUFFIXES = (
     "/completions",
     "/responses",
@@ -43,7 +43,7 @@ class RouteMatch(msgspec.Struct, frozen=True):
     dialect: Dialect
     verb: Verb
     model: str = ""
-    socket: bool = False  # calls may also arrive over a WebSocket
+    socket: bool = False  # whether calls may also arrive over a WebSocket
 
 
 class DialectRoutes:
@@ -64,7 +64,7 @@ class DialectRoutes:
 
     @property
     def operations(self) -> list[Operation]:
-        """The model calls as operations, with and without the session in the path."""
+        """The model calls as operations, both with and without the session in the path."""
         return [_describe_call(base, dialect, route) for base in _BASES for dialect, route in self._routes]
 
     def match(self, path: str) -> RouteMatch | None:
@@ -90,7 +90,7 @@ def _describe_call(base: str, dialect: Dialect, route: Route) -> Operation:
 
 
 def dialect_of(request: HTTPConnection) -> Dialect:
-    """Return the dialect for the response to a request that is not a model call. Headers take precedence over the path."""
+    """Return the dialect in which to answer a request that is not a model call. Headers take precedence over the path."""
     path = SESSION_PREFIX.sub("", request.url.path) or "/"
     for header, name in _DIALECT_HEADERS.items():
         for dialect in DIALECTS:
@@ -101,7 +101,7 @@ def dialect_of(request: HTTPConnection) -> Dialect:
 
 
 def hint_for(request: Request) -> str:
-    """Return a hint for a request to an unknown route, or ""."""
+    """Return a hint to append to the error for an unknown route, or an empty string."""
     if request.url.path.endswith("/v1/completions"):
         return "; text completions are not supported: use POST /v1/chat/completions"
     if request.method != "POST" and request.url.path.endswith(
@@ -112,7 +112,10 @@ def hint_for(request: Request) -> str:
 
 
 def is_unserved_call(request: Request) -> bool:
-    """Return whether a request to an unknown route is a model call, such as a text completion, or one with a wrong base URL."""
+    """Return whether a request to an unknown route is a model call.
+
+    It may be a call to an API that no dialect serves, such as text completions, or a call with a wrong base URL.
+    """
     return request.method == "POST" and request.url.path.endswith(_CALL_SUFFIXES)
 
 

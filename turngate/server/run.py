@@ -1,4 +1,4 @@
-"""Run a gateway under uvicorn, in a separate process or embedded in another program."""
+"""Run a gateway under uvicorn, in its own process or embedded in another program."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _run(config: ServeConfig) -> None:
 
 @contextmanager
 def trace_spans(config: ServeConfig) -> Iterator[None]:
-    """Record spans within the block if they are enabled."""
+    """Record spans for the duration of the block, if spans are enabled."""
     if not is_enabled(config.spans):
         yield
         return
@@ -82,7 +82,7 @@ async def run_embedded(
     renderer: tuple[Renderer, Certificate] | None = None,
     wrap: Callable[[App], App] = lambda app: app,
 ) -> AsyncIterator[GatewayAddress]:
-    """Run a gateway in this process for the duration of the block. `wrap` can wrap the application, for example to observe requests."""
+    """Run a gateway in this process for the duration of the block. `wrap` may wrap the application, for example to observe requests."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = open_listener(config)
@@ -106,7 +106,7 @@ async def run_embedded(
 def run_in_thread(manager: AbstractAsyncContextManager[T], name: str = "gateway") -> Iterator[T]:
     """Keep an async context manager, such as `run_embedded(config)`, open in the event loop of a new thread.
 
-    For programs without an event loop, and for gateways that must not share a loop with the program.
+    This is for programs without an event loop, and for gateways that must not share an event loop with the program.
     """
     thread = LoopThread(name)
     thread.start()
@@ -127,7 +127,7 @@ def uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
         ws=GatewayWebSocket,
         ws_max_size=int(config.max_body_mb * 1e6),
         ws_ping_timeout=STALL_S,  # an agent that is busy with its tools may answer late
-        ws_per_message_deflate=False,  # it would cost more time than it saves
+        ws_per_message_deflate=False,  # compression would cost more time than it saves
         lifespan="off",
         access_log=False,
         log_config=None,  # uvicorn logs through our handler
@@ -140,7 +140,7 @@ def uvicorn_config(app: App, config: ServeConfig) -> uvicorn.Config:
 
 
 class GatewayWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket, except that it reports rejected frames to the application, and logs no error for a refused upgrade."""
+    """uvicorn's WebSocket protocol, except that it reports rejected frames to the application and logs no error for a refused upgrade."""
 
     def handle_parser_exception(self) -> None:
         if isinstance(self.conn.parser_exc, PayloadTooBig):
@@ -156,9 +156,9 @@ class GatewayWebSocket(WebSocketsSansIOProtocol):
 
 
 def answer_when_stopping(app: App) -> App:
-    """Wrap an application so that requests cancelled by shutdown are answered in the client's dialect.
+    """Wrap an application so that requests cancelled by a shutdown are answered in the client's dialect.
 
-    Otherwise uvicorn would respond with a bare 500.
+    Without this, uvicorn would respond with a bare status 500.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,7 +179,7 @@ def answer_when_stopping(app: App) -> App:
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that aborts calls in flight on shutdown.
 
-    This way, the tokens sampled so far are recorded and the agents receive an answer.
+    The tokens sampled so far are then recorded, and the agents receive an answer.
     """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
@@ -188,7 +188,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's version re-raises the signal after serving, before the store and the engine are closed.
+        # uvicorn's own method would re-raise the signal after serving, before the store and the engine are closed.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -221,7 +221,7 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
 
 
 def tune_garbage_collector() -> None:
-    """Exclude the vocabulary from garbage collection, which would otherwise repeatedly scan half a million permanent objects."""
+    """Exclude the vocabulary from garbage collection. Otherwise, half a million permanent objects would be scanned again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -1,6 +1,6 @@
-"""Which scopes of an API key open which route. A gateway does not start if one of its routes is missing here.
+"""The scopes of every route: an API key needs one of them. A gateway does not start if one of its routes is missing here.
 
-Model calls, host tools and stored replies are not listed: they need the secret of their session.
+Model calls, host tools and stored responses are not listed, because they require the secret of their session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Scopes = frozenset[ScopeName]
 _READ: Scopes = frozenset({"traces", "admin"})
 _RUN: Scopes = frozenset({"sessions", "admin"})
 _FEED: Scopes = frozenset({"feed", "admin"})
-_FOLLOW: Scopes = frozenset({"sessions", "traces", "admin"})  # the state of sessions, without their messages
+_FOLLOW: Scopes = frozenset({"sessions", "traces", "admin"})  # to follow the state of sessions, without their messages
 _MANAGE: Scopes = frozenset({"admin"})
 _ANY: Scopes = frozenset(SCOPE_NAMES)
 _OPERATOR: Scopes = frozenset()  # only the admin key
@@ -45,7 +45,7 @@ SCOPES: Mapping[tuple[str, str], Scopes] = {
     ("GET", "/admin/feeds/{name}/deliveries"): _FEED,
     ("POST", "/admin/feeds/{name}/commit"): _FEED,
     ("POST", "/admin/groups/{group:path}/close"): frozenset({"sessions", "feed", "admin"}),
-    # what all projects share
+    # shared by all projects
     ("GET", "/admin/fence"): _ANY,
     ("POST", "/admin/fence/pause"): _OPERATOR,
     ("POST", "/admin/fence/resume"): _OPERATOR,
@@ -105,9 +105,9 @@ SCOPES: Mapping[tuple[str, str], Scopes] = {
     ("POST", "/page/api/rollouts/{id}/seal"): _RUN,
     ("POST", "/page/api/rollouts/{id}/retry"): _RUN,
 }
-MODEL_CALLS = _RUN  # with a session in the path, such as /s/{id}/v1/chat/completions
+MODEL_CALLS = _RUN  # for model calls with a session in the path, such as /s/{id}/v1/chat/completions
 
 
 def scopes_of(method: str, path: str) -> Scopes:
-    """Return the scopes of a route. A key with any one of them opens it."""
+    """Return the scopes of a route. An API key with any one of them may use the route."""
     return SCOPES[method, path]

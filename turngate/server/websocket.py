@@ -1,9 +1,9 @@
-"""Model calls over a WebSocket: each event of the client is one call, served like a call over HTTP.
+"""Model calls over a WebSocket: each event from the client is one call, served like a call over HTTP.
 
     upgrade → accept → per event: find the session → decode → run the turn → frames → …
 
-The calls of one lane are served one after another, those of different lanes at the same time. When the client hangs up, its calls are
-aborted and recorded. The latest reply of each lane can be continued on the same connection even if it is not stored.
+The calls of one lane are served one after another; different lanes are served at the same time. When the client disconnects, its calls are
+aborted and recorded. The latest reply of each lane can be continued on the same connection even if the reply is not stored.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from turngate.telemetry.metrics import CallTiming
 from turngate.trace.session import Session
 from turngate.types import Call, Done
 
-_MAX_WAITING = 32  # calls of one lane that wait for their turn
+_MAX_WAITING = 32  # maximum number of waiting calls in one lane
 # Headers that describe the upgrade rather than the calls that follow it.
 _UPGRADE_HEADERS = ("idempotency-key", "x-turngate-attempt", "x-stainless-retry-count")
 
 
 class TooManyLanes(BadRequest):
-    """A connection has too many lanes, or too many calls are waiting in one of them."""
+    """A connection has too many lanes, or too many or too large calls are waiting on it."""
 
     kind = "websocket_stream_limit_reached"
 
@@ -73,7 +73,7 @@ async def serve_socket(
     *,
     prime: bool = False,
 ) -> None:
-    """Serve a connection until the client closes it. The session's secret is checked now and with every call."""
+    """Serve a connection until the client closes it. The session's secret is checked when it opens, and again for every call."""
     headers, query = parse_headers(scope), parse_query(scope)
 
     def find_session() -> Session:
@@ -92,11 +92,11 @@ async def serve_socket(
 
 
 async def refuse_upgrade(send: Send, dialect: Dialect, error: TurngateError) -> None:
-    """Answer a request for a WebSocket with an error."""
+    """Refuse a WebSocket, and send the error as an HTTP response."""
     body = dialect.encode_error(error)
     headers = [JSON, (b"content-length", str(len(body)).encode()), GATEWAY_HEADER, *request_id_header(dialect)]
     status = dialect.error_status(error)
-    if isinstance(error, UpgradeRefused):  # the status tells the agent to use HTTP, whatever the dialect
+    if isinstance(error, UpgradeRefused):  # in every dialect, this status tells the agent to use HTTP
         status = error.status
         headers.append((b"upgrade", b"HTTP/1.1"))
     await send({"type": "websocket.http.response.start", "status": status, "headers": headers})
@@ -104,13 +104,13 @@ async def refuse_upgrade(send: Send, dialect: Dialect, error: TurngateError) -> 
 
 
 async def refuse_path(scope: Scope, send: Send) -> None:
-    """Answer a request for a WebSocket at a path that has none."""
+    """Refuse a WebSocket at a path that does not support WebSockets."""
     error = UpgradeRefused("this path has no WebSocket; send the request over HTTP, or connect to /v1/responses")
     await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
 
 
 class LatestReplies:
-    """The latest reply of each lane of a connection. Together they have at most `max_bytes`; the oldest are forgotten first."""
+    """The latest reply of each lane of a connection. Their total size is at most `max_bytes`; the oldest are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -121,7 +121,7 @@ class LatestReplies:
         return next((reply for latest, reply, _ in self._by_lane.values() if latest == reply_id), None)
 
     def set(self, lane: str, reply_id: str, reply: EarlierReply) -> bool:
-        """Replace the latest reply of a lane. Return whether it is small enough to be kept."""
+        """Replace the latest reply of a lane. Return whether the new reply is small enough to be kept."""
         self._drop(lane)
         size = sum(map(len, reply.history.items)) + sum(map(len, reply.output))
         if size > self._max_bytes:
@@ -138,7 +138,7 @@ class LatestReplies:
 
 
 class ConnectionReplies(SessionReplies):
-    """The replies that a request on one connection may refer to: those of the session, and the latest one of each lane."""
+    """The replies that a request on a connection may refer to: the session's stored replies, and the latest reply of each lane."""
 
     __slots__ = ("_lane", "_latest")
 
@@ -165,12 +165,12 @@ class ConnectionReplies(SessionReplies):
         self.set_latest(call, record)
 
     def set_latest(self, call: Call, record: ReplyRecord) -> bool:
-        """Make a reply the latest one of its lane. Return whether it is small enough to be kept."""
+        """Make a reply the latest one in its lane. Return whether it is small enough to be kept."""
         return self._latest.set(self._lane, record.id, EarlierReply(call.history, record.output))
 
 
 class FrameStream(EventStream):
-    """A reply as the frames of a WebSocket."""
+    """A reply that is sent as WebSocket frames."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class FrameStream(EventStream):
 
 
 def _explain_rejected_frame(code: int | None) -> TurngateError | None:
-    """Return the error for a frame that the server rejected before the application received it."""
+    """Return the error for a frame that the server rejected before the application received it, or None for any other code."""
     match code:
         case asgi.OVERSIZED_FRAME:
             return TooLarge("the event is larger than the limit (setting max_body_mb)")
@@ -205,7 +205,7 @@ def _explain_rejected_frame(code: int | None) -> TurngateError | None:
 
 
 class CallSocket:
-    """One accepted connection."""
+    """One accepted WebSocket connection, with its lanes and calls."""
 
     def __init__(
         self,
@@ -229,8 +229,8 @@ class CallSocket:
         self._hang_up = HangUp()
         self._lanes: dict[str, asyncio.Queue[tuple[bytes, SocketEvent]]] = {}
         self._latest = LatestReplies(calls.max_body)
-        self._held_bytes = 0  # events of calls that wait or run
-        self._tasks: set[asyncio.Task[None]] = set()  # lanes, and calls in flight
+        self._held_bytes = 0  # size of the events of waiting and running calls
+        self._tasks: set[asyncio.Task[None]] = set()  # one task per lane, and one per call in flight
 
     async def run(self) -> None:
         try:
@@ -253,7 +253,7 @@ class CallSocket:
             raise ClientDisconnect from None
 
     async def _accept(self, message: Message) -> None:
-        """Put a client's event into its lane, or answer with an error."""
+        """Add an event from the client to its lane, or answer it with an error."""
         raw = message.get("bytes") or (message.get("text") or "").encode()
         lane = ""
         try:
@@ -266,8 +266,8 @@ class CallSocket:
                 )
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
                 raise TooManyLanes(
-                    f"the waiting and running calls would exceed {self._calls.max_body} bytes with this one (setting max_body_mb); "
-                    "send it again when one of them ends"
+                    f"with this call, the waiting and running calls would exceed {self._calls.max_body} bytes (setting max_body_mb); "
+                    "send it again when another call has ended"
                 )
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
@@ -293,10 +293,10 @@ class CallSocket:
 
     async def _serve_lane(self, queue: asyncio.Queue[tuple[bytes, SocketEvent]]) -> None:
         while True:
-            # Each call has its own task: ending the session cancels the call, but not the lane.
+            # Each call has its own task, so that ending the session cancels the call but not the lane.
             raw, event = await queue.get()
             call, size = self._start(self._serve_call(raw, event)), len(raw)
-            del raw  # a lane that waits for its next call must not keep this one
+            del raw  # a lane that is waiting for its next call must not keep this one in memory
             await asyncio.wait([call])
             self._held_bytes -= size
             if call.cancelled():
@@ -327,7 +327,7 @@ class CallSocket:
         )
 
     async def _prepare(self, session: Session, call: Call, replies: ConnectionReplies, lane: str) -> None:
-        """Answer without sampling anything. The next request can continue the empty reply."""
+        """Answer with an empty reply, without sampling. The next request can continue it."""
         self._calls.admit(session, call)
         encoder = cast(StorableStream, self._dialect.open_stream(call))
         frames = split_frames(encoder.empty(), lane)
@@ -340,7 +340,7 @@ class CallSocket:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
 
     def _find_refusing_session(self, error: TurngateError) -> Session | None:
-        """Return the session if the error may count as a refused call of it."""
+        """Return the session for which the error may be recorded as a refused call, or None if there is none."""
         if isinstance(error, TooManyLanes | EventUnsupported):
             return None
         try:

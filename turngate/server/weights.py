@@ -25,7 +25,7 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/pause`.
 
-    Without a resume within `limit_s` seconds, calls continue at the old version, because the trainer that paused them is presumed gone.
+    If calls are not resumed within `limit_s` seconds, they continue at the old version. The trainer that paused them is then presumed gone.
     """
 
     mode: PauseMode = "hold"
@@ -35,7 +35,7 @@ class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/resume`.
 
-    `model` is the name under which the engine serves this version. `None` means that its weights were replaced in place.
+    `model` is the name under which the engine serves this version. `null` means that the weights of the engine's model were replaced.
     """
 
     version: Version | None = None
@@ -45,15 +45,15 @@ class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/weights`.
 
-    Exactly one of `path` and `lora_path` is required. It must be valid on the engines' machines. `name` is the adapter's name;
-    `{version}` in it is replaced by the version.
+    Exactly one of `path` and `lora_path` is required. The path must exist on the engines' machines. `name` is the adapter's name, in which
+    `{version}` is replaced by the version.
     """
 
     version: Version
     path: str = ""
     lora_path: str = ""
     name: str = "policy-v{version}"
-    mode: PauseMode | None = None  # None means drain for a model, hold for an adapter
+    mode: PauseMode | None = None  # None means drain for a model, and hold for an adapter
     limit_s: Limit = 600.0  # how long to wait for calls in flight
 
     def to_load(self) -> PolicyWeights:
@@ -94,20 +94,20 @@ class FenceRoutes:
     async def fence(self, request: Request) -> JsonReply[FenceView]:
         """Return the policy version, and whether calls are paused."""
         view = await self._updates.describe_fence()
-        if request.state.caller.project is not None:  # it sees only the calls of its project in this process
+        if request.state.caller.project is not None:  # a project sees only its own calls in this process
             view = msgspec.structs.replace(view, in_flight=sum(session.in_flight for session in self._sessions.live()))
         return json_response(view)
 
     async def pause(self, request: Request, body: PauseBody) -> JsonReply[FenceView]:
-        """Pause calls for an update."""
+        """Pause calls for a weight update."""
         return json_response(await self._updates.pause(body.mode, body.limit_s))
 
     async def resume(self, request: Request, body: ResumeBody) -> JsonReply[FenceView]:
-        """Resume calls at a version."""
+        """Resume calls at a policy version."""
         return json_response(await self._updates.resume(body.version, body.model))
 
     async def show(self, request: Request) -> JsonReply[WeightsView]:
-        """Return the version of each replica."""
+        """Return the version of each replica's weights."""
         return json_response(await self._updates.describe())
 
     async def load(self, request: Request, body: WeightsBody) -> JsonReply[LoadReply]:

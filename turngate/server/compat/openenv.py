@@ -1,7 +1,8 @@
 """OpenEnv's capture API: `POST /sessions`, `GET /sessions`, `GET /sessions/{id}`, `/rollout`, `/trace_entries`, `DELETE /sessions/{id}`.
 
-In OpenEnv, the agent's API key is the session's id. Here, the id grants no access: the returned `session_id` is the session's secret, which
-works wherever a client uses OpenEnv's id. `id` is the session's real id, as shown by `/admin` and in lists. Paths accept both.
+In OpenEnv, the agent's API key is the session's id. Here, the id grants no access. Instead, the returned `session_id` is the session's
+secret, which works wherever a client uses OpenEnv's id. `id` is the session's real id, as shown by `/admin` and in lists. Paths accept
+both.
 
 This implementation differs from OpenEnv's. Prompts are extended and never rendered again, replies are streamed as they are sampled, and
 sessions are durable and expire. Forced tool calls are answered and masked, and aborted calls are kept. Every turn has its policy versions,
@@ -51,7 +52,7 @@ _ENGINE_FIELDS = (
     "api_key",
     "auth_header",
     "provider",
-)  # a session can choose the engine in OpenEnv, but not here
+)  # in OpenEnv, these fields let a session choose the engine; here, it cannot
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
 _METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
@@ -73,7 +74,7 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvListQuery(msgspec.Struct, frozen=True):
-    """`before` is the key of the last session of the page before."""
+    """Query parameters. `before` is the key of the last session on the previous page."""
 
     before: Whole | None = None
     limit: Whole = 100
@@ -135,7 +136,7 @@ class OpenEnvRoutes:
             model=body.model or "",
             mode=mode,
             limits=Limits(turns=body.max_model_calls or None),
-            # An evaluation samples as the agent requests, and records biased sampling.
+            # An evaluation uses the sampling that the agent requests, and records biased sampling.
             sampling=pin_for_training(_parse_sampling(body), mode, bias),
             bias=bias,
             metadata={**(body.metadata or {}), _METADATA_KEY: {"purpose": body.purpose}},
@@ -205,7 +206,7 @@ class OpenEnvRoutes:
         return json_response(OpenEnvDeleted(True))
 
     def _session_id(self, request: Request) -> str:
-        """Return the session's id. The path contains its secret, which clients use, or its id."""
+        """Return the session's id. The path contains either the session's secret, which OpenEnv clients use as the id, or its real id."""
         name: str = request.path_params["id"]
         return self._sessions.find_id_by_secret(name) or name
 
@@ -221,7 +222,7 @@ class OpenEnvRoutes:
 
 
 def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
-    """Return the idle time, and whether the last call failed (`upstream_errors`). The events list all failures."""
+    """Return the idle time, and whether the last call failed (`upstream_errors`). Earlier failures are only in the events."""
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
@@ -246,14 +247,14 @@ def _capture_kind(session: Session) -> dict[str, str]:
     captured = {turn.info.capture for turn in session.trace.turns()}
     if session.config.mode != "observe":
         level: Capture = "tokens"
-    else:  # the lowest level that the endpoint returned
+    else:  # the lowest capture level of any turn
         level = next((level for level in ("text", "logprobs", "tokens") if level in captured), "text")
     purpose = session.config.metadata.get(_METADATA_KEY, {}).get("purpose", "auto")
     return {"capture_level": level, "rollout_type": "train" if level == "tokens" and purpose != "eval" else "eval"}
 
 
 def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
-    """Return the session's sampling parameters. Training allows only the temperature, because the others bias the samples."""
+    """Return the session's sampling parameters. Training allows only the temperature, because other parameters bias the samples."""
     if body.eval_sampling and body.purpose != "eval":
         raise BadRequest("eval_sampling requires purpose 'eval'", param="eval_sampling")
     if body.purpose == "eval":
@@ -313,7 +314,7 @@ def _encode_rollout(view: SessionView, limits_met: int, *, discarded: bool, mess
 
 
 def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dict[str, Json]:
-    """Return one branch. The format requires a number at every position, so a missing log-probability is 0.0 and masked."""
+    """Return one branch as JSON. The format requires a number at every position, so a missing log-probability is 0.0 and masked."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
     for span, turn in zip(row.spans, turns, strict=True):
@@ -349,7 +350,7 @@ def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> 
         "finish_reason": turn.finish,
         "harness_session_id": context.signals.get("thread"),
         "sampling_params": turn.sampling or {},
-        "requested_sampling_params": {},  # requested parameters that were not applied are not recorded
+        "requested_sampling_params": {},  # always empty: requested parameters that were not applied are not recorded
         "sampled_logprobs": turn.logprobs,
         "discarded": training_role(turn.role) == "discarded",
         **(
@@ -365,7 +366,7 @@ def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> 
 
 
 def _tree_stats(trace: TraceView) -> dict[str, int]:
-    """Count roots, leaves and forks as OpenEnv does: over calls, so two replies to one prompt are a fork."""
+    """Count roots, leaves and forks as OpenEnv does. OpenEnv counts calls, so two replies to the same prompt are a fork."""
     parents = [trace.contexts[turn.parent].parent for turn in trace.turns]
     children: dict[int, int] = {}
     for parent in parents:

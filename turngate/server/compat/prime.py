@@ -172,7 +172,7 @@ def _encode_trajectory(view: SessionView) -> bytes:
 
 
 def _parse_sampling(params: dict[str, Any]) -> dict[str, Json]:
-    """Return the sampling parameters that override the agent's. Unknown parameters are ignored."""
+    """Return the sampling parameters that replace the agent's. Unknown parameters are ignored."""
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     sampling = {name: value for name, value in params.items() if name in known and value is not None}
     if isinstance(sampling.get("top_k"), int):
@@ -194,9 +194,9 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
 
 
 def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
-    """Encode the routed experts that a turn recorded, from token `start` of its prompt on, in the form of verifiers' payload."""
+    """Encode a turn's routed experts in the format of verifiers. They start at token `start` of the turn's prompt."""
     if len(arrays) != 1:
-        return None  # none, or those of separate parts of the prompt, which the payload cannot express
+        return None  # there are none, or they cover separate parts of the prompt, which the format cannot express
     [array] = arrays
     return {
         "data": base64.b64encode(array.values.tobytes()).decode(),

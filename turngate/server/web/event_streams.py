@@ -21,20 +21,20 @@ from turngate.store.sqlite import Store
 from turngate.types import Json
 from turngate.views.session import encode_json, encode_piece
 
-_INTERVAL_S = 0.4  # minimum interval between updates; changes within it are sent together
+_INTERVAL_S = 0.4  # minimum interval between updates; changes within one interval are sent together
 _KEEP_ALIVE_S = 15.0
 _MAX_BEHIND = 10_000  # events; a client that is further behind must reload
 _MAX_STREAMS = 128
 
 
 class CursorQuery(msgspec.Struct, frozen=True):
-    """`after` is the id of the last event that was received; without it, the stream starts now."""
+    """Query parameters. `after` is the id of the last event received. Without it, the stream starts with the next event."""
 
     after: str = ""
 
 
 class EventStreamRoutes:
-    """Event-stream routes. `describe_gateway` returns the gateway's current state for the page's header."""
+    """The routes of the event streams. `describe_gateway` returns the gateway's current state for the page's header."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EventStreamRoutes:
         self._streams = 0
 
     async def changes(self, request: Request, query: CursorQuery) -> EventStreamReply:
-        """Stream the changes to the lists."""
+        """Stream the changes to the page's lists."""
         return self._respond(self._stream_changes(request, self._start_cursor(request, query.after)))
 
     async def events(self, request: Request, query: CursorQuery) -> EventStreamReply:
@@ -65,15 +65,14 @@ class EventStreamRoutes:
         return self._respond(self._stream_events(request, session, self._start_cursor(request, query.after)))
 
     def _start_cursor(self, request: Request, after: str) -> int:
-        """Return the cursor after which to start: the client's last event or, if the client sends none, the newest event."""
+        """Return the cursor after which the stream starts: the client's last event, or the newest event if the client sends none."""
         has_cursor = request.headers.get("last-event-id") or after
         newest = self._events.newest()
         if not has_cursor:
             return newest
         cursor = read_cursor(request, after)
-        return (
-            cursor if cursor <= newest else -_MAX_BEHIND
-        )  # the store was restored from a backup: the client must reload
+        # A cursor beyond the newest event means that the store was restored from a backup. The client must then reload.
+        return cursor if cursor <= newest else -_MAX_BEHIND
 
     def _respond(self, stream: AsyncGenerator[bytes, None]) -> EventStreamReply:
         if self._streams >= _MAX_STREAMS:
@@ -126,7 +125,7 @@ class EventStreamRoutes:
             await asyncio.sleep(_INTERVAL_S)
 
     def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
-        """Read the changes and encode the rows. Runs in the reader's thread, which owns them."""
+        """Read the changes and encode their rows. Runs in the reader's thread, which owns the rows."""
         changes = self._reader.views.overview.list_changes(store, after)
         return {**changes, "rollouts": [encode_piece(row) for row in changes["rollouts"]]}
 

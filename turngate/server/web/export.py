@@ -22,7 +22,7 @@ from turngate.views.session import load_session_view
 
 _UNSAFE_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _CHUNK_BYTES = 256 * 1024
-Members = list[tuple[str, int]]  # session id and key
+Members = list[tuple[str, int]]  # the session id and session key of each rollout
 
 
 class RolloutExportQuery(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class RolloutExportQuery(msgspec.Struct, frozen=True):
 
 
 class GroupExportQuery(msgspec.Struct, frozen=True):
-    """`group` is the name of a group."""
+    """Query parameters. `group` is the name of a group."""
 
     group: str = ""
     format: Literal["rows", "messages"] = "rows"
@@ -62,7 +62,7 @@ class ExportRoutes:
         return await self._export(f"{name}.{format}.jsonl", format, group, group)
 
     async def _export(self, name: str, format: str, selected: Members, group: Members) -> Response:
-        """Export the selected rollouts. Damaged ones are omitted, and a response header states their number."""
+        """Export the selected rollouts. Damaged rollouts are omitted, and a response header contains their number."""
         damaged = 0
         for session, key in selected:
             damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
@@ -74,7 +74,7 @@ class ExportRoutes:
         return response
 
     async def _lines(self, format: str, selected: Members, group: Members) -> AsyncIterator[bytes]:
-        """Yield the lines, reading one rollout at a time. Advantages are computed over the whole group."""
+        """Yield the lines of the file, reading one rollout at a time. Advantages are computed over the whole group."""
         rewards = []
         for session, key in group if format == "rows" else ():
             rewards.append(await self._reader.run(partial(self._views.training_reward, session=session, key=key)))
@@ -102,7 +102,7 @@ async def _chunks(content: bytes) -> AsyncIterator[bytes]:
 
 
 def _attachment(content: AsyncIterator[bytes], name: str, media_type: str) -> Response:
-    """Return a response that browsers save rather than display. Characters that are unsafe in a header are replaced in the name."""
+    """Return a response that browsers save as the file `name`. Characters that are unsafe in a header are replaced."""
     filename = _UNSAFE_IN_NAME.sub("-", name)[-120:].lstrip(".-") or "export"
     headers = {"content-disposition": f'attachment; filename="{filename}"'}
     return StreamingResponse(content, media_type=media_type, headers=headers)

@@ -1,7 +1,7 @@
 """The web page's static files, read once from `turngate/ui`, and the security headers of every response under `/page`.
 
-The page shows arbitrary text from agents. The headers let it load and run only these files, forbid content sniffing, and prevent other
-sites from framing or reading it.
+The page shows arbitrary text from agents. The headers allow the page to load and run only these files, forbid content sniffing, and prevent
+other sites from framing or reading the page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StaticFile(msgspec.Struct, frozen=True):
 
 
 class StaticFiles:
-    """The static files by path. No request can reach a file outside this set."""
+    """The page's static files by path. No request can reach a file outside this set."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files = {
@@ -73,7 +73,7 @@ class StaticFiles:
 
 @cache
 def load_static_files() -> StaticFiles:
-    """Return the static files, which all projects share."""
+    """Load the static files once. All projects share them."""
     return StaticFiles()
 
 
@@ -87,7 +87,7 @@ def is_page_path(path: str) -> bool:
 
 
 def add_security_headers(send: Send) -> Send:
-    """Wrap `send` to add the security headers to every response, including errors."""
+    """Wrap `send` so that it adds the security headers to every response, including errors."""
 
     async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -20,11 +20,11 @@ from turngate.views.filters import RolloutQuery
 from turngate.views.rollout_entry import Status
 
 _MAX_ROWS = 500
-_MAX_UNREAD_TRACES = 512  # maximum to read for one group's advantages; no trainer's group is larger
+_MAX_UNREAD_TRACES = 512  # maximum number of traces to read for one group; no trainer's group is larger
 
 
 class RolloutListQuery(msgspec.Struct, frozen=True, rename={"kind": "class"}):
-    """Filters, order and page of a list. A filter may be repeated, and matches any of its values; `q` is text to search for."""
+    """Query parameters: filters, order and page. A filter may be repeated to match any of several values. `q` is text to search for."""
 
     status: tuple[Status, ...] = ()
     kind: tuple[Literal["graded", "agent failed", "invalid task", "infrastructure fault", "none"], ...] = ()
@@ -40,26 +40,26 @@ class RolloutListQuery(msgspec.Struct, frozen=True, rename={"kind": "class"}):
 
 
 class GroupQuery(msgspec.Struct, frozen=True):
-    """`name` is the name of a group."""
+    """Query parameters. `name` is the name of a group."""
 
     name: str = ""
 
 
 class TrainingQuery(msgspec.Struct, frozen=True):
-    """`group` is a prefix of group names; `buckets` is the number of points in a chart."""
+    """Query parameters. `group` is a prefix of group names, and `buckets` is the number of points in a chart."""
 
     group: str = ""
     buckets: Whole = 120
 
 
 class FailuresQuery(msgspec.Struct, frozen=True):
-    """`group` is a prefix of group names."""
+    """Query parameters. `group` is a prefix of group names."""
 
     group: str = ""
 
 
 class ListRoutes:
-    """List routes. `describe_gateway` returns the gateway's current state for the page's header."""
+    """The routes of the lists. `describe_gateway` returns the gateway's current state for the page's header."""
 
     def __init__(self, reader: PageReader, describe_gateway: Callable[[], dict[str, Json]]) -> None:
         self._reader = reader
@@ -67,7 +67,7 @@ class ListRoutes:
         self._describe_gateway = describe_gateway
 
     async def overview(self, request: Request) -> Response:
-        """Return counts, and the state of the gateway."""
+        """Return the counts of the overview, and the state of the gateway."""
         sums = await self._reader.run(self._views.overview.sums)
         return json_response({**sums, "turngate": __version__, "gateway": self._describe_gateway()})
 
@@ -84,7 +84,7 @@ class ListRoutes:
     async def group(self, request: Request, query: GroupQuery) -> Response:
         """Show one group.
 
-        A rollout's trace determines whether it contributes to the advantages. Each trace is read in its own query, so that other requests
+        Whether a rollout contributes to the advantages depends on its trace. Each trace is read in a separate query, so that other requests
         are served in between.
         """
         name = query.name
@@ -98,7 +98,10 @@ class ListRoutes:
         return await self._reader.respond(lambda store: self._views.overview.group(store, name, trains))
 
     async def group_evidence(self, request: Request, query: GroupQuery) -> Response:
-        """Show the entropy and forks of a group's rollouts. Each is read in its own query, so that other requests are served in between."""
+        """Show the entropy and the forks of a group's rollouts.
+
+        Each rollout is read in a separate query, so that other requests are served in between.
+        """
         name = query.name
         members = await self._reader.run(lambda store: self._views.overview.members(store, name))
         rollouts = []

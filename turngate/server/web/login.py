@@ -1,11 +1,11 @@
 """Login to the web page with the admin key or an API key, and the login cookie.
 
-The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can check it without
-shared state, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash until the cookie expires. The
-cookie grants access only to the page's routes.
+The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can therefore check it
+without shared state, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash until the cookie
+expires. The cookie grants access only to the page's routes.
 
-The cookie of an API key starts with the key's prefix, and its signature also depends on the key. It is valid only in the key's project,
-and only as long as the key itself.
+The cookie of an API key starts with the key's prefix, and its signature also depends on the key. The cookie is valid only in the key's
+project, and only as long as the key.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from turngate.store.sqlite import Store
 COOKIE = "turngate_page"
 PAGE_HEADER = "x-turngate-page"  # forms and scripts of other sites cannot send this header without a CORS preflight
 COOKIE_LIFETIME_S = 12 * 3600.0
-_MAX_TRIES = 8  # wrong keys per client address
+_MAX_TRIES = 8  # wrong keys per client address within `_TRIES_WINDOW_S`
 _TRIES_WINDOW_S = 60.0
-_MAX_CALLERS = 4096  # client addresses whose wrong keys are remembered
-_LOGGED_OUT = "page_logged_out"  # setting in the store: a JSON object of cookie hash to expiry time
+_MAX_CALLERS = 4096  # client addresses whose wrong keys are counted
+_LOGGED_OUT = "page_logged_out"  # setting in the store: a JSON object from cookie hashes to expiry times
 _SCOPES = scopes_of("GET", "/page/api/me")
 _END = struct.Struct(">d")
 _RANDOM_BYTES = 24
@@ -57,7 +57,7 @@ class PageLogin:
         """Check the admin key, or an API key of any project. Return a cookie and its expiry time."""
         caller = request.client.host if request.client is not None else ""
         now = time.time()
-        # Checked before counting tries: clients behind a proxy share an address, and the right key must always work.
+        # The key is checked before wrong keys are counted: clients behind a proxy share an address, and the right key must always work.
         api_key = None if self._auth.is_admin(key) else self._ring.find(key)
         if api_key is not None:
             require_scope(api_key, _SCOPES)
@@ -96,7 +96,7 @@ class PageLogin:
         self._store.change_setting(_LOGGED_OUT, add_digest)
 
     def require(self, request: Request, scopes: Scopes = _SCOPES) -> float:
-        """Return the expiry time of the client's cookie. Raise `Unauthorized` if it is missing or invalid."""
+        """Return the expiry time of the client's cookie. Raise an error if the cookie is missing or invalid, or lacks the scopes."""
         cookie = request.cookies.get(COOKIE, "")
         end = self.expiry_of(cookie)
         if end is None:
@@ -106,12 +106,12 @@ class PageLogin:
         return end
 
     def find_caller(self, request: Request) -> Caller:
-        """Return who is logged in, for the audit log. The cookie must have been checked."""
+        """Return who is logged in, for the audit log. The cookie must already have been checked."""
         api_key = self._find_key(request.cookies.get(COOKIE, ""))
         return OPERATOR_CALLER if api_key is None else Caller(api_key.prefix, api_key.project)
 
     def _find_key(self, cookie: str) -> ApiKey | None:
-        """Return the API key that a cookie names, if it is still valid."""
+        """Return the API key that a cookie names, or None if it names none or the key is no longer valid."""
         prefix = cookie.rpartition(".")[0]
         return self._auth.find_prefix(prefix) if prefix else None
 
@@ -128,7 +128,10 @@ class PageLogin:
         return None if _digest(raw) in msgspec.json.decode(logged_out, type=dict[str, float]) else end
 
     def _read(self, cookie: str) -> tuple[bytes, float] | None:
-        """Return a cookie's bytes and expiry time, or None if it is forged or expired, or its API key is no longer valid."""
+        """Return a cookie's bytes and expiry time.
+
+        Return None if the cookie is forged or has expired, or if its API key is no longer valid.
+        """
         prefix, _, token = cookie.rpartition(".")
         api_key = self._find_key(cookie)
         if prefix and api_key is None:
@@ -139,7 +142,7 @@ class PageLogin:
             return None
         if len(raw) != _END.size + _RANDOM_BYTES + _MAC_BYTES:
             return None
-        if _encode(raw) != token:  # base64 can encode the same bytes in several ways; accept only ours
+        if _encode(raw) != token:  # base64 can encode the same bytes in several ways; only ours is accepted
             return None
         body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._sign(body, api_key)):
@@ -153,7 +156,7 @@ class PageLogin:
 
 
 def require_same_origin(request: Request) -> None:
-    """Reject a state-changing request unless it was sent by our own page."""
+    """Reject a state-changing request that was not sent by our own page."""
     if not request.headers.get(PAGE_HEADER):
         raise Forbidden(
             f"the header {PAGE_HEADER} is missing; every POST request under /page needs it",

@@ -1,4 +1,4 @@
-"""Run the web page's queries in their own thread, so that they do not delay turns."""
+"""Run the web page's queries in a separate thread, so that they do not delay turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IDLE_S = 1.0  # interval between updates of the lists of a shared store
 
 
 class PageReader:
-    """A reader that runs the page's queries one at a time. Only queries may use `views`. Close it when the gateway stops."""
+    """A reader that runs the page's queries one at a time in its thread. Only queries may use `views`. Close it when the gateway stops."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer | None) -> None:
         self._thread = StoreReader(store, "page")
@@ -36,7 +36,7 @@ class PageReader:
         self.views = ViewCache(tokenizer, self._shared or Overview())
 
     async def keep_lists_current(self) -> None:
-        """Keep the lists of a shared store complete, so that requests need not. Run until cancelled."""
+        """Keep the lists of a shared store up to date, so that requests do not have to update them. Run until cancelled."""
         while self._shared is not None:
             is_complete = True
             try:

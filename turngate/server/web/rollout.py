@@ -24,7 +24,7 @@ _ANSWER_S = 4.0  # time to wait for the batch's answer to a retry request
 
 
 class RolloutMessagesQuery(msgspec.Struct, frozen=True):
-    """The nodes after node `after`, of all branches or of one; or only one node."""
+    """Query parameters. They select the nodes after node `after`, of one branch or of all branches, or only the node `node`."""
 
     after: Whole = 0
     limit: Whole = 50
@@ -33,7 +33,7 @@ class RolloutMessagesQuery(msgspec.Struct, frozen=True):
 
 
 class RolloutTokensQuery(msgspec.Struct, frozen=True):
-    """The tokens of a branch, from a token of a node."""
+    """Query parameters. They select the tokens of a branch, starting at token `token` of node `node`."""
 
     node: Whole | None = None
     branch: Whole | None = None
@@ -80,7 +80,7 @@ class RolloutRoutes:
         def query(store: Store) -> bytes:
             rollout, cursor = self._views.rollout(store, session)
             content = view(rollout)
-            # Encoded one by one, because a long call into C would block all other threads.
+            # Nodes are encoded one by one, because a long call into C would block all other threads.
             nodes = [encode_piece(node) for node in content["nodes"]]
             return encode_json({**content, "nodes": nodes, "cursor": cursor})
 
@@ -108,7 +108,7 @@ class ActionRoutes:
         return await self._row(request)
 
     async def retry(self, request: Request) -> Response:
-        """Ask the rollout's batch for another attempt. The request is stored, so a batch that is not running reads it later."""
+        """Ask the rollout's batch for another attempt. The request is stored, so a batch that is not running now reads it later."""
         session = request.path_params["id"]
         row, why_not = await self._reader.run(partial(self._views.overview.check_retry, session=session))
         if why_not:

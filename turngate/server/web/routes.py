@@ -1,7 +1,7 @@
 """The web page and its API, under `/page`.
 
 All data is read from the store. With several workers, any worker serves the lists. Requests that name a rollout are routed to the worker
-that owns it, which can also end it.
+that owns the rollout, because only that worker can end it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class WebPage:
         return set_login_cookie(json_response({}), request, "", 0)
 
     async def show_login(self, request: Request) -> Response:
-        """Return when the login expires."""
+        """Return the time at which the login expires."""
         return json_response({"expires": self.login.require(request)})
 
     def _describe_gateway(self) -> dict[str, Json]:

@@ -23,28 +23,27 @@ from turngate.views.session import SessionView, encode_json, load_session_view
 from turngate.views.shared_overview import SharedOverview
 
 FORMATS = ("rows", "trace", "messages")
-_MAX_ROLLOUTS = 4  # cached rollout views
-_MAX_FACTS = 4096  # ended rollouts whose facts are cached
+_MAX_ROLLOUTS = 4  # maximum number of cached rollout views
+_MAX_FACTS = 4096  # maximum number of ended rollouts whose facts are cached
 _LOG_CHARS = 16_000
 _MAX_TOOL_CALLS = 200
 _ENTROPY = "mean negative log-probability of the sampled tokens that have one: an estimate of the policy's entropy"
 
 
 class ViewCache:
-    """Views of one data folder. Not thread-safe; used only in the page's reader thread."""
+    """The views of one data folder, with their caches. It is not thread-safe, and used only in the page's reader thread."""
 
     def __init__(self, tokenizer: Tokenizer | None, overview: Overview | SharedOverview) -> None:
         self.overview = overview
         self._own = tokenizer
-        self._other: tuple[str, Tokenizer | None, str] | None = (
-            None  # the last tokenizer loaded for a different vocabulary
-        )
+        # The last tokenizer that was loaded for a different vocabulary, or the reason why it is unavailable.
+        self._other: tuple[str, Tokenizer | None, str] | None = None
         self._rollouts: OrderedDict[str, tuple[object, RolloutView]] = OrderedDict()
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
-        self._trains: dict[int, bool] = {}  # of ended rollouts, by session key
+        self._trains: dict[int, bool] = {}  # whether ended rollouts have trainable tokens, by session key
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutView, int]:
-        """Return the current view of a rollout and its event cursor. A rollout without a session has an empty view."""
+        """Return a rollout's current view and its event cursor. A rollout without a session has an empty view."""
         row, key, cursor = self.overview.rollout(store, session)
         return self._load_rollout(store, session, key) if key else _empty_view(row), cursor
 
@@ -155,7 +154,7 @@ class ViewCache:
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
     def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """Return the reward as used by a feed, or None if the rollout has no trainable tokens."""
+        """Return the reward that a feed would use, or None if there is none or the rollout has no trainable tokens."""
         outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
@@ -179,10 +178,10 @@ class ViewCache:
     def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
         try:
             row, view = store.find_key(key), self._load_rollout(store, session, key)
-        except (StoreError, NotFound):  # omitted, as in the exporter; counted by `damaged`
+        except (StoreError, NotFound):  # omitted, as in the exporter; `damaged` reports it
             return []
         if row is None:
-            return []  # deleted in the meantime
+            return []  # the session was deleted in the meantime
         outcome = _read_outcome(store, key)
         if format == "rows" and outcome is not None and outcome.reward is not None and is_too_large(outcome.reward):
             return []  # omitted, as in the exporter and in feeds
@@ -242,7 +241,7 @@ def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Jso
 
 
 def _config_to_json(config: Json) -> Json:
-    """Return all settings of a session, including defaults."""
+    """Return the settings of a session, including defaults, but without its tools and signals."""
     return {
         name: _value_to_json(value)
         for name, value in msgspec.structs.asdict(config).items()
@@ -255,7 +254,7 @@ def _value_to_json(value: Json) -> Json:
 
 
 def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json]]:
-    """Return each stage's start and duration. Without a measurement by the runner, a stage lasts until the next one starts."""
+    """Return each stage's start and duration. A stage that the runner did not measure lasts until the next stage starts."""
     seconds = data.get("seconds")
     measured = seconds if isinstance(seconds, dict) else {}
     stages: list[dict[str, Json]] = []
@@ -275,7 +274,7 @@ def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json
 def _error(
     row: RolloutRow, outcome: RecordedOutcome | None, data: dict[str, Json], facts: list[RawEvent]
 ) -> dict[str, Json] | None:
-    """Return the error and its boundary, or None if the rollout did not fail."""
+    """Return the rollout's error with its boundary, or None if the rollout did not fail."""
     if row.kind in ("", "graded"):
         return None
     fault = data.get("fault")
@@ -320,7 +319,7 @@ def _tool_call(call: Json) -> dict[str, Json]:
 
 
 def load_decoder(folder: Path) -> Tokenizer:
-    """Load a tokenizer for decoding only, without probing it."""
+    """Load a tokenizer for decoding only, without probing the fast encoder."""
     record = load_any_record(folder)
     if record is not None:
         return Tokenizer(folder, vocabulary=record.vocabulary, fast=record.fast)
@@ -328,7 +327,7 @@ def load_decoder(folder: Path) -> Tokenizer:
 
 
 def _read_outcome(store: Store, key: int) -> RecordedOutcome | None:
-    """Return a session's outcome, or None if it is missing or damaged. The lists show damage."""
+    """Return a session's outcome, or None if it is missing or damaged. The lists report the damage."""
     outcome = store.outcomes.find(key)
     return outcome if isinstance(outcome, RecordedOutcome) else None
 

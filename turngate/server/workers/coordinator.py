@@ -1,7 +1,7 @@
 """Coordinate the workers: worker 0 pauses and resumes calls for all workers, and any worker collects the metrics of all.
 
-The fence's state is written to the store before the workers are notified, so a worker that restarts during a pause comes back paused
-and at the right version. A change waits for a worker that is restarting.
+The fence's state is written to the store before the workers are notified. A worker that restarts during a pause is therefore paused again,
+at the right version. If a worker is restarting, a change of the fence waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WorkerFence(msgspec.Struct, frozen=True):
 
 
 class WorkerResume(msgspec.Struct, frozen=True):
-    """A request to resume. If `check` is set, the worker first checks its replicas."""
+    """A request to resume calls. If `check` is set, the worker first checks its replicas."""
 
     version: int
     model: str | None
@@ -44,17 +44,17 @@ class WorkerResume(msgspec.Struct, frozen=True):
 
 
 class WorkerEngine(msgspec.Struct, frozen=True):
-    """A request to wait until the worker has no calls at an engine."""
+    """A request to wait until the worker has no calls in flight at an engine."""
 
     url: str
 
 
 class WorkerMetricsQuery(msgspec.Struct, frozen=True):
-    project: str | None = None  # None: all projects
+    project: str | None = None  # None means all projects
 
 
 class Coordinator:
-    """The part of a worker that acts for all workers: a `Barrier` for weight updates, and an `EngineGroup` for changes of the pool."""
+    """The part of a worker that acts for all workers. It is the `Barrier` of weight updates and the `EngineGroup` of engine changes."""
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
@@ -72,7 +72,7 @@ class Coordinator:
         ]
 
     def worker_routes(self) -> list[Route]:
-        """Return the routes that workers call on each other's private sockets."""
+        """Return the routes that workers use to call each other over their private sockets."""
         return [
             route("/worker/fence", "GET", self.worker_fence, None),
             route("/worker/fence/pause", "POST", self.worker_pause, None),
@@ -84,7 +84,7 @@ class Coordinator:
         ]
 
     async def restore_fence(self) -> None:
-        """Restore the fence from the store before serving. Worker 0 continues an unfinished update."""
+        """Restore the fence from the store before serving. Worker 0 also continues an unfinished update."""
         fence = self._gateway.fence
         version, model = self._gateway.fence_state.read_policy()
         fence.resume(version, model)
@@ -143,20 +143,20 @@ class Coordinator:
     # ── requests between workers ────────────────────────────────────────────────────────────────────────────────
 
     async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
-        """Send a request to all other workers and return their answers. Raise `Stopping` if one does not answer."""
+        """Send a request to all other workers and return their answers. Raise `Stopping` if a worker does not answer."""
 
         content = None if body is None else msgspec.json.encode(body)
 
         async def ask_twice(number: int) -> WorkerFence:
             try:
                 return await self._ask(number, method, target, content)
-            except Stopping:  # the worker has died; retry with the restarted one
+            except Stopping:  # the worker has died; ask the restarted one
                 return await self._ask(number, method, target, content)
 
         return list(await asyncio.gather(*map(ask_twice, self._peers.others)))
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
-        # Draining takes as long as the longest model call. Other requests are quick unless the worker hangs.
+        # Draining may take as long as the longest model call. Other requests are quick unless the worker hangs.
         limit = None if target.endswith(("/drained", "/idle")) else RESTART_WAIT_S
         try:
             async with (
@@ -173,7 +173,7 @@ class Coordinator:
         return msgspec.json.decode(answer, type=WorkerFence)
 
     async def _collect_metrics(self, project: str | None) -> dict[int, MetricsSnapshot | None]:
-        """Return the metrics of the other workers, of one project or of all, with None for a worker that does not answer."""
+        """Return each other worker's metrics, for one project or for all. A worker that does not answer has None."""
         target = "/worker/metrics" if project is None else f"/worker/metrics?project={project}"
 
         async def ask(number: int) -> MetricsSnapshot | None:

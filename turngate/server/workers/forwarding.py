@@ -1,9 +1,9 @@
-"""Forward a request that reached the wrong worker to the one that owns the session.
+"""Forward a request that reached the wrong worker to the worker that owns the session.
 
-The front assigns most connections to the right worker, based on their first request. The exceptions are connections that serve several
-sessions, secrets without a slot, and requests that open sessions. These requests are forwarded unchanged over the owner's private Unix
-socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame by
-frame. A request that arrived over a private socket is not forwarded again.
+The front assigns most connections to the right worker, based on their first request. It cannot do so for connections that serve several
+sessions, for secrets without a slot, and for requests that open sessions. These requests are forwarded unchanged over the owner's private
+Unix socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame
+by frame. A request that arrived over a private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ log = logging.getLogger("turngate")
 T = TypeVar("T")
 RESTART_WAIT_S = 30.0  # time to wait for a worker that is restarting
 CLIENT_HEADER = b"x-turngate-client"  # carries the client's address to the owner; ignored outside private sockets
-RUN_HEADER = b"x-turngate-run"  # carries a secret of this run, which marks the workers' own requests
-INTERNAL_PREFIX = "/worker/"  # only for requests between workers; never served to clients or forwarded
+RUN_HEADER = b"x-turngate-run"  # carries a secret of this run, which identifies requests that workers make themselves
+INTERNAL_PREFIX = "/worker/"  # for requests between workers; never served to clients or forwarded
 _CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"} | {
     b"sec-websocket-key",
     b"sec-websocket-version",
@@ -68,7 +68,7 @@ _HANDSHAKE = (
     ("sec-websocket-key", b64encode(bytes(16)).decode()),
 )
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-# Requests that name their session in the body, if at all.
+# Requests whose body may name a session.
 _ROUTED_BY_BODY = {
     ("POST", "/admin/sessions"),
     ("POST", "/admin/events"),
@@ -90,7 +90,7 @@ METRICS_ROUTE = ("GET", "/metrics")
 
 
 class SocketRefused(Exception):
-    """The owner of a session refused a WebSocket with this response."""
+    """The worker that owns the session refused a WebSocket with this response."""
 
     def __init__(self, status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> None:
         super().__init__(f"the WebSocket was refused with status {status}")
@@ -102,7 +102,7 @@ class PeerWorkers:
 
     def __init__(self, shard: Shard, folder: Path, run: str) -> None:
         self.shard = shard
-        self.own_header = ((RUN_HEADER.decode(), run),)  # marks the worker's own requests
+        self.own_header = ((RUN_HEADER.decode(), run),)  # identifies requests that this worker makes itself
         self.others = [n for n in range(shard.workers) if n != shard.number]
         self._clients = {n: _unix_client(socket_path(folder, n)) for n in self.others}
 
@@ -133,7 +133,8 @@ class PeerWorkers:
             return await self._wait_for_worker(
                 lambda: client.ws_connect(url, headers=headers, max_msg_size=0, heartbeat=None)
             )
-        except aiohttp.WSServerHandshakeError:  # it does not have the response's body
+        except aiohttp.WSServerHandshakeError:
+            # This error lacks the response's body, so the request is repeated without aiohttp's WebSocket client.
             async with self.request(number, "GET", target, [*headers, *_HANDSHAKE]) as response:
                 if response.status == 101:
                     raise Stopping("the worker that owns this session has restarted; retry the call") from None
@@ -148,9 +149,10 @@ class PeerWorkers:
         )
 
     async def _wait_for_worker(self, connect: Callable[[], Awaitable[T]]) -> T:
-        """Try to connect until the worker runs. Raise `Stopping` if it does not, or if it stops before it answers.
+        """Connect to a worker, and wait for it if it is restarting.
 
-        A worker that refuses a WebSocket runs: that error is raised unchanged.
+        Raise `Stopping` if the worker does not run in time, or if it stops before it answers. A refused WebSocket means that the worker is
+        running, so that error is raised unchanged.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTART_WAIT_S
@@ -172,7 +174,8 @@ class PeerWorkers:
 class ForwardingApp:
     """A worker's public application.
 
-    It serves its own sessions, forwards requests for other sessions to their workers, and serves `shared` on behalf of all workers.
+    It serves the worker's own sessions, and forwards requests for other sessions to the workers that own them. `shared` serves the routes
+    that concern all workers.
     """
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers, shared: App) -> None:
@@ -212,7 +215,7 @@ class ForwardingApp:
         return self._gateway.auth.is_admin(bearer_key(Request(scope)))
 
     def _owner(self, scope: Scope) -> int:
-        """Return the worker that owns the session named by the request's path or key. If they name no session, return this worker."""
+        """Return the worker that owns the session in the request's path or key, or this worker if the request names no session."""
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         match = self._dialect_routes.match(scope["path"])
@@ -235,7 +238,7 @@ class ForwardingApp:
         return bool(key) and project.sessions.find_id_by_secret(key) is not None
 
     async def _serve_by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request whose body may name a session. New sessions without an id are distributed to the workers in turn."""
+        """Serve a request whose body may name a session. Requests that name none are distributed to the workers in turn."""
         try:
             body = await read_body(receive, parse_headers(scope), MAX_BODY)
         except TooLarge:
@@ -253,18 +256,18 @@ class ForwardingApp:
         await self._serve_at(number, scope, _replay_body(body, receive), send, local=self._gateway)
 
     async def _serve_at(self, number: int, scope: Scope, receive: Receive, send: Send, *, local: App) -> None:
-        """Serve a request with `local` if `number` is this worker; otherwise forward it."""
+        """Serve a request with `local` if `number` is this worker. Otherwise, forward it to that worker."""
         if number == self._shard.number:
             await local(scope, receive, send)
             return
-        if not self._is_authorized(scope):  # reject it before reading a long body
+        if not self._is_authorized(scope):  # reject the request before reading a long body
             await self._gateway(scope, receive, send)
             return
         try:
             try:
                 body = await read_body(receive, parse_headers(scope), self._max_body)
                 extra: tuple[tuple[str, str], ...] = ()
-            except TooLarge:  # let the owner refuse and count the call, by its size alone
+            except TooLarge:  # send only the size, so that the owner refuses and counts the call
                 body, extra = b"", (("content-length", str(self._max_body + 1)), ("connection", "close"))
             with DisconnectWatch(receive) as watch:
                 try:
@@ -321,7 +324,7 @@ class ForwardingApp:
 
 async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receive, send: Send) -> None:
     """Forward frames in both directions until one end closes the connection."""
-    rejected: int | None = None  # the code for a frame that the server rejected
+    rejected: int | None = None  # the disconnect code, if the server rejected a frame
 
     async def forward_events() -> None:
         nonlocal rejected
@@ -349,7 +352,7 @@ async def forward_frames(owner: aiohttp.ClientWebSocketResponse, receive: Receiv
 
 
 def _build_request(scope: Scope) -> tuple[str, list[tuple[str, str]]]:
-    """Return the target and the headers of a request as they are sent to another worker."""
+    """Return the target and the headers with which a request is forwarded to another worker."""
     query = scope["query_string"]
     target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
     headers = [
@@ -368,7 +371,7 @@ class _SessionIds(msgspec.Struct):
 
 
 def restore_client(app: App) -> App:
-    """Wrap the application on the private socket to set the client's address from the forwarded header."""
+    """Wrap the application on the private socket so that it sees the client's address from the forwarded header."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
@@ -397,7 +400,7 @@ def _unix_client(path: str) -> aiohttp.ClientSession:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that replays a body that was already read."""
+    """Return a `receive` function that first replays a body that has already been read."""
     pending: list[bytes] = [body]
 
     async def replay() -> dict[str, object]:

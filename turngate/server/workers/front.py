@@ -2,9 +2,9 @@
 
     accept → read the head of the first request → find the session's worker → pass it the connection and the bytes read so far
 
-From then on, the connection belongs to the worker, so the front adds a cost per connection, not per call. The front holds the data
-folder's lock, starts the workers, restarts any that die, and stops them all on a signal. All it knows about a session is its slot. It
-must stay light, so it imports no heavy modules.
+From then on, the connection belongs to the worker, so the front adds a cost per connection, not per call. The front holds the data folder's
+lock, starts the workers, restarts any that die, and stops them all on a signal. All that it knows about a session is its slot. To keep the
+process small, it imports no heavy modules.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from turngate.store.lock import lock_folder
 
 log = logging.getLogger("turngate")
 HEAD_BYTES = 32 * 1024
-HEAD_S = 5.0  # after this long, the connection is handed over with a partial head
-WAIT_S = 30.0  # time a connection waits for its worker to restart
-STOP_S = 12.0  # time a worker may take to stop
-LOCK_WAIT_S = 60.0  # time to wait for the workers of a killed front to exit; a busy machine can take long
+HEAD_S = 5.0  # a connection is handed over after this time even if its head is incomplete
+WAIT_S = 30.0  # how long a connection waits for its worker to restart
+STOP_S = 12.0  # how long a worker may take to stop
+LOCK_WAIT_S = 60.0  # how long to wait for the workers of a killed front to exit, even on a busy machine
 BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # delays before restarting a worker that keeps dying
 STABLE_S = 10.0  # a worker that ran this long is restarted without delay
 PATH_BYTES = 100  # maximum length of a Unix socket's path; the system allows 107
@@ -79,7 +79,7 @@ def run(config: ServeConfig) -> None:
 
 
 class Front:
-    """The front process, which accepts connections and runs the workers that serve them."""
+    """The front process. It accepts connections, and runs the workers that serve them."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, held: IO[bytes], sockets: Path) -> None:
         self._config = config
@@ -120,7 +120,7 @@ class Front:
         self.stopping.set()
 
     async def _wait_until_ready(self, runs: list[asyncio.Task[None]]) -> None:
-        """Wait until all workers are ready. Raise the error of the first one that cannot start."""
+        """Wait until all workers are ready. Raise the error of the first worker that cannot start."""
         ready = asyncio.create_task(self._wait_for_workers())
         stopped = asyncio.create_task(self.stopping.wait())
         tasks: list[asyncio.Task[Any]] = [ready, stopped, *runs]
@@ -150,7 +150,7 @@ class Front:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # out of descriptors: pause instead of spinning
+            except OSError as error:  # no file descriptors are left: pause instead of spinning
                 log.warning("cannot accept connections at the moment: %s; retrying", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener)
@@ -159,7 +159,7 @@ class Front:
             self._pending.add(PendingConnection(connection, self))
 
     def assign(self, pending: PendingConnection, head: bytes) -> None:
-        """Assign a connection to the worker that owns its session, or to the next worker if it names no session."""
+        """Assign a connection to the worker that owns its session, or to the next worker in turn if the head names no session."""
         self._pending.discard(pending)
         slot = slot_from_head(head)
         worker = next(self._next) if slot is None else self._workers[slot % len(self._workers)]
@@ -171,7 +171,7 @@ class Front:
 
 
 class PendingConnection:
-    """A connection that has not yet sent the complete head of its first request."""
+    """A connection whose first request has not arrived up to the end of its head."""
 
     def __init__(self, connection: socket.socket, front: Front) -> None:
         self.connection = connection
@@ -210,7 +210,7 @@ class PendingConnection:
 
 
 class WorkerProcess:
-    """One worker as the front sees it, across restarts of its process."""
+    """One worker as the front sees it. It outlives restarts of the worker's process."""
 
     def __init__(self, number: int, config: ServeConfig, held: IO[bytes], sockets: Path, run: str) -> None:
         self._number = number
@@ -221,14 +221,13 @@ class WorkerProcess:
         self.ready = asyncio.Event()
         self._pair: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._waiting: deque[tuple[socket.socket, bytes, float]] = (
-            deque()
-        )  # connections not yet handed over, with head and arrival time
+        # Connections that have not been handed over yet, each with its head and its time of arrival.
+        self._waiting: deque[tuple[socket.socket, bytes, float]] = deque()
         self._error = ""
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Run the process, restarting it whenever it dies, until the front stops. Raise `ConfigError` if the first start fails."""
-        short_runs = 0  # consecutive
+        """Run the process until the front stops, and restart it whenever it dies. Raise `ConfigError` if the first start fails."""
+        short_runs = 0  # number of consecutive short runs
         first = True
         while not stopping.is_set():
             began = time.monotonic()
@@ -336,7 +335,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(WAIT_S, self._give_up)
 
     def _hand_over_waiting(self) -> None:
-        """Hand over as many connections as the socket accepts now, and the rest when it is writable again."""
+        """Hand over as many connections as the socket accepts now, and the others when it is writable again."""
         loop, pair = asyncio.get_running_loop(), self._pair
         while self._waiting and pair is not None:
             connection, head, _ = self._waiting[0]
@@ -345,14 +344,11 @@ class WorkerProcess:
             except (BlockingIOError, InterruptedError):
                 loop.add_writer(pair, self._hand_over_waiting)
                 return
-            except (
-                BrokenPipeError,
-                ConnectionResetError,
-            ):  # the process just died; the connections wait for the restarted one
+            except (BrokenPipeError, ConnectionResetError):  # the process has died; wait for the restarted one
                 self._pair = None
                 loop.call_later(WAIT_S, self._give_up)
                 return
-            except OSError as error:  # too many descriptors in transit
+            except OSError as error:  # too many file descriptors are in transit
                 log.warning("cannot hand over a connection at the moment: %s; retrying", error.strerror)
                 loop.call_later(0.1, self._hand_over_waiting)
                 return
@@ -369,7 +365,7 @@ class WorkerProcess:
 
 @contextmanager
 def _lock_data(data: Path) -> Iterator[IO[bytes]]:
-    """Lock the data folder. Wait for the workers of a killed front, which hold the lock until they exit."""
+    """Lock the data folder. If a front was killed, wait for its workers, which hold the lock until they exit."""
     end = time.monotonic() + LOCK_WAIT_S
     waiting = False
     while True:
@@ -389,7 +385,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _socket_folder(data: Path) -> Iterator[Path]:
-    """Create a folder for the workers' private sockets that only this user can enter."""
+    """Create a folder for the workers' private sockets, which only this user can enter."""
     folder = (data / "sockets").absolute()
     if len(os.fsencode(folder)) > PATH_BYTES - 5:
         folder = Path(tempfile.mkdtemp(prefix="turngate-"))

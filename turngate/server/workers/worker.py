@@ -81,7 +81,7 @@ async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> N
 
 
 class WorkerGateway:
-    """A gateway with peers. `inside` is the application on the private socket, `outside` the public one."""
+    """A worker's gateway, with its peers. `inside` is the application on the private socket, and `outside` is the public one."""
 
     def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway
@@ -104,7 +104,7 @@ class WorkerGateway:
         await self.gateway.stop()
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve requests between workers, forwarded requests and, in worker 0, the shared fence and engines."""
+        """Serve requests of other workers, forwarded requests and, in worker 0, the routes that concern all workers."""
         if scope["type"] == "websocket":
             await self.gateway(scope, receive, send)
         elif scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
@@ -115,7 +115,7 @@ class WorkerGateway:
             await self.gateway(scope, receive, send)
 
     def _is_from_peer(self, scope: Scope) -> bool:
-        """Return whether a worker of this run sent the request itself, rather than forwarding it."""
+        """Return whether another worker of this run made the request itself, instead of forwarding a client's request."""
         values = [value for name, value in scope["headers"] if name == RUN_HEADER]
         return len(values) == 1 and secrets.compare_digest(values[0], self._run)
 
@@ -130,7 +130,7 @@ def _starlette(routes: list[Route]) -> App:
 
 
 class WorkerServer(GatewayServer):
-    """A server for the private socket and for connections that the front hands over."""
+    """A server for the worker's private socket and for the connections that the front hands over."""
 
     def __init__(self, inside: uvicorn.Config, outside: uvicorn.Config, gateway: Gateway, pair: socket.socket) -> None:
         super().__init__(inside, gateway)
@@ -185,13 +185,13 @@ class WorkerServer(GatewayServer):
 
 
 class HandedOverConnection(HttpToolsProtocol):
-    """A connection whose first bytes were already read by the front."""
+    """A connection whose first bytes have already been read by the front."""
 
     def __init__(self, head: bytes, config: uvicorn.Config, state: uvicorn.server.ServerState) -> None:
         super().__init__(config, state, {})
         self._head_read = head
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # the same signature as in uvicorn
         super().connection_made(transport)
         if self._head_read:
             self.data_received(self._head_read)
