@@ -1,4 +1,4 @@
-"""The `turngate` command. Each subcommand calls one function of the package and prints the result."""
+"""The `turngate` command. Each subcommand parses its flags, calls the package and prints the result."""
 
 from turngate.cli.main import app
 

@@ -1,4 +1,4 @@
-"""`turngate agents` and its subcommands: list agents, install them, and check their recordings."""
+"""`turngate agents` and its subcommands: list, install and check agents, and create the description of a new one."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _installation(spec: AgentSpec) -> str:
 
 
 def install_agents(names: list[str]) -> None:
-    for spec in [find_agent(name).spec for name in names]:  # find all of them before installing the first
+    for spec in [find_agent(name).spec for name in names]:  # find all agents before installing the first one
         installed = ensure_installed(spec, lambda line: print(line, file=sys.stderr))
         print(f"{spec.name} {spec.install.version}: {installed.folder or 'nothing to install'}".replace(" :", ":"))
 
 
 def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings: list[str]) -> bool:
-    """Run an agent against the scripted engine, print the findings, and return whether everything was recorded."""
+    """Run an agent against the scripted engine, print the findings, and return whether every check passed."""
     spec = find_agent(name).spec
     if not spec.check:
         raise AgentError(
@@ -90,7 +90,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings
 
 
 def create_agent(name: str, command: list[str], variables: list[str], timeout_s: float) -> None:
-    """Watch one run of a command, and write its description to NAME.toml."""
+    """Run a command once, watch what it does, and write a description of it as an agent to NAME.toml."""
     file = Path(f"{name}.toml")
     if file.exists():
         raise AgentError(f"{file} already exists; move it, or choose a different name", param="name")
@@ -109,7 +109,7 @@ def create_agent(name: str, command: list[str], variables: list[str], timeout_s:
     file.write_text(text, encoding="utf-8")
     _print_watched(run, console)
     if left_out := find_secrets(command, env):
-        message = f"left out, because they look like secrets: {', '.join(left_out)}; fill them in in {file} if the agent needs them"
+        message = f"left out, because they look like secrets: {', '.join(left_out)}; add them to {file} if the agent needs them"
         say(console, sanitize(message), "yellow")
     say(console, f"wrote {file}; now run: turngate agents check ./{file}", "bold green")
 

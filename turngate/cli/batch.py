@@ -56,10 +56,10 @@ STOPPING = (
     "Run the same command to resume the batch …"
 )
 STOPPING_NOW = "Stopping without grading. Run the same command to resume the batch …"
-_LINE_EVERY_S = 10.0  # interval between plain progress lines
-_WIDE = 110  # terminal columns needed to show the phases in the table
-_MAX_TASKS = 40  # rows of the table
-_MAX_GROUPS = 10  # groups named in a line
+_LINE_EVERY_S = 10.0  # interval between progress lines if the output is not a terminal
+_WIDE = 110  # minimum terminal width for a table with the columns of the phases
+_MAX_TASKS = 40  # maximum number of tasks in the table
+_MAX_GROUPS = 10  # maximum number of groups named in a line
 _STATES: Mapping[SlotState, str] = {
     "waiting": "waiting",
     "start": "starting",
@@ -85,7 +85,7 @@ def run_batch(options: BatchOptions) -> int:
     )
     sandboxes = get_backend(options.sandbox)
     out = require_writable(options.out) if options.out else None
-    # Building the plan reports invalid numbers before a gateway is started.
+    # Build a plan now, so that invalid numbers are reported before a gateway is started.
     checked = _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
     console = new_console(stderr=options.as_json)
 
@@ -174,7 +174,7 @@ async def _run(
     cluster: ClusterChoice | None,
     replay: BatchReplay | None,
 ) -> tuple[BatchResult | None, bool]:
-    """Run the batch. Return its result, or None if it had not started, and whether it was interrupted."""
+    """Run the batch. Return its result (None if it was cancelled before it started) and whether it was interrupted."""
     batch: Batch | None = None
     if replay is not None:
         config = msgspec.structs.replace(config, script="")
@@ -207,9 +207,9 @@ async def _run(
 
 
 async def _run_interruptible(batch: Batch) -> tuple[BatchResult, bool]:
-    """Run a batch to its end. Return its result and whether it was interrupted.
+    """Run a batch until it is complete or interrupted. Return its result and whether it was interrupted.
 
-    The first cancellation ends the agents and lets grading finish. The second one ends everything.
+    The first cancellation stops the agents and waits until the grading has finished. The second cancellation stops everything.
     """
     running = asyncio.create_task(batch.run())
     try:
@@ -230,7 +230,7 @@ async def _run_interruptible(batch: Batch) -> tuple[BatchResult, bool]:
 async def _wait_for_end(running: asyncio.Task[BatchResult]) -> None:
     await asyncio.wait([running])
     if not running.cancelled():
-        running.exception()  # already reported
+        running.exception()  # mark the error as seen, because it has already been reported
 
 
 def _describe_remaining(result: BatchResult) -> str:
@@ -239,7 +239,7 @@ def _describe_remaining(result: BatchResult) -> str:
 
 
 def _write_files(result: BatchResult, console: Console) -> list[str]:
-    """Write the summary and the plot, and return a line per file. A failure is printed but does not fail the batch."""
+    """Write the summary and the plot. Return a line for each file of the batch. A file that cannot be written is only reported."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
@@ -258,7 +258,7 @@ def _write_files(result: BatchResult, console: Console) -> list[str]:
 
 
 class BatchDisplay(LiveDisplay):
-    """Progress of a batch: a few live lines on a terminal, plain lines elsewhere."""
+    """Shows the progress of a batch: in a few live lines on a terminal, or else as a new line every few seconds."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)
@@ -318,7 +318,7 @@ def _clock(seconds: float) -> str:
 
 
 def print_result(result: BatchResult, console: Console) -> None:
-    """Print the table, the groups that need attention, and the plots."""
+    """Print the table of tasks, the errors and warnings, the groups that cannot be trained on or are incomplete, and the plots."""
     summary = result.summary
     console.print(_task_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())
@@ -369,7 +369,7 @@ def _task_table(summary: Summary, *, wide: bool) -> Table:
 
 
 def _round_table(summary: Summary) -> Table:
-    """Build a table with one row per round."""
+    """Build the table of results per round."""
     ks = sorted({1, summary.n})
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("round", "graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens"):

@@ -1,4 +1,4 @@
-"""The settings of `turngate serve` and `turngate cell`."""
+"""Load the settings of `turngate serve` and `turngate cell`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def load_serve_config(options: ServeOptions) -> ServeConfig:
     config = load_config(options.config, dict(options.settings))
     if config.shared:
         raise ConfigError(
-            "shared is a setting of a cell; start it with `turngate cell`, or remove the setting", param="shared"
+            "shared is a setting of a cell; start a cell with `turngate cell`, or remove the setting", param="shared"
         )
     return config
 
 
 def load_cell_config(options: ServeOptions) -> ServeConfig:
-    """Load the settings of a cell. The URL of the shared store may also come from the environment."""
+    """Load the settings of a cell. Raise ConfigError if the URL of the shared store is not set."""
     config = load_optional_cell_config(options)
     if not config.shared:
         raise ConfigError(
@@ -32,7 +32,7 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
 
 
 def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
-    """Load the settings of a cell, or of a gateway that is not a cell. The error for an invalid URL does not repeat the URL."""
+    """Load the settings of a gateway, which is a cell if the URL of a shared store is set, by a flag, a file or the environment."""
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(

@@ -23,7 +23,7 @@ _LABELS = {
 
 
 def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
-    """Print the verdicts, and return whether sampled ids may be extended at every transition."""
+    """Print the verdict on each probe, and return whether sampled ids can be extended exactly at every transition between turns."""
     folder = find_tokenizer(tokenizer)
     renderer, certificate = load_renderer(
         folder,
@@ -66,7 +66,7 @@ def _print(console: Console, folder: Path, renderer: Renderer, certificate: Cert
     for finding in certificate.findings:
         label, color = _LABELS[finding.verdict]
         transition = finding.transition.describe() if finding.transition else ""
-        # Text, not markup: a template's own text may contain square brackets.
+        # Text instead of a string, because rich would read square brackets in a template's text as markup.
         table.add_row(finding.case, transition, Text(label, style=color), Text(sanitize_line(finding.detail)))
     console.print(table)
     shown = set()
@@ -82,7 +82,7 @@ def _print(console: Console, folder: Path, renderer: Renderer, certificate: Cert
 
 
 def _build_token_table(finding: ProbeResult) -> Table:
-    """Build a table of the tokens around the first difference, side by side."""
+    """Build a table that shows the tokens of the bridge and of the template around their first difference, side by side."""
     difference = finding.tokens
     assert difference is not None
     table = Table(

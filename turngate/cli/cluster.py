@@ -1,4 +1,4 @@
-"""The flags --ray and --ray-label: choose a Ray cluster, and open the executor that runs rollouts there."""
+"""Run a batch on a Ray cluster: choose the cluster by --ray and --ray-label, and open the executor that runs rollouts there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from turngate.rollout.plan import BatchPlan
 
 
 def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice | None:
-    """Return the cluster of the flags; None without --ray."""
+    """Return the Ray cluster that the flags choose, or None without --ray."""
     labels = parse_labels(options.ray_label or ())
     if not options.ray:
         if labels:
@@ -38,7 +38,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
 
 @asynccontextmanager
 async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Start a gateway on the shared store. Yield a client, and True because this process started the gateway."""
+    """Start a gateway on the shared store. Like `connect_gateway`, yield a client and whether we started the gateway (always True)."""
     async with open_shared_gateway(config) as client:
         yield client, True
 
@@ -47,10 +47,10 @@ async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[Gatew
 async def open_batch_executor(
     choice: ClusterChoice | None, plan: BatchPlan, gateway: GatewayClient, console: Console
 ) -> AsyncIterator[AttemptExecutor | None]:
-    """Open the executor of a batch; None runs it in this process."""
+    """Open the executor that runs a batch on a cluster. Yield None if no cluster is chosen; the batch then runs in this process."""
     if choice is None:
         yield None
         return
-    say(console, f"The page of all nodes: {gateway.url}", "dim")
+    say(console, f"The web page for all nodes: {gateway.url}", "dim")
     async with open_executor(choice, plan, gateway, lambda text: say(console, sanitize_line(text), "dim")) as executor:
         yield executor

@@ -1,4 +1,4 @@
-"""Commands and groups of commands: what their help shows, and how their errors name flags."""
+"""Base classes of the commands: they simplify the types in the help, and let error messages name flags."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer.core
 from turngate.errors import TurngateError
 
 F = TypeVar("F", bound=Callable[..., Any])
-_context: ContextVar[Any] = ContextVar("context")  # of the command that runs
+_context: ContextVar[Any] = ContextVar("context")  # typer's context of the running command
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose errors name its flags."""
+    """A command that provides its flags to `list_flags` while it runs."""
 
     def get_params(self, ctx: Any) -> Any:
         return hide_types(super().get_params(ctx))
@@ -31,14 +31,14 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands."""
+    """A group of commands, with simplified types in its help."""
 
     def get_params(self, ctx: Any) -> Any:
         return hide_types(super().get_params(ctx))
 
 
 class CommandGroup(typer.Typer):
-    """Typer, with these two classes."""
+    """A `Typer` that creates a `Group` of `Command`s."""
 
     def __init__(self, *, cls: type[Group] = Group, **settings: Any) -> None:
         super().__init__(cls=cls, **settings)
@@ -50,7 +50,7 @@ class CommandGroup(typer.Typer):
 
 
 def hide_types(params: Sequence[Any]) -> Sequence[Any]:
-    """Hide the types of flags without a value, and show those of repeatable options as the type of one value."""
+    """Simplify the types in the help: show none for flags without a value, and that of a single value for repeatable options."""
     for param in params:
         if not isinstance(param, typer.core.TyperOption):
             if param.nargs != 1:
@@ -61,7 +61,10 @@ def hide_types(params: Sequence[Any]) -> Sequence[Any]:
 
 
 def list_flags() -> dict[str, str]:
-    """Return the flag of each option of the command that runs, except for options that its config file may set instead."""
+    """Return the flag of each option of the running command, by the option's name.
+
+    If the command has a config file, return only the flags that were passed, because the other values may come from the file.
+    """
     context = _context.get(None)
     if context is None:
         return {}
@@ -75,9 +78,9 @@ def list_flags() -> dict[str, str]:
 
 
 def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
-    """Return the message of an error, with settings of several words named as flags. `flags` has the flag of each setting."""
+    """Return an error's message. Replace each option whose name contains an underscore with its flag, given by `flags`."""
     message = error.message
-    if error.param == "tasks" and "tasks" in flags:  # the source of the tasks, and not one of them
+    if error.param == "tasks" and "tasks" in flags:  # the error is about the value of --tasks, not about a single task
         message = re.sub(r"^tasks?: ", f"{flags['tasks']}: ", message)
     for name, flag in flags.items():
         if "_" in name:

@@ -26,12 +26,12 @@ from turngate.server.engine_factory import read_engine_key
 from turngate.telemetry import logs
 
 _STYLES: dict[CheckState, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
-_ALLOWED_WITH_GATEWAY = ("log_format",)  # settings
+_ALLOWED_WITH_GATEWAY = ("log_format",)  # settings that may be combined with --gateway
 
 
 class Report(msgspec.Struct, frozen=True):
     version: str
-    passed: bool  # nothing failed
+    passed: bool  # no check failed
     counts: dict[str, int]
     findings: list[Finding]
 
@@ -40,7 +40,8 @@ def run_checks(options: DoctorOptions) -> bool:
     """Print the findings, and return whether no check failed."""
     subject = _build_subject(options)
     only = _select_checks(options)
-    with logs.log_to_stderr("text", logging.ERROR):  # warnings would repeat the findings
+    # Log only errors, because logged warnings would repeat the findings.
+    with logs.log_to_stderr("text", logging.ERROR):
         findings = asyncio.run(diagnose(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if options.as_json:
@@ -52,7 +53,7 @@ def run_checks(options: DoctorOptions) -> bool:
 
 
 def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
-    """Return the checks named by --only. Raise ConfigError for an unknown check, or one that does not fit --gateway."""
+    """Return the checks that --only names. Raise ConfigError if one is unknown, or cannot run with (or without) --gateway."""
     checks = {check.name: check for check in CHECKS}
     for name in options.only or ():
         if name not in checks:
@@ -71,7 +72,7 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
         if name not in BACKENDS:
             raise ConfigError(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}", param="sandbox")
     for name in options.agent or ():
-        find_agent(name)  # the error lists the available names
+        find_agent(name)  # raises an error that lists the available agents
     gateway, key = options.gateway, ""
     if gateway:
         for name, value in options.settings.items():
@@ -81,11 +82,11 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
                     f"{name} cannot be set for the running gateway at {gateway}; remove --{flag}", param=name
                 )
         key = read_admin_key()
-        GatewayClient(gateway, key)  # rejects a malformed URL
+        GatewayClient(gateway, key)  # raises an error if the URL is malformed
         config = ServeConfig()
     else:
         config = load_optional_cell_config(options)
-        read_engine_key(config)  # fails if the environment variable is not set
+        read_engine_key(config)  # raises an error if the environment variable is not set
     return DoctorContext(
         config,
         gateway=gateway,

@@ -1,4 +1,4 @@
-"""How commands end: with a result, or with an error in one line and an exit code."""
+"""Turn the errors of a command into a one-line message and an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def or_exit(action: Callable[[], T]) -> T:
-    """Run an action. Print an error in one line and exit with code 2, or exit with code 130 after Ctrl-C."""
+    """Run an action and return its result. Print a TurngateError on one line and exit with code 2. After Ctrl-C, exit with code 130."""
     try:
         return action()
     except TurngateError as error:

@@ -1,4 +1,4 @@
-"""`turngate export`: check the flags, write the files, and print a summary."""
+"""`turngate export`: check the flags, export the rollouts, and print a summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LITERALS: Mapping[str, tuple[str, ...]] = {
 
 
 def export_rollouts(options: ExportOptions) -> None:
-    """Write the files described by the flags, and print a summary."""
+    """Export the rollouts that the flags select, and print a summary."""
     choices = {"unscored": options.unscored, "advantage": options.advantage, "keep": options.keep}
     for name, value in choices.items():
         if value not in _LITERALS[name]:
@@ -73,7 +73,7 @@ def print_summary(done: ExportResult) -> None:
 
 
 def _describe_replaced(done: ExportResult) -> str:
-    """Describe the files that already existed."""
+    """Describe what happened to files that already existed: which were replaced and which were kept."""
     if not done.out.is_dir():
         return " (replaced the existing file)" if done.replaced else ""
     facts = [f"{_count(done.replaced_files, 'file')} replaced"] if done.replaced_files else []

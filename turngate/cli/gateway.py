@@ -1,4 +1,4 @@
-"""Choose the gateway for a command: the one passed as --gateway, one that already serves the data folder, or a new one."""
+"""Choose the gateway for a command: the one that --gateway names, one that already serves the data folder, or a new one."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from turngate.server.bind import find_running_gateway
 from turngate.server.engine_factory import build_renderer
 from turngate.server.run import GatewayAddress, run_embedded
 
-START_S = 15.0  # how long the gateway of --gateway may take to start
-# Flags that only apply to a gateway started by the command itself.
+START_S = 15.0  # how long to wait until the gateway that --gateway names responds
+# Settings that only apply to a gateway that the command starts itself.
 _OWN_SETTINGS = ("engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
 
 
-EngineBuilder = Callable[[ServeConfig, Renderer], Engine | None]  # returns None for the configured engine
+EngineBuilder = Callable[[ServeConfig, Renderer], Engine | None]  # returns None to use the configured engine
 
 
 class GatewayChoice(msgspec.Struct, frozen=True):
-    """The gateway selected by the flags. An empty URL selects the one that serves the data folder, or else a new one."""
+    """The gateway that the flags select. If `url` is empty, use the gateway that already serves the data folder, or else start one."""
 
     url: str = ""
     own_flags: tuple[str, ...] = ()  # flags that were passed but only apply to a new gateway
 
 
 class RemoteAccess(msgspec.Struct, frozen=True):
-    """The ways for remote sandboxes to reach the gateway."""
+    """How remote sandboxes reach the gateway: at a public URL, or through a tunnel that a command opens."""
 
     public_url: str = ""
     tunnel: str = ""
@@ -52,12 +52,12 @@ def choose_gateway(options: RolloutOptions) -> GatewayChoice:
 
 
 def load_gateway_config(options: RolloutOptions) -> ServeConfig:
-    """Load the settings for a new gateway. Raise ConfigError for flags that cannot be combined with --gateway."""
+    """Load the settings for a new gateway. Raise ConfigError if a flag cannot be combined with --gateway."""
     if options.gateway:
         _reject_own_flags(choose_gateway(options).own_flags, options.gateway)
-        GatewayClient(options.gateway, read_admin_key())  # rejects a malformed URL before anything is created
+        GatewayClient(options.gateway, read_admin_key())  # raises an error now if the URL is malformed
     settings = {name: value or None for name, value in options.settings.items()}
-    # A gateway that we start listens on a free port; --port is for `turngate serve`.
+    # A gateway that we start listens on any free port. Only `turngate serve` uses the configured one.
     return load_config(options.config, {**settings, "host": "127.0.0.1", "port": 0})
 
 
@@ -70,7 +70,7 @@ async def connect_gateway(
 ) -> AsyncIterator[tuple[GatewayClient, bool]]:
     """Connect to the chosen gateway, or start one. Yield a client, and whether we started the gateway.
 
-    `build_engine` may replace the engine of a gateway that is started.
+    If a gateway is started, `build_engine` may return an engine to use instead of the configured one.
     """
     if config.is_shared and not choice.url:
         raise ConfigError(
@@ -81,7 +81,7 @@ async def connect_gateway(
     data = Path(config.data)
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:
-            # Reports a wrong key before anything is created. The gateway may have been started at the same moment.
+            # Report a wrong key before anything is created. Retry, because the gateway may still be starting.
             await retry_while_unreachable(client.check, limit_s=START_S, warn=True)
             await _require_engine(client, own=False)
             yield client, False
@@ -109,7 +109,7 @@ async def connect_gateway(
 
 
 async def _is_alive(client: GatewayClient, data: str) -> bool:
-    """Return whether the gateway still responds. A gateway that was killed may have left its address in the data folder."""
+    """Return whether the gateway responds. If it was killed, the data folder may still contain its address."""
     try:
         await client.check()
     except GatewayUnreachable:
@@ -123,7 +123,7 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
 
 
 async def _require_engine(client: GatewayClient, *, own: bool) -> None:
-    """Raise if none of the gateway's engines can be used, before an agent starts. `own`: this command started the gateway."""
+    """Raise an error if none of the gateway's engines can be used. `own` means that this command started the gateway."""
     engines = (await client.engines()).engines
     if not engines or any(engine.up for engine in engines):
         return

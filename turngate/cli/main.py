@@ -1,4 +1,4 @@
-"""The commands of `turngate`. Each imports its dependencies when it runs, which keeps `--help` fast."""
+"""The commands of `turngate`. Each command imports its dependencies only when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TurngateCommands(Group):
-    """The commands, in panels of the help."""
+    """All commands, grouped into the panels that the help shows."""
 
     panels: ClassVar[Mapping[str, Sequence[str]]] = {
         "Run agents": ("run", "show", "batch", "train", "verify", "export"),
@@ -89,9 +89,9 @@ def serve(options: flags.ServeOptions) -> None:
 @app.command()
 @flags.takes(flags.ServeOptions, flags.ALL_SETTINGS)
 def cell(options: flags.ServeOptions) -> None:
-    """Start a gateway that is one of many: a cell, which ships its sessions to a shared store (needs the `postgres` extra).
+    """Start a cell: one of several gateways that ship their sessions to a shared store (needs the `postgres` extra).
 
-    A cell serves while it holds a lease in the shared store. See docs/cells.md.
+    A cell only serves while it holds a lease in the shared store. See docs/cells.md.
     """
     from turngate.cli.cell import load_cell_config
 
@@ -289,9 +289,9 @@ def prune(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Remove old sessions that nothing needs any more. Gateways and cells may use a shared store in the meantime.
+    """Remove old sessions that are no longer needed. A shared store can be pruned while gateways and cells are using it.
 
-    Sessions are kept if they are open, not shipped, not delivered by a feed, or in a group with newer rollouts.
+    A session is kept if it is open, has not been shipped, has not been delivered by a feed, or is in a group with newer rollouts.
     """
     from turngate.cli.prune import prune_stores
 
@@ -401,7 +401,7 @@ def agents_new(
 ) -> None:
     """Run a command once against the scripted engine, and write a first description of it as an agent.
 
-    The command runs on this machine with an empty HOME, and gets the prompt on standard input unless it contains {prompt} or
+    The command runs on this machine with an empty HOME. It gets the prompt on standard input, unless it contains {prompt} or
     {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
 
     Exit codes:
@@ -418,7 +418,7 @@ _EngineArgument = Annotated[str, typer.Argument(metavar="URL", help="URL of the 
 
 @engines_app.command("list")
 def list_engines(gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False) -> None:
-    """List the engines and their load: calls that run and wait there, and the use of the KV cache."""
+    """List the engines and their load: running and waiting calls, and how full the KV cache is."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.engines(), as_json))
@@ -444,7 +444,7 @@ def add_engine(
 def drain_engine(
     url: _EngineArgument, gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
 ) -> None:
-    """Give an engine no new calls. Its running calls end, and its sessions move to other engines."""
+    """Send no new calls to an engine. Its running calls finish, and its sessions move to other engines."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.drain_engine(url), as_json))
@@ -453,12 +453,12 @@ def drain_engine(
 @engines_app.command("remove")
 def remove_engine(
     url: _EngineArgument,
-    limit_s: Annotated[float, typer.Option(help="Wait up to this many seconds for its calls to end.")] = 600.0,
+    limit_s: Annotated[float, typer.Option(help="Wait up to this many seconds for its calls to finish.")] = 600.0,
     force: Annotated[bool, typer.Option("--force", help="Do not wait; its running calls fail.")] = False,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Drain an engine, and remove it when its calls have ended."""
+    """Drain an engine, and remove it when its calls have finished."""
     from turngate.cli.engines import change_engines
 
     _or_exit(
@@ -523,7 +523,7 @@ def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
 
 @contextmanager
 def _telemetry(log_format: str, with_spans: bool) -> Iterator[None]:
-    """Set up logs and spans for a command that runs rollouts."""
+    """Set up logging, and optionally spans, for a command that runs rollouts."""
     from turngate.telemetry import logs, spans
 
     if log_format not in ("text", "json"):

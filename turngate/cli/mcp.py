@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"turngate mcp needs {error.name}; run pip install 'turngate[mcp]'", param="mcp") from None
 
-# The catalog of a server that is started without a configuration.
+# The endpoints of a server that is started without --config.
 SCRIPTED_ENDPOINTS = {"scripted://demo": {"about": "Gives fixed replies. For trying out the tools without a model."}}
 NO_CONFIG = (
     "No --config: the only endpoint is scripted://demo, which gives fixed replies. For a real model, pass --config FILE, with a "
@@ -61,18 +61,18 @@ def serve_mcp(options: McpOptions) -> None:
             f"Clients need the key in {Path(config.data) / http.KEY_FILE}. Set {http.KEY} to use a different key.",
             "dim",
         )
-    # Stopping on a signal is not a failure.
+    # A signal cancels the server, which is not a failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
         try:
             runner.run(cancel_on_signal(serving, to, STOPPING))
-        except BaseExceptionGroup as group:  # from the SDK's task groups
+        except BaseExceptionGroup as group:  # raised by the SDK's task groups
             raise _unwrap(group) from None
     say(to, "turngate mcp has stopped", "dim")
 
 
 def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the only error in a group if it is a TurngateError, or else the group itself."""
+    """Return the error inside a group if there is only one and it is a TurngateError. Otherwise return the group."""
     errors: list[BaseException] = [group]
     while isinstance(errors[0], BaseExceptionGroup):
         errors[:1] = errors[0].exceptions

@@ -1,6 +1,6 @@
 """Command-line options: one class per command, from which typer creates the flags.
 
-Flags for gateway settings are generated from `turngate.config.ServeConfig`, which describes each setting once.
+The flags for gateway settings are generated from `turngate.config.ServeConfig`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import typer
 from turngate.cli.command import Command
 
 O = TypeVar("O")  # noqa: E741
-DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
+DEFAULT = r"\[default: {}]"  # appended to help texts; the backslash keeps rich from reading it as markup
 ALL_SETTINGS = ("*",)
-SERVE_SETTINGS = ("*", "-cell")  # all but those of a cell
+SERVE_SETTINGS = ("*", "-cell")  # all settings except those of a cell
 DEFAULT_AGENT = "mini-swe-agent"
 # Settings for the gateway that `turngate run` and `turngate batch` start if none is running.
 RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "tokenizer", "script", "max_context")
@@ -33,7 +33,7 @@ SELECTION, FORMAT, SCORING, TRAINING = "Which rollouts", "Format", "Scoring", "T
 
 
 def _flag(help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None) -> Any:
-    """Describe a flag. `default` describes a default that typer cannot derive from the annotated field."""
+    """Describe a flag. `default` is shown as its default, for a field whose actual default (such as None) would not be helpful."""
     shown = f" {DEFAULT.format(default)}" if default else ""
     return typer.Option(*names, help=help + shown, rich_help_panel=panel, metavar=metavar)
 
@@ -55,8 +55,8 @@ _SPANS = _flag(
 
 
 _RAY = _flag(
-    "Run the rollouts on a Ray cluster: its address, or auto for that of this machine (the default without a value). Needs the "
-    "`ray` extra, and --data with the URL of a PostgreSQL database.",
+    "Run the rollouts on the Ray cluster at this address. Without a value, or with auto, use the cluster of this machine. Needs "
+    "the `ray` extra, and the URL of a PostgreSQL database as --data.",
     CLUSTER,
     metavar="[ADDRESS]",
 )
@@ -137,13 +137,14 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: sample at temperature 1 unless set below, so that turns can be trained; agent: sample as the agent asks, for "
+            "neutral: sample at temperature 1 unless set below, so that turns can be trained; agent: sample as the agent requests, for "
             "evaluations.",
             SAMPLING,
         ),
     ] = "neutral"
     temperature: Annotated[
-        Optional[float], _flag("Temperature, whatever the agent asks for.", SAMPLING, default="the agent file's, or 1")
+        Optional[float],
+        _flag("Temperature, regardless of what the agent requests.", SAMPLING, default="the agent file's, or 1"),
     ] = None
     top_p: Annotated[Optional[float], _flag(_biasing("Top-p"), SAMPLING)] = None
     top_k: Annotated[Optional[int], _flag(_biasing("Top-k"), SAMPLING)] = None
@@ -168,7 +169,10 @@ class RolloutOptions:
         _flag("If the agent exits with an error: grade its work, exclude the rollout, or zero its reward.", GRADING),
     ] = "grade"
     on_limit: Annotated[
-        str, _flag("If the session reaches a limit: grade its work, exclude the rollout, or zero its reward.", GRADING)
+        str,
+        _flag(
+            "If the session reaches a limit: grade the agent's work, exclude the rollout, or zero its reward.", GRADING
+        ),
     ] = "grade"
     on_lost: Annotated[
         str,
@@ -230,7 +234,7 @@ class BatchOptions(RolloutOptions):
     retries: Annotated[int, _flag("Retries per rollout after a fault that was not the agent's.", BATCH)] = 2
     stale_retries: Annotated[
         int,
-        _flag("Retries per rollout that became stale because the policy moved on; 0 excludes such rollouts.", BATCH),
+        _flag("Retries per rollout that became stale because of policy updates; 0 excludes such rollouts.", BATCH),
     ] = 2
     concurrency: Annotated[int, _flag("Maximum number of agents running at the same time.", LIMITS)] = 8
     starting: Annotated[
@@ -393,7 +397,7 @@ class ExportOptions:
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
     side: Annotated[
         list[str] | None,
-        _flag("rows, verl, slime: include side data by name, such as routed_experts; may be repeated.", FORMAT),
+        _flag("rows, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
     ] = None
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
@@ -441,7 +445,7 @@ class ListTasksOptions:
 @dataclass(frozen=True, kw_only=True)
 class CheckTasksOptions(ListTasksOptions):
     sandbox: Annotated[str, _flag("Sandbox to prove tasks in, such as local, bubblewrap or docker.", SANDBOX)] = "local"
-    image: Annotated[str, _flag("Container image that overrides the tasks' own.", SANDBOX)] = ""
+    image: Annotated[str, _flag("Container image to use instead of the tasks' own images.", SANDBOX)] = ""
     prove: Annotated[bool, _flag("Run and grade each task's solution.", "Proof", "--prove/--no-prove")] = True
     concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
 
@@ -456,7 +460,9 @@ class MakeRepairsOptions:
     per_package: Annotated[int, _flag("Maximum number of tasks per package.", "Which tasks")] = 40
     held_out: Annotated[float, _flag("Fraction of the packages to hold out from training.", "Which tasks")] = 0.25
     seed: Annotated[int, _flag("Seed for choosing bugs and splitting packages.", "Which tasks")] = 0
-    hint: Annotated[str, _flag("What instructions name to locate the bug: tests, file or function.", FORMAT)] = "file"
+    hint: Annotated[
+        str, _flag("What the instruction says about where the bug is: tests, file or function.", FORMAT)
+    ] = "file"
     sandbox: Annotated[str, _flag("Sandbox to run the tests in, such as local, bubblewrap or docker.", SANDBOX)] = (
         "local"
     )
@@ -465,7 +471,7 @@ class MakeRepairsOptions:
 
 
 class ClusterCommand(Command):
-    """A command whose flag --ray may be given without a value, for the cluster of this machine."""
+    """A command whose flag --ray needs no value: `--ray` alone means `--ray=auto`, the cluster of this machine."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"]
@@ -481,9 +487,9 @@ class ClusterCommand(Command):
 
 
 class OptionCommand(Generic[O]):
-    """A command that accepts its options as one object, while typer sees one flag per option.
+    """A command function that takes its options as one object. Its signature gives typer one parameter per option.
 
-    The flags are computed when typer inspects the signature, so importing this module does not load the settings.
+    The signature is computed when typer inspects it, so importing this module does not load the settings.
     """
 
     def __init__(self, function: Callable[[O], None], options: type[O], settings: Sequence[str]) -> None:
@@ -494,7 +500,7 @@ class OptionCommand(Generic[O]):
         names = {option.name for option in fields(self._options)}  # type: ignore[arg-type]
         if self._settings:
             settings = {name: values.pop(name) for name in list(values) if name not in names}
-            # typer may pass an empty list for a repeatable flag that was not used.
+            # typer may pass an empty list for a repeatable flag that was not passed.
             values["settings"] = {name: None if value == [] else value for name, value in settings.items()}
         self._function(self._options(**values))
 
@@ -516,12 +522,12 @@ class OptionCommand(Generic[O]):
 
 
 def takes(options: type[O], settings: Sequence[str] = ()) -> Callable[[Callable[[O], None]], OptionCommand[O]]:
-    """Decorate a command with the flags of an options class and with flags for the named gateway settings."""
+    """Return a decorator that gives a command the flags of an options class, and flags for the named gateway settings."""
     return lambda function: OptionCommand(function, options, settings)
 
 
 def _panel_order(parameter: inspect.Parameter) -> int:
-    """Sort key: the first panels of the help say what to run and, for a batch, how often."""
+    """Return a sort key that puts the flags of `_FIRST_PANELS` first in the help."""
     panel = get_args(parameter.annotation)[-1].rich_help_panel
     return _FIRST_PANELS.index(panel) if panel in _FIRST_PANELS else len(_FIRST_PANELS)
 
@@ -535,7 +541,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter per setting. Its default is None, so that the config file's value or the setting's default applies."""
+    """Build a parameter for each setting. Its default is None, which means that the value in the config file or the default applies."""
     import msgspec
 
     from turngate.config import CELL, ServeConfig
@@ -557,7 +563,7 @@ def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
 
 
 def _format_default(default: object) -> str:
-    """Format a default for display. Return an empty string if the description explains the default."""
+    """Format a setting's default for the help. Return an empty string for 0, False, None and collections, which the help does not show."""
     if isinstance(default, int | float):
         return f"{default:g}" if default else ""
     return default if isinstance(default, str) else ""
@@ -568,7 +574,7 @@ def _literals(kind: Any) -> tuple[str, ...]:
 
 
 def _flag_type(kind: Any) -> Any:
-    """Map the type of a setting to the type of its flag. Literal values are validated later, with the other settings."""
+    """Return the type of a setting's flag. For a Literal it is str, because `load_config` validates the value later."""
     if get_origin(kind) is Literal:
         return str
     if get_origin(kind) in (Union, types.UnionType):

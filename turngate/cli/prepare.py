@@ -1,6 +1,6 @@
-"""Build the parts of a rollout from flags: the agent, its limits, the end policy and the output folder.
+"""Build the parts of a rollout from flags: the agent, the session settings, the end policy and the output folder.
 
-Errors are raised here, before a gateway or a sandbox is started.
+Invalid flags are reported here, before a gateway or a sandbox is started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float, int | None, float | None)
 
 
 class PreparedAgent(msgspec.Struct, frozen=True):
-    """An agent that is ready to run."""
+    """An installed agent, with its limits and options."""
 
     spec: AgentSpec
     installed: Installation
@@ -43,7 +43,7 @@ def prepare_agent(
 ) -> PreparedAgent:
     """Find and install an agent, and check that it accepts the options and the instruction.
 
-    If the sandbox is named and uses this machine's programs, check first that the agent's Python is one of them.
+    If the named sandbox uses the programs of this machine, check first that the Python version that the agent needs is installed.
     """
     found = find_agent(name)
     if found.shadows is not None:
@@ -66,14 +66,15 @@ def prepare_agent(
 
 
 def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str] | None) -> list[str]:
-    """Return the agent's options, with the words after -- as its option `command`."""
+    """Add the command after -- to the agent's options, as the option `command`, and return them."""
     spec = find_agent(agent).spec
     pairs = list(options or ())
     names = {pair.partition("=")[0] for pair in pairs}
     option = spec.options.get("command")
     if not command:
         is_missing = option is not None and option.default is None and "command" not in names
-        if is_missing and names <= set(spec.options):  # otherwise --set has a name that may be misspelled
+        # If --set names an unknown option, it may be a misspelling of `command`, and the error about it comes later.
+        if is_missing and names <= set(spec.options):
             raise ConfigError(
                 f"{spec.name} needs a command; add it after --, as in: turngate run --agent {shlex.quote(agent)} -- COMMAND",
                 param="command",
@@ -109,7 +110,7 @@ def parse_network(value: str) -> Literal["none", "open"]:
 
 
 def build_end_policy(options: RolloutOptions) -> EndPolicy:
-    """Build the policy for agents that did not finish normally."""
+    """Build the policy that decides what happens to the rollouts of agents that did not finish normally."""
     choices = {"on_timeout": options.on_timeout, "on_failure": options.on_failure, "on_limit": options.on_limit}
     for flag, choice in choices.items():
         if choice not in get_args(EndAction):
@@ -143,7 +144,7 @@ def build_session_settings(options: RolloutOptions) -> dict[str, Json]:
 
 
 def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
-    """Return the session settings for sampling. `seed` is one of them only for a single rollout: a batch derives a seed per rollout."""
+    """Return the session settings for sampling. They include `seed` only for `turngate run`, because a batch derives a seed per rollout."""
     names = [field.name for field in msgspec.structs.fields(Sampling)]
     flags = {name: getattr(options, name) for name in names if name != "seed" or isinstance(options, RunOptions)}
     pinned = {name: value for name, value in flags.items() if value is not None}
@@ -157,7 +158,7 @@ def _build_sampling(options: RolloutOptions) -> dict[str, Json]:
 
 
 def require_writable(folder: Path) -> Path:
-    """Check that a folder exists or can be created, so that the error appears before the agent runs."""
+    """Return the folder if it is writable or can be created. Raise ConfigError otherwise, before an agent runs."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"out folder {folder} is not writable; choose a different --out folder", param="out")
@@ -165,7 +166,7 @@ def require_writable(folder: Path) -> Path:
 
 
 def require_positive(name: str, value: Number) -> Number:
-    """Check that an option, if it is set, is finite and greater than 0."""
+    """Return the value of an option. Raise ConfigError if it is set but not finite or not greater than 0."""
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{name} must be greater than 0, not {value}", param=name)
     return value

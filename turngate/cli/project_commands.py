@@ -81,7 +81,7 @@ def delete_project(
     ] = False,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
 ) -> None:
-    """Delete a project with its keys, sessions, feeds and all other data. The audit log keeps its entries."""
+    """Delete a project with its keys, sessions, feeds and all other data. Its entries in the audit log are kept."""
     from turngate.cli.projects import ask
 
     or_exit(lambda: ask(gateway, lambda client: client.delete_project(name, force=force)))
@@ -92,7 +92,7 @@ def delete_project(
 def list_keys(
     project: _ProjectFlag = "", gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
 ) -> None:
-    """List the keys of one project, or of all. The keys themselves are not stored."""
+    """List the keys of one project, or of all projects. Only their prefixes are shown, because the keys themselves are not stored."""
     from turngate.cli.projects import ask, print_keys
 
     print_keys(or_exit(lambda: ask(gateway, lambda client: client.keys(project))), as_json)
@@ -102,13 +102,13 @@ def list_keys(
 def create_key(
     scope: Annotated[list[str], typer.Option(help="What the key may do: sessions, traces, feed or admin. Repeatable.")],
     project: _ProjectFlag = "",
-    note: Annotated[str, typer.Option(help="Note for the list of keys, such as who uses this one.")] = "",
+    note: Annotated[str, typer.Option(help="Note to show in the list of keys, such as who uses the key.")] = "",
     days: Annotated[Optional[float], typer.Option(help="Days until the key expires. Default: never.")] = None,
     out: _OutFlag = None,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Create a key and print it. It cannot be shown again."""
+    """Create a key and print it. The key cannot be shown again."""
     from turngate.cli.projects import create_key, show_new_key
 
     seconds = None if days is None else days * 86400
@@ -126,7 +126,7 @@ def rotate_key(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Replace a key with a new one that has the same scopes, and print the new one."""
+    """Replace a key with a new key that has the same scopes, and print the new key."""
     from turngate.cli.projects import create_key, show_new_key
 
     new = or_exit(lambda: create_key(gateway, lambda client: client.rotate_key(prefix, grace_hours * 3600), out))
@@ -137,7 +137,7 @@ def rotate_key(
 def revoke_key(
     prefix: _PrefixArgument, gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
 ) -> None:
-    """Revoke a key. It stops working within a second, or within five seconds in cells."""
+    """Revoke a key. It stops working within one second, or in cells within five seconds."""
     from turngate.cli.projects import ask, print_keys
 
     print_keys([or_exit(lambda: ask(gateway, lambda client: client.revoke_key(prefix)))], as_json)

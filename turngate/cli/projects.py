@@ -1,4 +1,4 @@
-"""`turngate projects`, `turngate keys` and `turngate audit`: manage the projects of a running gateway and their keys."""
+"""Implement `turngate projects`, `turngate keys` and `turngate audit`: send requests to a running gateway and print the replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
-    """Send a request to a gateway with the key in TURNGATE_ADMIN_KEY."""
+    """Send a request to a gateway, using the key in TURNGATE_ADMIN_KEY, and return the reply."""
 
     async def send() -> T:
         async with ProjectClient(gateway, read_admin_key()) as client:
@@ -34,7 +34,7 @@ def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
 
 
 def parse_quotas(**given: int | None) -> dict[str, int] | None:
-    """Return the quotas of the flags, or None if none is set. 0 means no limit."""
+    """Return the quotas that the flags set, or None if no flag was passed. A value of 0 removes the limit."""
     if all(value is None for value in given.values()):
         return None
     return {name: value for name, value in given.items() if value}
@@ -67,7 +67,7 @@ def print_keys(keys: Sequence[KeyView], as_json: bool) -> None:
 
 
 def show_new_key(new: NewKey, out: Path | None, as_json: bool) -> None:
-    """Print a new key once, or write it to a file that only its owner may read."""
+    """Print a new key or, if it was written to the file `out`, a message that says so."""
     if out is None:
         if as_json:
             _print_json(new)
@@ -80,7 +80,7 @@ def show_new_key(new: NewKey, out: Path | None, as_json: bool) -> None:
 
 
 def open_key_file(out: Path) -> int:
-    """Create the file for a key before the key is created, so that no key is lost because its file exists."""
+    """Create a file for a key. This is done before the key is created, because a key that cannot be written would be lost."""
     try:
         return os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -90,7 +90,7 @@ def open_key_file(out: Path) -> int:
 
 
 def create_key(gateway: str, request: Callable[[ProjectClient], Awaitable[NewKey]], out: Path | None) -> NewKey:
-    """Create a key and write it to `out`, if set."""
+    """Send a request that creates a key, and write the key to the file `out` if it is set."""
     if out is None:
         return ask(gateway, request)
     with os.fdopen(open_key_file(out), "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""`turngate prune` and `turngate load-archive`: remove old sessions from a store, and load them again from an archive."""
+"""`turngate prune` and `turngate load-archive`: remove old sessions from a store, and load archived sessions into a data folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def prune_stores(data: str, older_than: str, archive: Path | None, dry_run: bool, as_json: bool) -> None:
-    """Prune a store and the stores of its projects, and print what was removed and kept."""
+    """Remove old sessions from a store and from the stores of its projects, and print how many were removed and kept."""
     refuse_password_flag(data)
     before = time.time() - parse_age(older_than)
     results = {
@@ -37,7 +37,7 @@ def prune_stores(data: str, older_than: str, archive: Path | None, dry_run: bool
 
 
 def parse_age(text: str) -> float:
-    """Return the seconds in an age such as 30d."""
+    """Convert an age such as 30d to seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip())
     if found is None:
         raise ConfigError(
@@ -58,7 +58,7 @@ def _print_result(prefix: str, result: PruneResult, dry_run: bool) -> None:
 
 
 def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
-    """Add the sessions of an archive to a data folder, and print how many."""
+    """Add sessions from an archive to a data folder, and print how many were added. If `sessions` is empty, add all of them."""
     if is_database_url(data):
         raise ConfigError("data: an archive can only be loaded into a folder; pass a folder", param="data")
     if not SessionArchive(archive).files():

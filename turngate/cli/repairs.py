@@ -1,4 +1,4 @@
-"""`turngate tasks make repairs`: make tasks from packages with tests, and print a summary."""
+"""`turngate tasks make repairs`: make repair tasks from packages with tests, and print a summary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGES_FILE = "packages.json"
 
 
 def make_repair_tasks(options: MakeRepairsOptions) -> bool:
-    """Make the tasks and write them. Return whether every source produced at least one."""
+    """Make the tasks and write them. Return whether every source produced at least one task."""
     console = new_console()
     if options.hint not in get_args(Hint):
         raise ConfigError(f"hint must be one of {', '.join(get_args(Hint))}, not {options.hint!r}", param="hint")
@@ -64,7 +64,7 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
 async def _make_all(
     packages: Sequence[Package], options: MakeRepairsOptions, settings: RepairSettings, console: Console
 ) -> list[PackageRepairs] | None:
-    """Make the tasks of each package. Return None if interrupted. A package whose tests do not run is reported and skipped."""
+    """Make the tasks of each package. Report and skip a package whose tests do not run. Return None if interrupted."""
     backend = get_backend(options.sandbox)
     slots = asyncio.Semaphore(max(1, options.concurrency // settings.benches))
 
@@ -118,4 +118,4 @@ def _print_summary(made: Sequence[PackageRepairs], splits: dict[str, Split], out
             *map(str, fates),
         )
     console.print(table)
-    say(console, f"Prove them: turngate tasks check {sanitize_line(str(out))}/{SPLITS[0]}.jsonl", "dim")
+    say(console, f"To prove the tasks, run: turngate tasks check {sanitize_line(str(out))}/{SPLITS[0]}.jsonl", "dim")

@@ -1,4 +1,4 @@
-"""`turngate mark-restored`: mark a store as restored from a backup, so that trainers must reopen feeds at their checkpoint's position."""
+"""`turngate mark-restored`: mark a store as restored from a backup. Trainers must then reopen feeds at their checkpoint's position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from turngate.store.location import open_all_projects
 
 
 def mark_restored(data: str) -> None:
-    """Mark a store and the stores of its projects as restored. If the store is a folder, stop its gateway first."""
+    """Mark a store and the stores of its projects as restored. If the store is a data folder, no gateway may be serving it."""
     refuse_password_flag(data)
     for project, store in open_all_projects(data):
         store.restores.note(store.restores.history())

@@ -50,8 +50,8 @@ EXIT_CODES: Mapping[str, int] = {
     "error": 3,
     "cancelled": INTERRUPTED,
 }
-_LINE_EVERY_S = 5.0  # interval between plain lines about turns
-_STDERR_LINES = 5  # lines shown of a failed agent's output
+_LINE_EVERY_S = 5.0  # interval between progress lines if the output is not a terminal
+_STDERR_LINES = 5  # number of lines of a failed agent's output that are shown
 
 
 def run_rollout(options: RunOptions) -> int:
@@ -95,7 +95,7 @@ def run_rollout(options: RunOptions) -> int:
 
 
 def _load_task(options: RunOptions) -> Task:
-    """Load the task that the flags name. By default, a command gets an empty instruction, and other agents get the bundled task."""
+    """Load the task that the flags name. Without one, return an empty task if there is a command after --, or else the bundled task."""
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
     if options.task is not None:
@@ -131,27 +131,27 @@ def _run_and_print(
 
 
 def _show_flags(config: ServeConfig, gateway: GatewayChoice) -> str:
-    """Return the flags with which `turngate show` finds the session."""
+    """Return the flags that `turngate show` needs to find the session."""
     if gateway.url:
         return f" --gateway {gateway.url}"
     return "" if config.data == ServeConfig().data else f" --data {shlex.quote(config.data)}"
 
 
 def _explain_no_grade(spec: RolloutSpec) -> str:
-    """Return why a finished rollout has no grade, or an empty string if it has one."""
+    """Return why a rollout is not graded, or an empty string if it is graded."""
     if spec.task.grader is None:
         return "the task has no tests, so there is no reward; pass --task with a folder that has tests/test.sh (docs/tasks.md)"
     return "" if spec.grade else "--no-grade was passed, so there is no reward"
 
 
 def exit_code(outcome: Outcome) -> int:
-    """Return the exit code. An invalid task or an infrastructure fault is an error, no matter how the agent ended."""
+    """Return the exit code for an outcome. An invalid task or an infrastructure fault is an error, however the agent ended."""
     faulty = outcome.kind in ("invalid task", "infrastructure fault")
     return EXIT_CODES["error"] if faulty else EXIT_CODES[outcome.status]
 
 
 def reserve_stdout(as_json: bool) -> AbstractContextManager[object]:
-    """Reserve stdout for the JSON document. Anything a grader function prints goes to stderr."""
+    """If JSON is printed, redirect stdout to stderr, so that output of a grader function does not mix with the JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
@@ -205,7 +205,7 @@ async def _run(
 
 
 class RolloutDisplay(LiveDisplay):
-    """Progress of one rollout: a live line on a terminal, plain lines elsewhere."""
+    """Shows the progress of one rollout: in a live line on a terminal, or else as a new line per stage and every few seconds."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -216,7 +216,8 @@ class RolloutDisplay(LiveDisplay):
     def update(self, progress: RolloutProgress) -> None:
         self._progress = progress
         if self._live is not None:
-            if progress.stage != self._stage:  # a short stage could otherwise fall between two refreshes
+            # Refresh at once, because a short stage could end before the next refresh.
+            if progress.stage != self._stage:
                 self._stage = progress.stage
                 self._live.refresh()
             return
@@ -241,9 +242,9 @@ class RolloutDisplay(LiveDisplay):
 
 
 def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Console, *, no_grade: str = "") -> None:
-    """Print the outcome, where the trace is stored, and the commands that show it.
+    """Print the outcome, the commands that show the trace, and the folder with the agent's files.
 
-    `show_flags` are flags for `turngate show`. `no_grade` is the reason why a finished rollout has no grade.
+    `show_flags` are the flags for `turngate show`. `no_grade` explains why the rollout was not graded.
     """
     code = "" if outcome.exit_code is None else f" (exit code {outcome.exit_code})"
     style = {"finished": "green", "error": "red"}.get(outcome.status, "yellow")
@@ -273,9 +274,8 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
         counted = f"{turns} ({roles})" if roles else turns
         _print_line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{suffix}")
         _print_line(console, "inspect", f"turngate show {outcome.session}{show_flags}")
-        if (
-            outcome.sampled_tokens and "--gateway" not in show_flags
-        ):  # a remote gateway's tokenizer may not be on this machine
+        # The tokenizer of a remote gateway may not be on this machine.
+        if outcome.sampled_tokens and "--gateway" not in show_flags:
             _print_line(console, "", f"turngate show {outcome.session}{show_flags} --tokens")
         _print_line(console, "files", str(folder / outcome.session))
     for text in outcome.warnings:
@@ -292,7 +292,7 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
 
 
 def _print_grade(outcome: Outcome, console: Console) -> None:
-    """Print the grade. An unknown reward is printed as such, not as 0."""
+    """Print the grade. An unknown reward is printed as "no reward", not as 0."""
     grade = outcome.grade
     assert grade is not None
     reward = "no reward" if grade.reward is None else f"reward {grade.reward:g}"

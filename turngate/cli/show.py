@@ -1,4 +1,4 @@
-"""`turngate show`: print a session's conversation with its roles and branches, its rows, and its tokens."""
+"""`turngate show`: print a session's conversation as text or tokens, with its roles, branches and training rows."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from turngate.views.session_directory import describe_session
 from turngate.views.trace import decode_trace
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
-_OBVIOUS = "the main conversation"  # the evidence for the role main that the title of the branch already states
+_OBVIOUS = "the main conversation"  # evidence that is not printed, because the title of the branch already says it
 _LONG = 1200  # characters; longer messages are shortened unless --full is passed
 
 
 class NodeView(msgspec.Struct):
-    """One node of `GET /admin/sessions/{id}/trace`."""
+    """One node of a trace, as `GET /admin/sessions/{id}/trace` returns it."""
 
     id: int
     parent: int | None
@@ -89,7 +89,7 @@ class ShownSession(msgspec.Struct):
 
 
 def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | None]:
-    """Load a session and the path of its tokenizer from a data folder or a shared store. Gateways may be using it."""
+    """Load a session and the path of its tokenizer from a data folder or a shared store, even while a gateway is using the store."""
     store = open_store_for_reading(data)
     try:
         known = store.find(wanted)
@@ -125,7 +125,7 @@ async def _exists(gateway: GatewayClient, session: str) -> bool:
 
 
 def _build_view(summary: object, trace: DecodedTrace, samples: object) -> ShownSession:
-    # Messages stay raw here, because each is decoded in its own dialect later.
+    # Messages stay raw JSON here. They are decoded later, each in the dialect in which it arrived.
     return msgspec.json.decode(
         encode_json({"summary": summary, "nodes": trace.nodes, "rows": samples}), type=ShownSession
     )
@@ -155,7 +155,7 @@ def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool
 
 
 def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
-    """Load the named tokenizer, or else the one that the session was recorded with."""
+    """Load the tokenizer that the flag names, or else the one in the folder `recorded_with`, which the session was recorded with."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
@@ -200,14 +200,14 @@ def _print_head(view: ShownSession, console: Console) -> None:
 
 
 def _describe_cache(cache: CacheUse | None) -> str:
-    """Describe how much of the prompts the engine had cached. Return an empty string if it did not report that."""
+    """Describe how many of the prompt tokens were cached by the engine. Return an empty string if the engine did not report this."""
     if cache is None or cache.rate is None:
         return ""
     return f"{cache.rate:.0%} of prompt tokens were cached ({cache.cached_tokens} of {cache.prompt_tokens})"
 
 
 def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
-    """Describe how the rollout ended. Return an empty string if no outcome is recorded. An unknown reward is not shown as 0."""
+    """Describe how the rollout ended. An unknown reward is not shown as 0. Return an empty string if no outcome is recorded."""
     if outcome is None:
         return ""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"
@@ -217,7 +217,7 @@ def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
 
 
 class _TreePrinter:
-    """Prints a trace branch by branch, the longest path first."""
+    """Prints a trace branch by branch. Where the tree forks, it continues with the child that has the largest subtree."""
 
     def __init__(self, view: ShownSession, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
         self._nodes = {node.id: node for node in view.nodes}
@@ -231,7 +231,7 @@ class _TreePrinter:
         self._tokenizer = tokenizer
         self._full = full
         self._console = console
-        self._evidence = ""  # of the role of the branch that is printed
+        self._evidence = ""  # the evidence for the role of the branch that is being printed
 
     def print(self) -> None:
         waiting = list(self._children.get(None, []))
@@ -239,7 +239,7 @@ class _TreePrinter:
             waiting = self._print_branch(waiting[0]) + waiting[1:]
 
     def _print_branch(self, start: NodeView) -> list[NodeView]:
-        """Print from `start` along the heaviest path. Return the branches that leave it, to be printed next."""
+        """Print a path from `start` to a leaf, following the child with the highest `_weight`. Return the other children, to print next."""
         self._print_title(start)
         branches: list[NodeView] = []
         node: NodeView | None = start
@@ -251,7 +251,7 @@ class _TreePrinter:
         return branches
 
     def _weight(self, node: NodeView) -> tuple[bool, int]:
-        """Return the sort key of a child. Superseded and aborted turns rank last; otherwise the larger subtree wins."""
+        """Return the sort key of a child: superseded and aborted turns are lowest, and a larger subtree is higher than a smaller one."""
         return node.role not in ("superseded", "aborted"), self._size[node.id]
 
     def _print_title(self, start: NodeView) -> None:
@@ -272,7 +272,7 @@ class _TreePrinter:
         if why and why != _OBVIOUS:
             say(self._console, Text(sanitize_line(f"why {role}: {why}"), style="dim"))
         if start.detail:
-            say(self._console, Text(sanitize_line(f"reason of the fork: {start.detail}"), style="dim"))
+            say(self._console, Text(sanitize_line(f"reason for the fork: {start.detail}"), style="dim"))
 
     def _print_node(self, node: NodeView) -> None:
         if node.kind == "sampled":
@@ -316,7 +316,7 @@ class _TreePrinter:
         )
 
     def _colour_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
-        """Colour sampled tokens from green (likely) to red (unlikely), and context in grey."""
+        """Return a node's tokens as text. Sampled tokens are coloured from green (likely) to red (unlikely); context tokens are grey."""
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
         plain = not self._console.is_terminal
@@ -348,20 +348,20 @@ class _TreePrinter:
 
 
 def _explain_role(evidence: str) -> str:
-    """Return the evidence for a role without its kind: `delivery: it was cut short` becomes `it was cut short`."""
+    """Remove the kind from the evidence for a role: `delivery: it was cut short` becomes `it was cut short`."""
     return evidence.partition(": ")[2] or evidence
 
 
 def _describe_cause(cause: str | None, role: str) -> str:
-    """Describe why a branch exists, unless its role already says so.
+    """Return the cause of a branch for its title, or an empty string if the branch's role already says it.
 
-    The causes `subagent`, `side` and `new` are not shown, because the main conversation may first have been classified that way.
+    The causes `subagent`, `side` and `new` are never shown, because they were guessed when the branch began. The role is more reliable.
     """
     return f" · {cause}" if cause and cause not in (role, "subagent", "side", "new") else ""
 
 
 def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Decode the tokens one by one. A character that spans several tokens appears at the last of them."""
+    """Decode each token separately. A character that spans several tokens is returned with the last of them."""
     decoder = tokenizer.decoder()
     return [decoder.feed([token]) for token in ids]
 
@@ -375,7 +375,7 @@ def _shade(logprob: float | None) -> str:
 
 
 def _print_legend(console: Console) -> None:
-    """Print what the colours of the tokens mean or, without colours, the numbers after them."""
+    """Print what the colours of the tokens mean or, if the output is not a terminal, what the numbers after the tokens mean."""
     console.print()
     if not console.is_terminal:
         say(

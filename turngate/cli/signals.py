@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and other signals: cancel the work, let it clean up, and finally exit by force."""
+"""Handle Ctrl-C and other signals: cancel the running work, let it clean up, and after further signals exit at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STOPPING = "Stopping: ending the agent and removing its sandbox; the recording i
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *messages: str) -> T:
-    """Run work, and cancel it on Ctrl-C, SIGTERM or SIGHUP.
+    """Run the work, and cancel it on Ctrl-C, SIGTERM or SIGHUP.
 
-    Each signal prints the next of `messages` and cancels the work again, for work that stops in several steps. After the last message, one
-    more signal prints that cleanup is in progress, and another one ends the process.
+    Work may stop in several steps: each signal prints the next of `messages` and cancels the work again. After the last message, one more
+    signal prints that cleanup is in progress, and another one ends the process.
     """
     steps = messages or (STOPPING,)
     task = asyncio.ensure_future(work)
@@ -42,10 +42,10 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
             )
         else:
             console.show_cursor()
-            os._exit(INTERRUPTED)  # if the cleanup hangs, it would also block a regular exit
+            os._exit(INTERRUPTED)  # not a regular exit, which a hanging cleanup would also block
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` sets it to be ignored
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, interrupt)
@@ -57,7 +57,7 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
 
 
 def absorb_cancellation() -> None:
-    """End the cancellation of the current task, so that it continues to run."""
+    """Revoke the cancellation of the current task after catching CancelledError, so that the task can go on."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()

@@ -1,4 +1,4 @@
-"""`turngate tasks list` and `turngate tasks check`: list tasks, check them, and prove their graders."""
+"""`turngate tasks list` and `turngate tasks check`: list tasks, check that they are valid, and prove that their graders work."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _GOOD = ("proven", "valid")
 
 
 class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the report, as `--json` prints it."""
+    """The result of checking one task, as `--json` prints it."""
 
     id: str
     source: str
     verdict: Verdict
     message: str = ""
     grader: str = ""
-    solved: float | None = None  # the reward of the reference solution
-    untouched: float | None = None  # the reward of no change
+    solved: float | None = None  # reward of the reference solution
+    untouched: float | None = None  # reward of the unchanged environment
     seconds: float = 0.0
 
 
@@ -67,7 +67,7 @@ def list_tasks(options: ListTasksOptions) -> bool:
 
 
 def check_tasks(options: CheckTasksOptions) -> bool:
-    """Print a line per task, and return whether all of them passed."""
+    """Check the tasks, print the results, and return whether all tasks passed."""
     if options.concurrency < 1:
         raise ConfigError(f"concurrency must be at least 1, not {options.concurrency}", param="concurrency")
     console = new_console(stderr=options.as_json)
@@ -86,7 +86,7 @@ def check_tasks(options: CheckTasksOptions) -> bool:
 async def _check_all(
     found: Sequence[LoadedTask], options: CheckTasksOptions, sandboxes: Backend, console: Console
 ) -> list[TaskCheck] | None:
-    """Check and prove the tasks. Return None if interrupted."""
+    """Check each task and, if requested, prove its grader in a sandbox. Return None if interrupted."""
     lines = [_check(loaded) for loaded in found]
     to_prove = (
         [n for n, loaded in enumerate(found) if loaded.task is not None and _provable(loaded.task)]
@@ -118,7 +118,7 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Return whether the task can be proven. Only a grader is needed: even without a solution, the proof shows that it works."""
+    """Return whether the task has a grader, which is all that a proof needs. Without a solution, it only shows that the grader runs."""
     return task.grader is not None
 
 
@@ -142,7 +142,7 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> str:
-    """Return why the output of the task's tests cannot be parsed, or an empty string if it can or need not be."""
+    """Return what is wrong with the parser that a SWE task names for its test output, or an empty string if nothing is wrong."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:
@@ -170,7 +170,7 @@ def _describe_error(loaded: LoadedTask) -> str:
 
 
 def _summarize(task: Task) -> str:
-    text = task.instruction.partition("<issue>")[2] or task.instruction  # skip the preamble common to all SWE tasks
+    text = task.instruction.partition("<issue>")[2] or task.instruction  # skip the preamble that all SWE tasks share
     line = next(line for line in text.splitlines() if line.strip())
     return sanitize_line(line if len(line) <= 70 else f"{line[:69]}…")
 
@@ -200,7 +200,7 @@ def _describe_grader(task: Task) -> str:
 
 
 class ProofDisplay(LiveDisplay):
-    """Progress of the proofs: a live line on a terminal, a plain line per task elsewhere."""
+    """Shows the progress of the proofs: in a live line on a terminal, or else as a new line per task."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)

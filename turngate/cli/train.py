@@ -1,4 +1,4 @@
-"""`turngate train`: build a training run from the flags, check that it can be resumed, and run it."""
+"""`turngate train`: build a training run from the flags, check that it fits an earlier run in the same folder, and run it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Task
 
-# Set before torch is imported: its idle threads would otherwise spin on cores that the agents need.
+# Set this before torch is imported. Otherwise its idle threads would busy-wait on cores that the agents need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 try:
     from turngate.trainers.local import checkpoint
@@ -67,7 +67,7 @@ def train_model(options: TrainOptions) -> int:
 
 
 def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster | None:
-    """Return the cluster that the flags choose, or None without --ray."""
+    """Return the Ray cluster that the flags choose, or None without --ray."""
     refuse_password_flag(options.data)
     labels = parse_labels(options.ray_label or ())
     if options.ray:
@@ -153,7 +153,7 @@ def _read_tasks(option: str, where: str) -> tuple[Task, ...]:
         raise TaskError(f"{option}: {error.message.removeprefix('task: ')}", param=option) from None
 
 
-# The option of `turngate train` behind each name in the ledger of a batch.
+# The option of `turngate train` that sets each term in the ledger of a batch, if the two have different names.
 _OPTIONS = {
     "agent's description": "agent",
     "model": "model-folder",
@@ -165,14 +165,14 @@ _HELD_OUT = {**_OPTIONS, "tasks": "held-out", "n": "held-out-n"}
 
 
 def _check_resumable(run: TrainingRun) -> None:
-    """Raise ConfigError if the run in the folder has different options. Called before anything is started."""
+    """Raise ConfigError if the output folder contains a run that cannot be resumed with these options."""
     evaluation = run.evaluation_plan()
     if evaluation is not None:
         for folder in (run.before, run.after):
             _count_rounds(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
     goal, newest = run.goal, checkpoint.find_newest(run.folder / "checkpoints")
     trained = 0 if newest is None else newest.state.step
-    if trained >= goal.steps:  # nothing left to train
+    if trained >= goal.steps:  # training is complete
         return
     plan = goal.plan()
     rounds = _count_rounds(plan, _OPTIONS, run.folder)
@@ -188,7 +188,10 @@ def _check_resumable(run: TrainingRun) -> None:
 
 
 def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
-    """Count the rounds that a batch has started. Raise ConfigError if its folder contains a different batch."""
+    """Return how many rounds of a batch have been started. Raise ConfigError if its folder contains a batch with different terms.
+
+    `options` maps the names of terms to flags, for the error message.
+    """
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0
     known = ledger.read_ledger(plan.folder)
@@ -209,7 +212,7 @@ def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int
 async def _train(
     run: TrainingRun, console: Console, data: str, cluster: TrainingCluster | None
 ) -> TrainingResult | None:
-    """Run the training with its own gateway and engine. Return None if it was interrupted."""
+    """Start a gateway and an engine, and train. Return None if the training was interrupted."""
     try:
         with TrainingDisplay(console, run.goal.steps, run.rollouts) as display:
             async with open_run(run, data, cluster) as environment:

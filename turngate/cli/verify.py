@@ -1,4 +1,4 @@
-"""`turngate verify`: verify sessions and print a verdict for each, with its forks and their cost.
+"""`turngate verify`: verify sessions, and print the verdict on each session with its forks and their cost.
 
 The exit code is 1 if errors were found, and 2 if a requested check could not be performed.
 """
@@ -48,12 +48,12 @@ from turngate.verify import (
 )
 from turngate.views.verdict import open_row_source
 
-_LONG = 30  # characters in an excerpt
-_BEFORE = 12  # characters of an excerpt before the first difference
-_INDENT = " " * 10  # for the lines below a fork's cause
+_LONG = 30  # maximum number of characters in an excerpt
+_BEFORE = 12  # number of characters shown before the first difference
+_INDENT = " " * 10  # indentation of the lines below the cause of a fork
 _PARTS: tuple[Part, ...] = ("structure", "rows", "render", "replay", "transcript")
 _ROLLOUT_FOLDERS = ("rollouts", "*/rollouts", "batches/*/rollouts")
-_NOT_DONE = {  # by requested part
+_NOT_DONE = {  # error messages, by requested part
     "render": "nothing was rendered",
     "replay": "nothing was scored",
     "transcript": "nothing was compared with --rollouts",
@@ -61,7 +61,7 @@ _NOT_DONE = {  # by requested part
 
 
 def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
-    """Return the parts that the options request explicitly."""
+    """Return the parts of the verification that the options request explicitly."""
     requested: dict[Part, bool] = {
         "render": bool(options.tokenizer or options.family),
         "replay": bool(options.engine),
@@ -71,7 +71,7 @@ def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
 
 
 def verify_sessions(options: VerifyCommandOptions) -> bool:
-    """Print the verdicts, and return whether no errors were found. Raise if a requested check was never performed."""
+    """Print the verdicts, and return whether no errors were found. Raise ConfigError if a requested part was not checked in any session."""
     requested = list_requested_parts(options)
     console = None if options.as_json else new_console()
     verdicts: list[Verdict] = []
@@ -120,27 +120,27 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
         try:
             yield verify(folder, session_id, means)
         except NotFound as error:
-            if session_id in folder.session_ids():  # otherwise it was deleted in the meantime
+            if session_id in folder.session_ids():  # otherwise the session has just been deleted
                 yield unreadable_verdict(session_id, error.message)
         except EngineError:
             raise
-        except Exception as error:  # a bug triggered by one session must not hide the others
+        except Exception as error:  # a bug that one session triggers must not hide the other verdicts
             yield unreadable_verdict(session_id, f"verification crashed: {type(error).__name__}: {error}")
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the end of the report, or the JSON document, and return whether no errors were found."""
+    """Print the JSON document or, if there are errors, the parts that were not checked (`undone`). Return whether no errors were found."""
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:
         print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
-    elif not fine:  # otherwise the caller raises an error with these messages
+    elif not fine:  # otherwise the caller raises an error that contains `undone`
         for what in undone:
             say(console, what, "red")
     return fine
 
 
 def _reason_not_done(part: str, verdicts: list[Verdict]) -> str:
-    """Return why a part was not checked in any session, or an empty string if it was checked."""
+    """Return why a part was not checked in any session, or an empty string if it was checked in at least one."""
     if any(finding.part == part for verdict in verdicts for finding in verdict.findings):
         return ""
     reasons = Counter(
@@ -150,7 +150,7 @@ def _reason_not_done(part: str, verdicts: list[Verdict]) -> str:
 
 
 def _normalize_reason(missing: SkippedCheck, verdict: Verdict) -> str:
-    """Replace the session's id in a reason, so that equal reasons can be counted."""
+    """Replace the session's id in a reason with "…", so that the same reason can be counted over several sessions."""
     return missing.why.replace(verdict.session, "…") if verdict.session else missing.why
 
 
@@ -189,12 +189,12 @@ def _print_totals(verdicts: list[Verdict], console: Console) -> None:
 
 
 def _largest(scored: list[Replay]) -> float:
-    """Return the largest difference. NaN counts as larger than any number."""
+    """Return the largest difference of all sessions, or NaN if one of them is NaN."""
     return float(np.max([replay.largest for replay in scored]))
 
 
 def compare_transcripts(folder: Path) -> TranscriptComparison:
-    """Return a function that compares a trace with the agent's logs in `folder` or in a `rollouts` folder below it."""
+    """Return a function that compares a trace with the agent's logs, which it finds in `folder` or in a `rollouts` folder below it."""
     places = _find_rollout_folders(folder)
 
     def compare(session: StoredSession, recorded: list[DeliveredTurn]) -> tuple[list[str] | None, str]:
@@ -217,7 +217,7 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
 
 
 def _find_rollout_folders(folder: Path) -> list[Path]:
-    """List the folders in which runs, batches (with or without `--out`) and training create a folder per session."""
+    """Return the folders in which `run`, `batch` (with or without `--out`) and `train` create a folder per session."""
     below = [place for pattern in _ROLLOUT_FOLDERS for place in sorted(folder.glob(pattern)) if place.is_dir()]
     return [folder, *below]
 
@@ -285,7 +285,7 @@ def _read_key(variable: str) -> str:
 
 
 def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
-    """Print a verdict, in one line if `brief`. `requested` names the parts that were requested explicitly."""
+    """Print a verdict, on one line if `brief` is set. `requested` contains the parts that were requested explicitly."""
     counts = verdict.counts
     facts = (
         f"{_count(counts.turns, 'turn')}, {_count(counts.sampled_tokens, 'sampled token')}, {_count(counts.rows, 'row')}, "
@@ -319,13 +319,13 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
 
 
 def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
-    """Return the word for a session without errors. It is `exact` only if every part was checked."""
+    """Return the word for a session without errors: `exact` if every part was checked, or else `sound`."""
     open_parts = [part for part in _list_unchecked_parts(verdict) if part != "transcript" or part in requested]
     return f"sound ({', '.join(open_parts)} not checked)" if open_parts else "exact"
 
 
 def _list_unchecked_parts(verdict: Verdict) -> list[str]:
-    """Return the parts for which no check was performed."""
+    """Return the parts of which no check was performed."""
     checked = {finding.part for finding in verdict.findings}
     return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in checked))
 
@@ -358,7 +358,7 @@ def _print_parts(verdict: Verdict, console: Console) -> None:
 
 
 def _outcomes(verdict: Verdict) -> dict[tuple[str, str], bool]:
-    """Map each check that ran to whether it passed."""
+    """Return whether each check passed, by part and name. Checks that were not performed are left out."""
     return {(f.part, f.check): f.ok for f in verdict.findings}
 
 
@@ -401,7 +401,7 @@ def _show_difference(sent: str, template: str) -> str:
     """Return excerpts of both texts around the first character that differs."""
     sent, template = sanitize_line(sent), sanitize_line(template)
     if sent == template:
-        return f"both {_shorten(sent)}"  # different ids for the same text
+        return f"both {_shorten(sent)}"  # the texts are equal, so only the token ids differ
     shorter = min(len(sent), len(template))
     at = next((n for n in range(shorter) if sent[n] != template[n]), shorter)
     before = f"…{sent[at - _BEFORE : at]}" if at > _BEFORE else sent[:at]

@@ -263,7 +263,7 @@ def _decode_arguments(call: dict[str, msgspec.Raw], where: str) -> str:
 
 
 def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
-    """Decode the texts and tool results of a user turn, keeping their order. `model_turn` is the turn with the calls that the results answer."""
+    """Decode the texts and tool results of a user turn, keeping their order. `model_turn` contains the calls that the results answer."""
     messages: list[Message] = []
     texts: list[str] = []
     unsupported = ""
