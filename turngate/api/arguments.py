@@ -21,7 +21,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ClientArguments(TypedDict, total=False):
-    """Arguments that set where rollouts run. All are optional."""
+    """Arguments that choose the agent and the model, and set where rollouts run. All are optional."""
 
     agent: str  # a preset (`turngate agents`), or your own TOML file
     options: Mapping[str, str]  # the agent's options
@@ -30,11 +30,10 @@ class ClientArguments(TypedDict, total=False):
     key_env: str  # name of the environment variable with the endpoint's key
     config: ServiceConfig | Path | str  # service settings, with a catalog of endpoints
     sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface
-    image: str  # for sandboxes that use images
+    image: str  # the image of sandboxes that use images, such as docker
     network: Literal["none", "open"]  # network access of the sandboxes
-    data: (
-        Path | str
-    )  # folder for all recordings; by default, nothing is kept on disk. With cluster: postgresql://user@host/database
+    # Folder for everything that is recorded; by default, nothing is kept. With `cluster`: postgresql://user@host/database.
+    data: Path | str
     cluster: str  # address of a Ray cluster to run on: auto, HOST:PORT or ray://HOST:PORT
     concurrency: int  # number of rollouts that run in parallel; 8 by default
 
@@ -50,18 +49,18 @@ class RunArguments(TypedDict, total=False):
     mode: str  # exact, observe, gate or direct; by default, the endpoint's mode
     thinking: bool  # whether the model thinks before it answers, if its chat template supports the switch
     sampling: str | Mapping[str, float]  # neutral (temperature 1, the default), agent, or settings to pin
-    max_tokens_cap: int  # per turn
+    max_tokens_cap: int  # maximum number of tokens that the model may sample per turn
     max_turns: int
-    timeout_s: float  # for the agent
+    timeout_s: float  # how long the agent may run
     progress: bool  # False hides the progress display
 
 
 class AllArguments(ClientArguments, RunArguments, total=False):
-    """The arguments of `run`, `group` and `batch`."""
+    """The keyword arguments of `run`, `group` and `batch`: those of a client and those of a rollout."""
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`ClientArguments` after validation."""
+    """The validated values of `ClientArguments`."""
 
     agent: str = ""
     options: dict[str, str] = {}
@@ -78,7 +77,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`RunArguments` after validation."""
+    """The validated values of `RunArguments`."""
 
     test_script: str = ""
     files: dict[str, Any] = {}
@@ -99,7 +98,7 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
-    """Split the arguments into client arguments and run arguments. `agent` becomes a client argument, which may also be a file."""
+    """Split the arguments into those of the client and those of the rollout. `agent` goes to the client, so that it may be a file."""
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
         if name not in known:
@@ -110,7 +109,7 @@ def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArgum
 
 
 def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
-    """Validate arguments. Raise `BadRequest` if one is unknown or has the wrong type."""
+    """Validate arguments and convert them to settings. Raise `BadRequest` if one is unknown or has the wrong type."""
     for name, kinds in _PATHS.items():
         if not isinstance(given.get(name), kinds):
             raise BadRequest(f"{name} must be a path, not {type(given[name]).__name__}", param=name)

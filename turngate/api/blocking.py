@@ -5,9 +5,9 @@
     with open("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         for result in client.group(task, n=8): …
 
-Rollouts run on an event loop in a separate thread. So this API also works where a loop is already running, as in a notebook, and
-rollouts continue while the caller does other work. Ctrl-C, or interrupting the kernel, ends the rollouts that the caller is waiting for
-and cleans up.
+Rollouts run on an event loop in a separate thread. This API therefore also works where an event loop is already running, as in a notebook,
+and rollouts continue while the caller does other work. Ctrl-C, or interrupting the kernel, ends the rollouts that the caller is waiting for
+and removes their sandboxes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlockingClient:
     """A client that runs several rollouts on one gateway. Create it with `open`, and use it from one thread only."""
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
-        """Open the client. The arguments are the same as for `Client`."""
+        """Open the client. It takes the same arguments as `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread("turngate", param="client")
         self._loop.start()
@@ -51,7 +51,7 @@ class BlockingClient:
         try:
             self._loop.run(self._client.__aenter__())
         except BaseException:
-            self.close()  # an interrupt may arrive when the client is already open
+            self.close()  # the client may already be open when an interrupt arrives
             raise
 
     def __enter__(self) -> BlockingClient:
@@ -63,8 +63,10 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """End the rollouts that are still running, and release all resources. May be called more than once. Does nothing in a forked
-        child process, such as one that `multiprocessing` starts: the client belongs to the parent."""
+        """End the rollouts that are still running, and release all resources. This method may be called more than once.
+
+        In a forked child process, such as one that `multiprocessing` starts, do nothing, because the client belongs to the parent process.
+        """
         _OPEN.discard(self)
         try:
             if self._loop.is_running:
@@ -73,7 +75,7 @@ class BlockingClient:
             self._loop.stop()
 
     def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
-        """Run one rollout to completion. The arguments are the same as for `Client.run`."""
+        """Run one rollout to completion, and return its result. The arguments are the same as for `Client.run`."""
         given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
         with ProgressScreen(board, given.progress) as screen:
@@ -93,8 +95,10 @@ class BlockingClient:
     def results(
         self, tasks: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard
     ) -> Iterator[Iterator[tuple[int, Result]]]:
-        """Return a context manager for an iterator over results as they finish, each with its index. Leaving the block ends the rollouts
-        that are still running."""
+        """Run the rollouts for the duration of the block. Yield an iterator over the results, each with its index, as they finish.
+
+        Leaving the block ends the rollouts that are still running.
+        """
         stream = self._client.stream(tasks, n, given, board)
         with ProgressScreen(board, given.progress) as screen:
             try:
@@ -115,9 +119,11 @@ class BlockingClient:
 
 @cache
 def _register_at_exit() -> None:
-    """Close all clients when Python exits. `atexit` would be too late: thread pools no longer accept work then, and removing a sandbox
-    needs one. So this uses the same hook as the thread pools. The hook that was registered last runs first, so this one is registered
-    after theirs."""
+    """Close all clients when Python exits.
+
+    `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. This uses the same
+    hook as the thread pools instead. Hooks run in reverse order of registration, so this one is registered after theirs.
+    """
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(_close_all)  # type: ignore[attr-defined]
@@ -129,8 +135,10 @@ def _close_all() -> None:
 
 
 class BlockingResultStream:
-    """A stream of results. Iterating yields them as they finish; `all()` returns all of them in the order of the tasks. Leaving the loop
-    early ends the rollouts that are still running."""
+    """A stream of results. Iterating yields results as they finish, and `all()` returns all of them in the order of the tasks.
+
+    Leaving the loop early ends the rollouts that are still running.
+    """
 
     def __init__(
         self,
@@ -155,7 +163,7 @@ class BlockingResultStream:
 
 
 async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tuple[int, Result] | None:
-    """Return the next result, or None if there are no more."""
+    """Return the next result with its index, or None if there are no more."""
     return await anext(stream, None)
 
 
@@ -165,7 +173,7 @@ def open(model: AnyModel = "", **where: Unpack[ClientArguments]) -> BlockingClie
 
 
 def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
-    """Run one rollout to completion. Blocking version of `run`, with the same arguments."""
+    """Run one rollout to completion, and return its result. This is the blocking version of `run`, with the same arguments."""
     where, how = split_arguments(everything)
     with open(model, **where) as client:
         return client.run(task, **how)
@@ -174,14 +182,14 @@ def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArg
 def group_sync(
     task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
-    """Run n rollouts of one task, and yield results as they finish. `Results(group_sync(…))` collects them."""
+    """Run n rollouts of one task, and yield results as they finish. To collect them in a list, write `Results(group_sync(…))`."""
     return batch_sync([task], n, model=model, **everything)
 
 
 def batch_sync(
     tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
-    """Run n rollouts of each task, and yield results as they finish. Blocking version of `batch`."""
+    """Run n rollouts of each task, and yield results as they finish. This is the blocking version of `batch`."""
     where, how = split_arguments(everything)
     check_n(n)
     parse_arguments(how, RunSettings)

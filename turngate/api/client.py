@@ -5,8 +5,8 @@
     async with Client("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         async for result in client.group(task, n=8): …
 
-Rollouts run through `service.Rollouts`. Unlike with the HTTP service, the asyncio task that awaits a rollout owns it: cancelling the task
-ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
+Rollouts run through `service.Rollouts`. Unlike in the HTTP service, a rollout belongs to the asyncio task that awaits it: cancelling the
+task ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from turngate.tasks.task import Task
 
 T = TypeVar("T")
 AnyModel = str | Endpoint | ServiceConfig
-_DEFAULT_TIMEOUT_S = 1800.0  # for an agent, if neither the caller nor the task sets one
+_DEFAULT_TIMEOUT_S = 1800.0  # how long an agent may run if neither the caller nor the task sets a limit
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
 # Results that stay in this process may be larger than those that the service returns over HTTP.
 _CLAMP = Clamp(
@@ -63,7 +63,7 @@ _CLAMP = Clamp(
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """A rollout to run."""
+    """A rollout that is to be run."""
 
     index: int  # position in the order of the tasks
     task: Task
@@ -73,9 +73,9 @@ class _Job(msgspec.Struct, frozen=True):
 class Client:
     """A client that runs several rollouts on one gateway. Leaving its `async with` block ends the rollouts that are still running.
 
-    `model` is one of: a key of the catalog in `config=`; KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000; an
-    `Endpoint`; or a `ServiceConfig` with one endpoint. With `gateway=`, it names one of that gateway's models and may be omitted.
-    `ClientArguments` lists the other arguments.
+    `model` is a key of the catalog in `config=`, a string KIND://MODEL@URL (such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000), an
+    `Endpoint`, or a `ServiceConfig` with one endpoint. If `gateway=` is set, `model` is the name of one of that gateway's models and may be
+    omitted. `ClientArguments` lists the other arguments.
     """
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
@@ -85,7 +85,7 @@ class Client:
         self._tokenizer = given.tokenizer
         self._cluster = _choose_cluster(given)
         self._data = None if given.data is None or self._cluster is not None else Path(given.data)
-        # If the caller passed service settings, those keep the service's defaults.
+        # Service settings that the caller passed keep the service's own defaults.
         self._is_configured = given.config is not None or isinstance(model, ServiceConfig)
         self._config, self._key = models.resolve_model(
             model,
@@ -95,12 +95,12 @@ class Client:
         )
         self._stack = AsyncExitStack()
         self._is_open = False
-        self._rollouts: Rollouts | None = None  # None if it runs on a cluster
+        self._rollouts: Rollouts | None = None  # None if rollouts run on a cluster
         self._inputs = Path()
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """Return the service settings. Python callers are trusted: they may use any image and any agent, and get large results."""
+        """Return the service settings. Python callers are trusted, so they may use any image and any agent, and get large results."""
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {
@@ -144,9 +144,9 @@ class Client:
         await run_to_completion(self._stack.aclose())
 
     async def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
-        """Run one rollout to completion. Cancelling ends the rollout.
+        """Run one rollout to completion, and return its result. Cancelling ends the rollout.
 
-        Invalid arguments raise an exception. A failure of the task, the engine or the sandbox is reported in the result's `error`.
+        An invalid argument raises an exception. A failure of the task, the engine or the sandbox is reported in the result's `error`.
 
         `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `RunArguments`
         lists the other arguments.
@@ -157,13 +157,13 @@ class Client:
             return await self._run_one(task, given, board)
 
     def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> ResultStream:
-        """Run n rollouts of one task. On the returned stream, `async for` yields results as they finish; `await` returns all of them."""
+        """Run n rollouts of one task. Use `async for` on the returned stream to get results as they finish, or `await` to get them all."""
         return self.batch([task], n, **how)
 
     def batch(self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunArguments]) -> ResultStream:
         """Run n rollouts of each task. `tasks` is a list, or a source: a folder of tasks, a .jsonl file or hf://org/name.
 
-        On the returned stream, `async for` yields results as they finish; `await` returns all of them.
+        Use `async for` on the returned stream to get results as they finish, or `await` to get all of them.
         """
         given = parse_arguments(how, RunSettings)
         count = check_n(n)
@@ -174,7 +174,7 @@ class Client:
     async def stream(
         self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard | None
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Yield results as they finish, each with its index. A caller that passes `board` displays the progress itself."""
+        """Run the rollouts, and yield results as they finish, each with its index. If `board` is passed, the caller displays it."""
         jobs = await self._build_jobs(source, n, given)
         progress = board or ProgressBoard()
         progress.total = len(jobs)
@@ -190,7 +190,7 @@ class Client:
                 await run_to_completion(_wait_all(workers))
 
     async def run_with_board(self, task: AnyTask, given: RunSettings, board: ProgressBoard) -> Result:
-        """Run one rollout to completion, and write its progress to `board` for the caller to display."""
+        """Run one rollout to completion, and return its result. Its progress is written to `board`, which the caller displays."""
         async with self._show_progress(board, False):
             return await self._run_one(task, given, board)
 
@@ -205,7 +205,7 @@ class Client:
     def _plan_work(
         self, jobs: Sequence[_Job], given: RunSettings, board: ProgressBoard, put: Callable[[tuple[int, Result]], None]
     ) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that run the jobs together."""
+        """Return coroutines that share the jobs. `put` is called with each result and its index."""
         if self._cluster is not None:
             return [self._run_jobs_on_cluster(jobs, given, board, put)]
         waiting = deque(jobs)
@@ -239,7 +239,7 @@ class Client:
             )
 
     async def _build_jobs(self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings) -> list[_Job]:
-        """Load all tasks before the first rollout starts, so that an invalid task raises early."""
+        """Load all tasks, and return n jobs for each. This precedes the first rollout, so that an invalid task is reported early."""
         jobs: list[_Job] = []
         for one in await asyncio.to_thread(lambda: list(tasks.iter_tasks(source))):
             task = await self._load_task(one, given)
@@ -299,7 +299,7 @@ class Client:
     async def _read_recording(
         self, rollout: str, session: str
     ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-        """Return the trace and the rows from the gateway, and notes about failures. The trace is None if it is not available."""
+        """Return the trace and the rows of a rollout. If they cannot be read, the trace is None, and a note says why."""
         if not session:
             return None, [], []
         try:
@@ -321,10 +321,10 @@ class Client:
 
 
 class _ProgressDisplay:
-    """Context manager that keeps a board up to date and, if enabled, displays it."""
+    """A context manager that keeps a progress board up to date and, if enabled, displays it."""
 
     def __init__(self, rollouts: Rollouts | None, board: ProgressBoard, progress: bool | None) -> None:
-        """`rollouts` is None if the board's rollouts run on a cluster."""
+        """Prepare the display. `rollouts` is None if the rollouts run on a cluster, which updates the board itself."""
         self._rollouts = rollouts
         self._board = board
         self._screen = ProgressScreen(board, progress)
@@ -350,8 +350,10 @@ class _ProgressDisplay:
 
 
 class ResultStream:
-    """A stream of results. `async for` yields them as they finish; `await` returns all of them in the order of the tasks. Leaving the loop
-    early ends the rollouts that are still running."""
+    """A stream of results. `async for` yields results as they finish, and `await` returns all of them in the order of the tasks.
+
+    Leaving the loop early ends the rollouts that are still running.
+    """
 
     def __init__(self, open_stream: Callable[[], AsyncGenerator[tuple[int, Result], None]]) -> None:
         self.open = open_stream
@@ -370,19 +372,19 @@ class ResultStream:
 
 
 def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
-    """Sort results by their index. If a rollout was retried on request, the last result replaces the earlier ones."""
+    """Return the results in the order of their indexes. If a rollout was retried on request, only its last result is included."""
     return Results(result for _, result in sorted(dict(results).items()))
 
 
 async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
-    """Run one rollout to completion: create the sandbox, run the agent and grade the result.
+    """Run one rollout to completion, and return its result: create the sandbox, run the agent and grade its work.
 
     `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `model` is
     KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`.
     `ClientArguments` and `RunArguments` list the other arguments.
 
     Cancelling ends the agent and removes its sandbox. Each call starts and stops its own gateway. For several rollouts, use `group`,
-    `batch` or a `Client`, which start it only once.
+    `batch` or a `Client`, which start the gateway only once.
     """
     where, how = split_arguments(everything)
     async with Client(model, **where) as client:
@@ -390,9 +392,9 @@ async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllAr
 
 
 def group(task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> ResultStream:
-    """Run n rollouts of one task: `async for result in group(…)`, or `results = await group(…)`.
+    """Run n rollouts of one task, and return a stream of results.
 
-    The other arguments are the same as for `run`.
+    Write `async for result in group(…)` or `results = await group(…)`. The other arguments are the same as for `run`.
     """
     return batch([task], n, model=model, **everything)
 
@@ -400,10 +402,11 @@ def group(task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpa
 def batch(
     tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> ResultStream:
-    """Run n rollouts of each task of a list or a source, `concurrency` at a time.
+    """Run n rollouts of each task, `concurrency` at a time, and return a stream of results.
 
-    The other arguments are the same as for `run`. With `cluster=` and `data=postgresql://…`, the rollouts run on a Ray cluster. For batches
-    that resume after a crash, use the command `turngate batch`.
+    `tasks` is a list, or a source: a folder of tasks, a .jsonl file or hf://org/name. The other arguments are the same as for `run`. If
+    `cluster=` and `data=postgresql://…` are set, the rollouts run on a Ray cluster. For batches that resume after a crash, use the command
+    `turngate batch`.
     """
     where, how = split_arguments(everything)
     client = Client(model, **where)
@@ -418,7 +421,7 @@ def batch(
 
 
 def _choose_cluster(given: ClientSettings) -> ClusterPlace | None:
-    """Return the cluster to run on, or None if rollouts run in this process."""
+    """Return the cluster to run on, or None if rollouts run in this process. Raise `BadRequest` if arguments conflict."""
     data = "" if given.data is None else str(given.data)
     if not given.cluster:
         if is_database_url(data):
@@ -447,7 +450,7 @@ _ARGUMENT_NAMES = {"model_key": "model", "agent_timeout_s": "timeout_s"}
 
 @contextmanager
 def _rename_arguments() -> Iterator[None]:
-    """Replace the service's argument names in errors with the names in this API."""
+    """Rename the service's arguments in the block's errors to the names of this API."""
     try:
         yield
     except BadRequest as error:
@@ -458,7 +461,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T | None:
-    """Return the next result, or None if there are no more. Raise a worker's error immediately, because it may affect all rollouts."""
+    """Return the next result, or None if there are no more. If a worker has failed, raise its error, as it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

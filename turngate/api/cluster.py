@@ -1,4 +1,4 @@
-"""Run the rollouts of a client on a Ray cluster, as one batch."""
+"""Run a client's rollouts on a Ray cluster, as one batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def run_on_cluster(
     board: ProgressBoard,
     put: Callable[[tuple[int, Result]], None],
 ) -> None:
-    """Call `put` with each result and its index. A rollout that is retried from the page has a second result."""
+    """Run n rollouts of each task, and call `put` with each result and its index. A rollout that is retried on request has two results."""
 
     def watch(progress: BatchProgress) -> None:
         board.running_elsewhere = sum(progress.states.values())

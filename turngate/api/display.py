@@ -1,8 +1,8 @@
-"""Displays results: as a page in a notebook, as text in a terminal.
+"""Display results: as a page in a notebook, and as text in a terminal.
 
-A page is a single block of HTML with its own styles, without scripts or external resources. All text written by an agent, a model or a
-test passes through `_escape`, so it is never interpreted as markup. The page also tells the notebook not to typeset formulas in that
-text. Colours are translucent, so they work on light and dark themes.
+A page is a single block of HTML with its own styles, without scripts or external resources. All text from agents, models and tests passes
+through `_escape`, so it is never interpreted as markup. The page also tells the notebook not to typeset formulas in this text. Colours are
+translucent, so they work in light and dark themes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from turngate.errors import BadRequest
 from turngate.trace.sample import Sample
 from turngate.types import Json
 
-_MAX_TURNS = 40  # half from the beginning, half from the end
+_MAX_TURNS = 40  # half of them from the beginning, half from the end
 _MAX_TOKENS = 4_000  # over all turns
 _MAX_TEXT = 4_000  # characters
 _MAX_FILES = 30
@@ -55,7 +55,7 @@ border-radius:3px;font:12px/1.6 ui-monospace,monospace;max-height:420px;overflow
 
 
 def _shade_styles() -> Iterator[str]:
-    """Yield one CSS rule per shade, from red for unlikely tokens through yellow to faint green for likely ones."""
+    """Yield one CSS rule for each shade: from red for unlikely tokens, through yellow, to faint green for likely tokens."""
     for shade in range(_SHADES):
         likely = shade / (_SHADES - 1)
         red, green = int(230 - 190 * likely), int(50 + 110 * likely)
@@ -65,7 +65,7 @@ def _shade_styles() -> Iterator[str]:
 def render_html(
     result: ResultData, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False
 ) -> str:
-    """Render one result as HTML."""
+    """Render one result as an HTML page. The arguments are those of `Result.show`."""
     shown = _select_turns(result, turns)
     parts = [
         f'<div class="tg-head"><b>{_escape(result.task_id)}</b>{_render_chips(result)}</div>',
@@ -81,7 +81,7 @@ def render_html(
 
 
 def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> str:
-    """Render a list of results as HTML, with `facts` as its heading."""
+    """Render a list of results as an HTML table, with `facts` as its heading."""
     lines = [
         f"<tr><td>{index}</td><td>{_escape(one.task_id)}</td><td>{_render_reward(one)}</td><td>{_escape(one.status)}</td>"
         f"<td>{len(one.turns)}</td><td>{one.sampled_tokens:,}</td><td>{one.wall_s:.1f}</td><td>{_escape(_failure_reason(one)[:200])}</td></tr>"
@@ -114,7 +114,7 @@ def _escape(text: str) -> str:
 
 
 def _shorten(text: str, full: bool) -> str:
-    """Cut the middle out of a long text."""
+    """Cut the middle out of a long text, unless `full` is set."""
     if full or len(text) <= _MAX_TEXT:
         return text
     head, tail = _MAX_TEXT * 3 // 4, _MAX_TEXT // 4
@@ -196,7 +196,7 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
 
 
 def _fit_turns(turns: list[Turn], full: bool) -> tuple[list[Turn], int]:
-    """Return the turns to show, and the number of turns omitted from the middle."""
+    """Return the turns to show, and how many turns in the middle are left out."""
     if full or len(turns) <= _MAX_TURNS:
         return turns, 0
     return [*turns[: _MAX_TURNS // 2], *turns[-_MAX_TURNS // 2 :]], len(turns) - _MAX_TURNS
@@ -243,7 +243,7 @@ def _color_tokens(turn: Turn, limit: int) -> str:
 
 
 def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
-    """Yield the id, text and log-probability of each token. The text of a token that does not complete a character is its id."""
+    """Yield the id, text and log-probability of each token. For a token that adds no complete character, the text is its id."""
     for index, token in enumerate(turn.ids.tolist()):
         piece = turn.pieces[index] if turn.pieces else ""
         logprob = None if turn.logprobs is None else float(turn.logprobs[index])
@@ -300,7 +300,7 @@ def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
 def render_text(
     result: ResultData, *, turns: Sequence[int] | None = (), tokens: bool = False, full: bool = False
 ) -> RenderableType:
-    """Render one result for a terminal: its outcome and the selected turns."""
+    """Render one result as text for a terminal: its outcome and the selected turns. The arguments are those of `Result.show`."""
     chosen = _select_turns(result, turns)
     style = {"finished": "green", "error": "red"}.get(result.status, "yellow")
     reward = "reward unknown" if result.reward is None else f"reward {result.reward:g}"
@@ -366,7 +366,7 @@ def _format_line(label: str, text: str, style: str = "") -> Text:
 
 
 def render_text_table(results: Sequence[ResultData], title: str) -> RenderableType:
-    """Render a list of results for a terminal."""
+    """Render a list of results as a table for a terminal."""
     table = Table(title=title, title_justify="left")
     for name in _COLUMNS:
         table.add_column(name, overflow="fold")
@@ -386,7 +386,7 @@ def render_text_table(results: Sequence[ResultData], title: str) -> RenderableTy
 
 
 def to_plain_text(what: RenderableType) -> str:
-    """Render as plain text, without colours."""
+    """Convert rendered output to plain text, without colours."""
     output = io.StringIO()
     Console(
         file=output, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False
@@ -398,7 +398,7 @@ def to_plain_text(what: RenderableType) -> str:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a notebook kernel. Imports IPython only if it is already loaded."""
+    """Return whether this process is a notebook kernel. IPython is not loaded for this."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

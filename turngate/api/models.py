@@ -1,11 +1,11 @@
-"""Resolves the `model` argument: a catalog key, an endpoint in one line, or an `Endpoint`.
+"""Resolve the `model` argument: a catalog key, an endpoint as a string, or an `Endpoint`.
 
     vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000      KIND://MODEL@URL; uses the model's own tokenizer, unless `tokenizer` is set
-    openai://gpt-5                                  uses the provider's URL, and the environment variable with the key that its SDK uses
+    openai://gpt-5                                  uses the provider's URL, and the key in the environment variable of the provider's SDK
     local:///models/Qwen3-0.6B                      a model folder; samples in this process
     scripted://replies.json                         a JSON list of replies, for tests; no model is called
 
-Errors name the argument.
+An error names the argument that is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EXAMPLE = "such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, openai://gpt-5 o
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments that describe the model, apart from its name."""
+    """The arguments besides `model` that describe the model: its tokenizer, its key and its gateway."""
 
     tokenizer: str = ""
     key_env: str = ""
@@ -56,7 +56,7 @@ def resolve_model(
     config: ServiceConfig | Path | str | None,
     overrides: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
-    """Return service settings that include the model, and the model's catalog key. `overrides` that are not None replace settings."""
+    """Return service settings whose catalog contains the model, and its key there. `overrides` replace settings, unless they are None."""
     if not isinstance(model, str | Endpoint | ServiceConfig):
         raise BadRequest(
             f"model must be an Endpoint, a ServiceConfig or a string {_EXAMPLE}, not {type(model).__name__}",
@@ -136,7 +136,7 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
 
 
 def _build_scripted(name: str) -> Endpoint:
-    """Return an endpoint that replays a file of replies. If `name` is not a file, the engine answers with random words."""
+    """Return an endpoint that replays the replies in a file. If `name` is not a file, the engine replies with random words."""
     file = Path(name).expanduser()
     if file.suffix == ".json" and not file.is_file():
         raise BadRequest(f"model: file {name} not found; it must contain a JSON list of replies", param="model")
@@ -144,12 +144,12 @@ def _build_scripted(name: str) -> Endpoint:
 
 
 def _build_key(kind: str, name: str) -> str:
-    """Return a catalog key for a model, with invalid characters replaced."""
+    """Return the catalog key for a model. Characters that are not allowed in keys are replaced."""
     return f"{kind}://{re.sub(r'[^A-Za-z0-9._:/@+-]+', '-', name).lstrip('./-') or kind}"
 
 
 async def check_endpoint(endpoint: Endpoint) -> None:
-    """Check that the tokenizer exists, or that the gateway is reachable and accepts our key. This finds errors before a rollout starts."""
+    """Check that the tokenizer exists or, for a gateway, that it accepts our key. This finds errors before a rollout starts."""
     if endpoint.scheme == "gateway":
         async with GatewayClient(endpoint.urls[0], read_admin_key()) as gateway:
             await gateway.check()
@@ -158,14 +158,14 @@ async def check_endpoint(endpoint: Endpoint) -> None:
 
 
 def find_agent_name(agent: str) -> str:
-    """Return the agent's name. `agent` is a preset or a TOML file."""
+    """Return the name of an agent. `agent` is a preset or a TOML file; if it is empty, the name is empty."""
     return find_agent(agent).spec.name if agent else ""
 
 
 def list_agents_with(agent: str) -> list[str] | None:
-    """Return all presets plus `agent`, or None if `agent` is a preset that a service allows by default.
+    """Return the agents that a service must allow: the presets and `agent`. Return None if it allows `agent` by default.
 
-    A service allows a file or `shell` only if its settings list it.
+    A service allows `shell` or an agent's file only if its settings list it.
     """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None

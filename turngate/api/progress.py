@@ -1,7 +1,7 @@
-"""Progress of running rollouts: stages, turns and tokens, in a notebook's cell or on a terminal.
+"""Display the progress of running rollouts in a notebook's cell or on a terminal: stages, turns and tokens.
 
-The client puts states on a `ProgressBoard`, and a `ProgressScreen` displays them. Use the screen only from the waiting thread: a
-notebook would show output from other threads in the wrong cell. Outside notebooks and terminals, nothing is displayed.
+The client puts states on a `ProgressBoard`, and a `ProgressScreen` displays them. Use the screen only in the thread that waits for the
+rollouts, because a notebook would show output of other threads in the wrong cell. Outside notebooks and terminals, nothing is displayed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from turngate.api import display
 from turngate.common.safe_text import sanitize_line
 from turngate.service.result import RolloutState
 
-_MAX_LINES = 12  # one per running rollout
+_MAX_LINES = 12  # how many running rollouts are shown, one per line
 REFRESH_S = 0.2
 
 
 class ProgressBoard:
-    """The states of the rollouts that a caller is waiting for. One thread writes them, and another reads them."""
+    """The states of the rollouts that a caller is waiting for. One thread may write them while another reads them."""
 
     def __init__(self) -> None:
-        self.total = 1  # number of rollouts; if 1, the line of counts is omitted
+        self.total = 1  # number of rollouts; if it is 1, the line of counts is left out
         self._start = time.monotonic()
         self._states: dict[str, RolloutState] = {}
         self._updated: dict[str, float] = {}  # time of each rollout's last update
@@ -34,7 +34,7 @@ class ProgressBoard:
         self.running_elsewhere = 0  # rollouts on other machines, of which only the number is known
 
     def follow(self, rollout: str) -> None:
-        """Add a rollout to the active ones."""
+        """Add a rollout that has started, so that its state is updated."""
         self.active = [*self.active, rollout]
 
     def put(self, state: RolloutState) -> None:
@@ -45,7 +45,7 @@ class ProgressBoard:
         self._updated[state.rollout_id] = time.monotonic()
 
     def lines(self) -> list[str]:
-        """Return the board as text: a line of counts, then one line per running rollout."""
+        """Return the lines to display: a line of counts, then one line for each running rollout."""
         states = list(self._states.values())
         running = [state for state in states if not state.done]
         lines = [self._line(state) for state in running[:_MAX_LINES]]
@@ -83,7 +83,7 @@ def _format_clock(seconds: float) -> str:
 
 
 class ProgressScreen:
-    """Context manager that displays a board. Call `refresh` several times a second."""
+    """A context manager that displays a board. Call `refresh` several times a second."""
 
     def __init__(self, board: ProgressBoard, progress: bool | None) -> None:
         """Create a screen. It displays the board in notebooks and terminals, unless `progress` is False."""

@@ -1,4 +1,4 @@
-"""`Result`, the outcome of a rollout, and `Results`, a list of them with pass@k, advantages and training rows."""
+"""`Result`, the outcome of one rollout, and `Results`, a list of results with pass@k, advantages and training rows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Result", "Results", "Turn"]
 
 
 class Result(ResultData, frozen=True, eq=False, kw_only=True):
-    """The outcome of one rollout. Notebooks display it automatically; `show()` displays it anywhere and in more detail."""
+    """The outcome of one rollout. Notebooks display it automatically. `show()` displays it in a terminal, too, and can show more."""
 
     @property
     def messages(self) -> list[Json]:
-        """The main conversation, up to its last turn, in OpenAI's format. If none is known, the last one of an unknown purpose."""
+        """The main conversation in OpenAI's format, up to its last turn. Without a main turn, the last turn of unknown role is used."""
         main = [turn for turn in self.turns if turn.role == "main"]
         main = main or [turn for turn in self.turns if turn.role == "unknown"]
         messages: list[Json] = []
@@ -36,7 +36,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         return messages
 
     def path(self, turn: Turn) -> list[Turn]:
-        """Return the turns of a conversation, up to and including `turn`."""
+        """Return the turns of the conversation that `turn` belongs to, from its first turn up to and including `turn`."""
         by_number = {other.number: other for other in self.turns}
         path = [turn]
         while (before := path[-1].after) is not None:
@@ -52,8 +52,8 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
     def show(self, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> None:
         """Display the result, as a page in a notebook or as text in a terminal.
 
-        `turns` lists the numbers of the turns to show; by default, as many as fit are shown. With `tokens`, sampled text is shown as
-        tokens coloured by their log-probability. With `full`, nothing is truncated.
+        `turns` lists the numbers of the turns to show; by default, as many as fit are shown. If `tokens` is set, sampled text is shown as
+        tokens, coloured by their log-probability. If `full` is set, nothing is truncated.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 
@@ -78,27 +78,27 @@ class Results(list[Result]):
 
     @property
     def rewards(self) -> list[float | None]:
-        """The rewards. None means that the reward is unknown, which is not the same as 0."""
+        """The reward of each result. None means that it is unknown, which is not the same as 0."""
         return [one.reward for one in self]
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean of the known rewards, or None if there are none."""
+        """The mean of the known rewards, or None if no reward is known."""
         known = [one.reward for one in self if one.reward is not None]
         return fmean(known) if known else None
 
     @property
     def groups(self) -> dict[str, Results]:
-        """Results by group, in the order of the list."""
+        """The results of each group. Groups and results are in the order of this list."""
         groups: dict[str, Results] = {}
         for one in self:
             groups.setdefault(one.group, Results()).append(one)
         return groups
 
     def pass_at(self, k: int) -> float | None:
-        """Return the unbiased estimate of pass@k: the probability that at least one of k rollouts of a task passes.
+        """Return an unbiased estimate of pass@k, the probability that at least one of k rollouts of a task passes.
 
-        The estimate is the mean over the tasks with at least k known rewards, or None if no task has that many.
+        The estimate is the mean over the tasks with at least k known rewards. It is None if no task has that many.
         """
         if k < 1:
             raise BadRequest(f"k must be at least 1, not {k}", param="k")
@@ -110,9 +110,9 @@ class Results(list[Result]):
         return fmean(estimates) if estimates else None
 
     def advantages(self, choice: Choice = "normalised") -> list[float | None]:
-        """Return one advantage per result, computed within its group.
+        """Return the advantage of each result within its group.
 
-        The advantage is None if the result has no reward or no training rows.
+        The advantage is None if the reward is unknown or the result has no training rows.
         """
         by_group: dict[str, list[int]] = {}
         for index, one in enumerate(self):
@@ -125,7 +125,7 @@ class Results(list[Result]):
         return advantages
 
     def rows(self, choice: Choice = "normalised") -> list[Row]:
-        """Return the training rows of every result with an advantage, with weights: the same rows that a feed would deliver."""
+        """Return the training rows of all results that have an advantage, with weights. A feed would deliver the same rows."""
         rows = []
         for one, advantage in zip(self, self.advantages(choice), strict=True):
             rows += [] if advantage is None else [_build_row(row, advantage, len(one.rows)) for row in one.rows]

@@ -1,4 +1,4 @@
-"""Build a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, and is slow for long traces."""
+"""Build a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, for a while if the trace is long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from turngate.views.trace import TraceView, TurnView
 
 
 class TokenReader:
-    """Decodes token ids, if the tokenizer that recorded them is available. Loads the tokenizer on first use."""
+    """Decodes token ids if their tokenizer is available on this machine. The tokenizer is loaded on first use."""
 
     def __init__(self, endpoint: Endpoint, tokenizer: str) -> None:
         self._name = tokenizer or endpoint.tokenizer or endpoint.model_folder
@@ -32,7 +32,7 @@ class TokenReader:
         self._missing = not (self._name or self._builtin)
 
     def pieces(self, ids: Sequence[int], vocabulary: str) -> tuple[str, ...]:
-        """Return the text that each id adds. A character that spans several ids belongs to the last one.
+        """Return the text that each id adds. A character that spans several ids is added by the last of them.
 
         The result is empty if no tokenizer with this vocabulary is available.
         """
@@ -55,7 +55,7 @@ class TokenReader:
 async def read_recording(
     gateway: GatewayClient, session: str
 ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-    """Return the trace and the rows from the gateway, and notes about failures. The trace is None if it is not available."""
+    """Return the trace and the rows of a session. If they cannot be read, the trace is None, and a note says why."""
     if not session:
         return None, [], []
     try:
@@ -73,7 +73,7 @@ def build_result(
     work: Path | None,
     notes: Sequence[str],
 ) -> Result:
-    """Build a result. `trace` is None if no trace is available."""
+    """Build a `Result`. `trace` is None if no trace is available. `work` is the folder with the agent's work, if it is kept."""
     return Result(
         rollout_id=result.rollout_id,
         session=result.session,

@@ -1,4 +1,4 @@
-"""The data of a result: the rollout's outcome, and its turns token by token. Plain values that outlive the gateway and can be pickled."""
+"""The data of a result: the rollout's outcome, and its turns token by token. The values do not need the gateway and can be pickled."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from turngate.types import Ids, Json, Logprobs, ToolCall
 
 
 class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One model call: the new messages, and the model's reply token by token."""
+    """One model call: the new messages in its prompt, and the model's reply token by token."""
 
     number: int  # starts at 1, in the order of recording
     node: int  # node id in the trace
     after: int | None  # number of the turn that this turn continues; None if it starts a conversation
     role: TurnRole
     heard: tuple[Json, ...]  # the new messages, in OpenAI's format
-    heard_ids: Ids  # their token ids
+    heard_ids: Ids  # the token ids of the new messages
     ids: Ids  # the sampled ids; empty if the endpoint does not return ids
     logprobs: Logprobs | None  # one per sampled id, never padded; None if unknown
     pieces: tuple[str, ...]  # the text that each sampled id adds; empty if the tokenizer is not available
-    message: Json  # the model's message, in OpenAI's format; its parts follow
+    message: Json  # the model's message, in OpenAI's format; the next three fields are its parts
     text: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish: str
-    untrained: str  # why the turn must not be trained on; empty if it may be
+    untrained: str  # why the turn must not be trained; empty if it may be trained
     version_start: int  # policy version at the first token
     version_end: int  # policy version at the last token
     capture: str
@@ -43,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def mean_logprob(self) -> float | None:
-        """The mean log-probability of the sampled tokens, or None if unknown."""
+        """The mean log-probability of the sampled tokens, or None if any of them is unknown."""
         if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
             return None
         return float(self.logprobs.mean())
@@ -53,7 +53,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The fields of a `Result`."""
+    """The fields of a `Result`: identity, outcome, turns, training rows, files and logs."""
 
     rollout_id: str
     session: str  # id of the gateway session; empty if there was none
@@ -62,22 +62,21 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     agent: str
     model: str
     mode: str
-    status: str  # finished, failed, timed out, limit, cancelled, error, lost
-    kind: (
-        str | None
-    )  # graded, agent failed, invalid task, infrastructure fault; None if cancelled, or if the task has no grader
+    status: str  # finished, failed, timed out, limit, cancelled, error
+    # graded, agent failed, invalid task, infrastructure fault; None if cancelled, or if the task has no grader
+    kind: str | None
     reward: float | None  # None means unknown, which is not 0
     resolved: bool | None
     exit_code: int | None  # None if the agent did not exit on its own
     stop: str  # the limit that was reached, or why the rollout was stopped
     wall_s: float
-    seconds: Mapping[str, float]  # by stage
+    seconds: Mapping[str, float]  # duration of each stage
     turns: tuple[Turn, ...]  # oldest first
     rows: tuple[Sample, ...]  # training rows: ids, mask and log-probabilities as numpy arrays
-    training: TrainingReport | None = None  # how much of it is trained, and why not more; None if nothing was recorded
-    refused: RefusedCalls | None = None  # model calls that the gateway refused because of what was asked
+    training: TrainingReport | None = None  # how much is trained, and why not more; None if nothing was recorded
+    refused: RefusedCalls | None = None  # model calls that the gateway refused because of their content
     files: Mapping[str, str]  # the agent's working folder, path → text; long files are truncated
-    work: Path | None  # the folder with all files; None if `data` was not set
+    work: Path | None  # the folder with all of the agent's work; None if `data` was not set
     logs: Mapping[str, str]  # the ends of the agent's output and log files
     verifier: str  # the grader's output
     error: ErrorInfo | None
@@ -86,7 +85,7 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def passed(self) -> bool | None:
-        """Whether the rollout passed, or None if unknown."""
+        """Whether the rollout passed, or None if that is unknown."""
         if self.reward is None:
             return None
         return self.resolved if self.resolved is not None else self.reward >= 1.0

@@ -1,4 +1,4 @@
-"""Loads a task from a `Task`, a path, a row, or an instruction. Errors name the argument."""
+"""Load a task from a `Task`, a path, a row, or an instruction. An error names the argument that is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turngate.tasks.task import Task
 from turngate.types import Json
 
 AnyTask: TypeAlias = Task | str | Path | Mapping[str, Json]
-# A string without whitespace, but with a slash or a task file's suffix, is a path, even if the file does not exist.
+# A string without white space is a path if it contains a slash or ends like a task file, even if the file does not exist.
 _PATH = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|parquet|md|txt|toml)")
 _ROW = re.compile(r"(?P<file>.+\.(?:jsonl?|ndjson|parquet))#(?P<row>.+)", re.S)
 
@@ -57,7 +57,7 @@ def load_task(
 
 
 def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
-    """Yield the tasks of a source (a path or hf://…) or of an iterable."""
+    """Yield the tasks of an iterable, or of a source: a path or hf://…"""
     if isinstance(tasks, str | Path):
         if isinstance(tasks, str) and not _is_path(tasks):
             raise BadRequest(
@@ -72,7 +72,7 @@ def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a string is a path: it exists or looks like one."""
+    """Return whether a string is a path, not an instruction: the path exists, or the string looks like one."""
     if not text.strip() or "\n" in text or "\0" in text or len(text) > 1000:
         return False
     if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
@@ -89,7 +89,7 @@ def _task_from_instruction(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Build a task from an instruction, as the service does."""
+    """Build a task from an instruction in the same way as the service. Its files are written to `inputs`."""
     request = RolloutRequest(
         model_key="any",
         instruction=instruction,
@@ -115,8 +115,10 @@ def _encode_file(data: str | bytes) -> str | Base64File:
 
 
 def _load_path(where: str) -> Task:
-    """Load the task at a path. `rows.jsonl#3` is the third row, and `rows.jsonl#fix-add` is the row with that id. Any other path must
-    contain exactly one task."""
+    """Load the task at a path.
+
+    `rows.jsonl#3` is the third row, and `rows.jsonl#fix-add` is the row with the id fix-add. Any other path must contain exactly one task.
+    """
     row = _ROW.fullmatch(where)
     if row is not None and not Path(where).exists():
         return _load_row(row["file"], row["row"])
