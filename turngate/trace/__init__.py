@@ -1,1 +1,1 @@
-"""The recorded tree of one session, and what is derived from it: call locations, fork causes, roles, training rows. No I/O."""
+"""The recorded tree of one session, and everything derived from it: call locations, fork causes, roles, training rows. No I/O."""

@@ -1,4 +1,4 @@
-"""Advantages of a group's rollouts, computed from their rewards. Each rollout counts once, however many rows it has."""
+"""Compute the advantages of a group's rollouts from their rewards. Each rollout counts once, however many rows it has."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_REWARD = 1e30  # advantages of larger rewards overflow 32 bits
 
 
 def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
-    """Compute one advantage per rollout, at the same index.
+    """Compute one advantage per rollout, at the same index as its reward.
 
-    A reward of None is unknown or excluded: its advantage is None, and it does not affect the others. The same holds for a
-    reward whose magnitude exceeds `MAX_REWARD`.
+    A reward of None is unknown or excluded. Its advantage is None, and it does not affect the others. The same applies to a reward whose
+    magnitude exceeds `MAX_REWARD`.
 
     `normalised`     (reward - mean) / (standard deviation + EPSILON), with the population standard deviation (divided by n, not n - 1).
                      Exactly 0 if all rewards are equal, as in a group of one: there is nothing to learn.
@@ -42,5 +42,5 @@ def is_too_large(reward: float) -> bool:
 
 
 def row_weight(rows: int) -> float:
-    """Return the weight of each row of a rollout with `rows` rows. The weights add up to 1."""
+    """Return the weight of each row of a rollout that has `rows` rows. The weights of its rows add up to 1."""
     return 1.0 / rows

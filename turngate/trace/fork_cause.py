@@ -3,15 +3,15 @@
 retry       the same request again, because its answer was lost or the client marked it as a retry
 resample    the same request again, for a second answer
 branch      a second continuation of a turn
-edited      a changed history: it contains an answer that the model never gave
-compaction  the same conversation, shortened: it repeats or quotes a part of it
-handoff     another agent takes over: answers of the conversation with a different system prompt
+edited      a changed history, with an answer that the model never gave or a different question
+compaction  the same conversation, shortened: it repeats or quotes a part of the earlier one
+handoff     another agent takes over: the conversation's answers with a different system prompt
 subagent    a sub-agent's own conversation
 side        a call beside the conversation: a title, a summary or a probe
-new         a separate conversation that shares no content with earlier ones; its role states what it is for
+new         a separate conversation that shares no content with earlier ones; its role says what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt
-template    the chat template does not extend the earlier ids (detected where prompts are rendered)
+template    the chat template does not extend the earlier ids (detected when a prompt is rendered)
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def find_fork_cause(
 ) -> Cause | None:
     """Return why a turn forks, or None if it extends the tip of a branch or is the first turn.
 
-    `context` is the known context whose ids equal the turn's prompt. `location.context` only has to match in meaning, so it may be a
-    different context, or be set when `context` is None. `started` is when the turn began. `quotes` are the turns that its new messages
-    quote.
+    `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` needs only the same meaning, so it
+    may be a different context, or be set when `context` is None. `started` is the time at which the turn began. `quotes` are the ids of the
+    turns that its new messages quote.
     """
     for known in (location.context, context):
         if known is not None:
@@ -58,18 +58,19 @@ def find_fork_cause(
 
 
 def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool) -> Cause | None:
-    """Return why a request with these answers was sent again, or None if it has no answers yet."""
+    """Return why a request that already has these answers was sent again, or None if there are no answers."""
     if not answers:
-        return None  # an equal call may be in flight
-    # Equal requests alone do not prove a retry (a compacting agent repeats itself): the client must mark it, or an answer must have
-    # been lost. An answer lost after this turn began proves it only if all answers were lost; otherwise the calls ran in parallel.
+        return None  # an equal call may still be in flight
+    # Equal requests alone do not prove a retry, since an agent that compacts repeats itself. The client must mark the retry, or an answer
+    # must have been lost. An answer lost after this turn began proves a retry only if all answers were lost. Otherwise, the calls ran in
+    # parallel.
     lost = [not s.delivered or s.info.finish == "abort" for s in answers]
     lost_before = any(is_lost and s.info.ended <= started for is_lost, s in zip(lost, answers, strict=True))
     return "retry" if is_retry or lost_before or all(lost) else "resample"
 
 
 def _continuation_cause(node: Sampled, location: Location, signals: CallSignals) -> Cause | None:
-    """Return why new messages after a known turn fork, or None if they continue its branch."""
+    """Return why new messages after the known turn `node` start a fork, or None if they continue its branch."""
     if signals.is_aside:
         return "side"  # such as a summary of the conversation so far
     # A sub-agent or side call that branched off here does not make the conversation itself fork.
@@ -89,7 +90,10 @@ def _is_same_thread(one: CallSignals, other: CallSignals) -> bool:
 def _new_root_cause(
     trace: Trace, request: RequestMessages, has_tools: bool, signals: CallSignals, quotes: tuple[int, ...]
 ) -> Cause | None:
-    """Return the cause of a conversation that shares no turn with the trace. The agent's signals take precedence over structure."""
+    """Return the cause of a conversation that shares no turn with the trace, or None if it is the first one.
+
+    The agent's signals take precedence over the structure of the trace.
+    """
     if signals.is_aside:
         return "side"
     if signals.is_subagent:
@@ -136,14 +140,14 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         return "compaction" if repeated or find_summary(trace, quoted, has_tools=False) is not None else "new"
     newest = max(quoted, key=lambda turn: turn.id, default=None)
     if newest is not None and newest.info.arguments and not newest.children:
-        # Its task is in the arguments of a tool call that has no result yet. A sub-agent that started earlier may have shortened it.
+        # The task comes from a tool call that has no result yet, so this is a sub-agent, or an earlier one that was shortened.
         others = [root for root in same if root is not newest.root]
         return "compaction" if repeats_question(others, request) else "subagent"
     return "compaction" if repeated or quoted or repeats_question(same, request) else "new"
 
 
 def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quoted: Sequence[Sampled]) -> Cause:
-    """Return the cause of a conversation that begins differently from all others, such as any other task without a system prompt."""
+    """Return the cause of a conversation with a first message or tools that no earlier conversation has."""
     if not has_tools:
         return "new"
     alike = [root for root in trace.roots if root.info.preamble == request.preamble and root.info.roles[:1] == "u"]
@@ -155,7 +159,7 @@ def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quote
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
-    """Return the cause if this is an earlier conversation with different tools or a different system prompt."""
+    """Return the cause of a conversation that repeats an earlier one with other tools or another system prompt, or None."""
     head, question = request.meaning(0), _first_question(request)
     # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]
@@ -173,12 +177,13 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
 
 
 def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
-    """Return the turn that a shortened conversation begins with, given the turns that it quotes, or None.
+    """Return the turn whose summary a shortened conversation begins with, or None. `quoted` are the turns that the conversation quotes.
 
-    It is the newest quoted turn, it makes no tool calls, and its branch ends with it. Unless the agent's signals mark it as a side call or
-    a summary, it must summarize two turns or more, or a conversation that was shortened before. Otherwise, it may be a plan or a review.
-    If it follows other turns, the one before it must not be a quoted answer too: then the text is a transcript and not a summary. If it is
-    the first turn of a conversation, that conversation must quote the summarized one or lack the tools that the shortened one has.
+    The summary is the newest quoted turn. It makes no tool calls, and no turn follows it. If the agent's signals do not mark it as a side
+    call or a summary, it must cover at least two turns, or a conversation that was already shortened. Otherwise, it may be a plan or a
+    review. If it follows other turns, the turn before it must not be a quoted answer. Otherwise, the quoting text is a transcript and not a
+    summary. If it is the first turn of a conversation, that conversation must quote the summarized one, or lack the tools that the
+    shortened one has.
     """
     turn = max(quoted, key=lambda turn: turn.id, default=None)
     if turn is None or turn.info.arguments or any(context.children for context in turn.children):
@@ -192,7 +197,7 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
 
 
 def _has_long_source(trace: Trace, summary: Sampled, *, has_tools: bool) -> bool:
-    """Return whether a conversation that the first turn of another one may summarize is long enough for a summary."""
+    """Return whether a conversation that `summary` may summarize is long enough for that. `summary` begins its own conversation."""
     earlier = [turn for turn in trace.turns() if turn.id < summary.id and turn.root is not summary.root]
     is_quiet = has_tools and not summary.parent.info.has_tools
     quotes = summary.root.info.quotes or ()
@@ -201,12 +206,12 @@ def _has_long_source(trace: Trace, summary: Sampled, *, has_tools: bool) -> bool
 
 
 def _is_later(turn: Sampled) -> bool:
-    """Return whether a turn is not the first of its conversation, which may be a shortened one."""
+    """Return whether a turn has earlier turns in its conversation, or begins a shortened conversation."""
     return turn.parent.parent is not None or turn.root.info.cause == "compaction"
 
 
 def _find_repeated_answers(trace: Trace, request: RequestMessages) -> list[Sampled]:
-    """Return the recorded turns of conversations, not of titles and summaries, that a request repeats as messages."""
+    """Return the recorded turns that a request repeats as assistant messages. Titles and summaries are ignored."""
     answers = {request.meaning(index) for index in range(len(request)) if request.assistant(index) is not None}
     return [
         turn
@@ -224,7 +229,7 @@ def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:
 
 
 def _is_other_task(root: Context, request: RequestMessages) -> bool:
-    """Return whether a request differs from the first request of a conversation only in messages of the user."""
+    """Return whether a request differs from the first request of a conversation only in user messages."""
     if len(request) != root.count:
         return False
     meanings = (root.info.meanings[at : at + DIGEST_SIZE] for at in range(0, len(root.info.meanings), DIGEST_SIZE))
@@ -243,7 +248,7 @@ def _has_answers(request: RequestMessages) -> bool:
 
 
 def _first_question(request: RequestMessages) -> bytes | None:
-    """Return the digest of the user's first message."""
+    """Return the digest of the request's first user message, or None if it has none."""
     for index in range(len(request)):
         if any(m.role == "user" for m in request.messages(index)):
             return request.meaning(index)

@@ -19,14 +19,14 @@ UNANSWERED: Json = {"ok": True, "answered": False}  # the host did not answer be
 
 
 class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One host tool. The agent sees its replies, so they must not reveal anything about the grade."""
+    """One host tool. The agent sees the tool's replies, so they must not reveal anything about the grade."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
     description: str
     schema: dict[str, Json]  # JSON schema of the arguments; its type is object
     reply: Json = None  # the reply to every call; None means `OK`
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = (
-        None  # how long a call waits for the host's own reply
+        None  # seconds that a call waits for the host to reply; None: `reply` is sent immediately
     )
 
     def immediate_reply(self) -> Json:
@@ -44,7 +44,7 @@ class ArgumentChecker(Protocol):
 
 
 def check_tools(tools: tuple[HostTool, ...]) -> None:
-    """Validate constraints across fields. Raise `BadRequest`, which names the field, if one is violated."""
+    """Validate the host tools of a session. Raise `BadRequest`, with the name of the field, if one is invalid."""
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(tools)} entries, but a session may have at most {MAX_TOOLS}", param="tools")
     names = [tool.name for tool in tools]
@@ -72,7 +72,10 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Build a checker for a schema. Its `BadRequest` names the invalid argument. Remote `$ref`s are not fetched."""
+    """Build a function that checks arguments against a schema. Its `BadRequest` names the invalid argument.
+
+    A `$ref` to another document is not fetched.
+    """
     import jsonschema
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -97,7 +100,7 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
 
 
 def _argument_path(path: str, rule: object, message: str) -> str:
-    """Return the path of an invalid argument, such as `a.b[0]`. The name of a missing argument is only in the message."""
+    """Return the path of an invalid argument, such as `a.b[0]`. The name of a missing argument is taken from the message."""
     inside = path.removeprefix("$").removeprefix(".")
     if rule == "required" and message.startswith("'"):
         missing = message[1:].partition("' is a required")[0]

@@ -1,8 +1,8 @@
 """Compare messages by meaning, not by bytes.
 
-Agents rewrite their history: they change the whitespace or key order of arguments, replace "" with `null` or a standard text, trim text,
-turn strings into parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages of
-one request and computes digests of their meaning, only as far as needed.
+Agents rewrite their history. They change the whitespace or the key order of arguments, replace "" with `null` or a standard text, trim
+text, turn strings into parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages
+of one request, and computes digests of their meaning, only when they are needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import orjson
 from turngate.types import History, Json, Message
 
 DIGEST_SIZE = 16
-# Texts that stand for an answer without text, because some providers reject empty ones: LiteLLM's and Claude Code's.
+# Texts that LiteLLM and Claude Code send in place of an empty answer, because some providers reject empty text.
 _EMPTY_TEXTS = ("[System: Empty message content sanitised to satisfy protocol]", "(no content)")
-_FRACTION = re.compile(r"[0-9][.eE]")  # matches every JSON text with a number that is not written as an integer
+_FRACTION = re.compile(r"[0-9][.eE]")  # found in every JSON text with a number that is not written as an integer
 
 
 class RequestMessages:
@@ -43,11 +43,11 @@ class RequestMessages:
         return self._messages[index]
 
     def peek(self, index: int) -> tuple[Message, ...] | None:
-        """Return the messages at `index` if they are already decoded."""
+        """Return the messages at `index` if they have already been decoded, or None."""
         return self._messages.get(index)
 
     def put(self, index: int, messages: tuple[Message, ...]) -> None:
-        """Reuse messages that were decoded earlier."""
+        """Set the messages at `index`, which were decoded from an earlier request with the same bytes."""
         self._messages.setdefault(index, messages)
 
     def messages_from(self, start: int = 0) -> list[Message]:
@@ -66,7 +66,7 @@ class RequestMessages:
         return b"".join(self.meaning(i) for i in range(start, stop))
 
     def assistant(self, index: int) -> Message | None:
-        """Return the message at `index` if it is a single assistant message."""
+        """Return the message at `index` if it is a single assistant message, or None."""
         match self.messages(index):
             case (Message(role="assistant") as message,):
                 return message
@@ -74,7 +74,10 @@ class RequestMessages:
                 return None
 
     def _call_order(self, index: int) -> dict[str, int]:
-        """Return the positions of the call ids that this message may answer. Agents may rename ids, but they keep the order."""
+        """Return the positions of the tool calls that the message at `index` may answer, by call id.
+
+        The position identifies a call, because agents may rename call ids but keep their order.
+        """
         if not any(m.role == "tool" for m in self.messages(index)):
             return {}
         start = index
@@ -102,7 +105,7 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Digest the exact text, call ids and tool names, to distinguish answers with the same meaning."""
+    """Return a digest of a message's exact text, call ids and tool names. It distinguishes answers with the same meaning."""
     # Dialects add different prefixes to the same id.
     calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
     content = [_escape_surrogates(message.content), calls]
@@ -110,7 +113,7 @@ def exact_digest(message: Message) -> bytes:
 
 
 def argument_sizes(message: Message) -> tuple[int, ...]:
-    """Return the length of each call's normalized arguments."""
+    """Return the length of the normalized arguments of each tool call."""
     return tuple(len(normalize_arguments(call.arguments)) for call in message.tool_calls)
 
 
@@ -132,7 +135,7 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
 
 
 def normalize_arguments(text: str) -> str:
-    """Return JSON arguments in a canonical form. Text that is not JSON is only trimmed."""
+    """Return a tool call's JSON arguments in a canonical form. Text that is not JSON is only trimmed."""
     try:
         value = orjson.loads(text or "{}")
         # JavaScript agents write 1.0 as 1.

@@ -13,7 +13,10 @@ def pass_at_k(graded: int, passed: int, k: int) -> float:
 
 
 def pass_curve(graded: int, passed: int) -> list[tuple[int, float]]:
-    """Return (k, pass@k) for k = 1, 2, 4, … and `graded`. A single pass over k keeps this fast for thousands of rollouts."""
+    """Return (k, pass@k) for k = 1, 2, 4, … and for k = `graded`.
+
+    Each probability is computed from the previous one, which is fast even for thousands of rollouts.
+    """
     curve: list[tuple[int, float]] = []
     none = 1.0  # the probability that none of k rollouts passes
     for k in range(1, graded + 1):
@@ -24,7 +27,7 @@ def pass_curve(graded: int, passed: int) -> list[tuple[int, float]]:
 
 
 def has_passed(reward: float | None, resolved: bool | None) -> bool | None:
-    """Return whether a rollout passed, or None if that is unknown."""
+    """Return whether a rollout passed, or None if that is unknown. Without `resolved`, a reward of at least 1 is a pass."""
     if reward is None:
         return None
     return resolved if resolved is not None else reward >= 1.0

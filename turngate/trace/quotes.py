@@ -1,7 +1,7 @@
-"""Find quotations: which recorded turns the messages of a request quote.
+"""Find the recorded turns that the messages of a request quote.
 
-An agent that hands the answer of one conversation to another quotes it: a plan in the prompt of the executor, a review in a tool's
-result, a summary at the start of the shortened conversation. Each turn keeps a few excerpts, and the messages of each new context are
+An agent quotes an answer when it passes it from one conversation to another: a plan in the prompt of the executor, a review in a tool
+result, or a summary at the start of a shortened conversation. Each turn keeps a few excerpts, and the messages of each new context are
 searched for them. This works even if the token ids are unknown.
 """
 
@@ -18,22 +18,26 @@ from turngate.trace.tree import Context, Sampled, SampledInfo, Trace
 from turngate.types import Message
 
 _MIN_SIZE = 12  # characters of an excerpt; shorter ones may be repeated by chance
-_MIN_ARGUMENT = 24  # characters of an excerpt of arguments: a task for a sub-agent is longer than most of them
+_MIN_ARGUMENT = (
+    24  # characters of an excerpt of arguments; most arguments are shorter, but a task for a sub-agent is longer
+)
 _MAX_SIZE = 48
 _MAX_EXCERPTS = 3
 _MAX_TEXT = 4000  # characters at the end of a turn from which excerpts are taken
 _MAX_ARGUMENTS = 1000  # characters at the start of a tool call's arguments
-_MAX_TURNS = 100  # the newest turns that are searched for
+_MAX_TURNS = 100  # how many turns are searched for, newest first
 _SPLIT_ARGUMENTS = re.compile(
     r'"|\\(?:u....|.)'
 )  # the ends of JSON strings, and escapes, which a quotation does not keep
 _MARKUP = " \t-*#>`"
 _MAX_LINES = 40  # places in a message where the question of an earlier conversation may begin or end
-_MAX_COMPARED = 16_000_000  # characters of the parts of a message that are compared with it, times two
+_MAX_COMPARED = (
+    16_000_000  # limits the total size of the parts that a message is split into to half of this, in characters
+)
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:
-    """Return excerpts of a turn: of its tool calls, one each, or else of its longest lines."""
+    """Return excerpts by which a turn can be recognized: one from each tool call or, if there are none, from its longest lines."""
     if message.tool_calls:
         calls = message.tool_calls[:_MAX_EXCERPTS]
         split = (_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]) for call in calls)
@@ -42,11 +46,11 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 
 
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
-    """Return the ids of the turns that the messages from `start` quote, oldest first.
+    """Return the ids of the turns that the messages from index `start` on quote, oldest first.
 
-    A new conversation (`parent` is None) may quote any turn, but only in user and system messages: a tool's result may repeat the call
-    before it. A continued conversation is searched only for turns that other conversations added since `parent`, its last turn. An answer
-    of another conversation may also be repeated as an assistant message.
+    If `parent` is None, the conversation is new. It may quote any turn, but only in user and system messages, because a tool result may
+    repeat the tool call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have
+    added since then are considered. A turn also counts as quoted if an assistant message repeats it.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:
@@ -63,12 +67,12 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
 
 def has_same_start(root: Context, request: RequestMessages) -> bool:
-    """Return whether a conversation has the request's tools and its first message, which is usually the system prompt."""
+    """Return whether a conversation has the same tools and the same first message, usually the system prompt, as a request."""
     return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
 
 
 def repeats_question(roots: Iterable[Context], request: RequestMessages) -> bool:
-    """Return whether a request begins with the question of an earlier conversation, its first user message, and more text around it."""
+    """Return whether a user message at the start of a request contains the first user message of an earlier conversation."""
     questions = {_find_question(root) for root in roots} - {b""}
     for message in request.messages_from() if questions else ():
         if message.role == "assistant":
@@ -86,7 +90,10 @@ def _find_question(root: Context) -> bytes:
 
 
 def _split_into_parts(text: str) -> Iterator[str]:
-    """Yield the parts of a text that begin and end at a line or, if there are many lines, at one of the outer paragraphs."""
+    """Yield every part of a text that begins and ends at a line break.
+
+    If there are too many lines, use paragraphs instead, and only the first and last ones if there are still too many.
+    """
     limit = max(2, min(_MAX_LINES, isqrt(_MAX_COMPARED // (len(text) + 1))))
     starts = [0, *(match.end() for match in re.finditer("\n", text)), len(text) + 1]
     if len(starts) > limit:
@@ -99,7 +106,7 @@ def _split_into_parts(text: str) -> Iterator[str]:
 
 
 def is_quoted(info: SampledInfo, text: str) -> bool:
-    """Return whether a text repeats one of a turn's tool calls, or at least half of the excerpts of its text."""
+    """Return whether a text contains an excerpt of one of a turn's tool calls, or at least half of the excerpts of the turn's text."""
     found = sum(excerpt in text for excerpt in info.excerpts)
     return found > 0 and (bool(info.arguments) or 2 * found >= len(info.excerpts))
 
@@ -118,7 +125,10 @@ def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
 
 
 def _longest(pieces: Sequence[str], count: int, least: int) -> tuple[str, ...]:
-    """Return the middle of the longest pieces: their ends may be markup that a quotation does not keep."""
+    """Return the middle of each of the `count` longest pieces that have at least `least` characters.
+
+    The ends of a piece are dropped, because they may be markup that a quotation does not keep.
+    """
     trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= least)
     found = sorted((piece for piece in trimmed if len(piece) >= least), key=len, reverse=True)[:count]
     return tuple(piece[(start := max(0, len(piece) - _MAX_SIZE) // 2) : start + _MAX_SIZE] for piece in found)

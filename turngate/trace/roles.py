@@ -1,22 +1,22 @@
-"""The role of each turn in its rollout, derived from the trace, and the evidence that decided it.
+"""Decide the role of each turn in its rollout from the trace, and name the evidence for it.
 
 main        the agent's own conversation
 subagent    the conversation of a sub-agent, or of another agent that takes part in the work
 side        titles, commit messages and probes
 summary     a summary that replaces a conversation when it is shortened
-unknown     a conversation whose purpose cannot be decided
+unknown     a conversation whose purpose cannot be determined
 superseded  sampled, but then retried or abandoned
-aborted     cut short, for example because the agent hung up
+aborted     cut short, for example because the agent closed the connection
 
 Evidence is considered in this order, and the first that decides wins:
 
 delivery    how the turn ended: it was cut short, lost or replaced
 signal      what the agent states in headers or fields: a role, a thread, a parent thread
 rule        what the agent's description declares about system prompts, messages, tools or model names
-structure   which conversation continues which, who quotes whose answer, and how long the answers are
-none        nothing decided: the role is `unknown`
+structure   which conversation continues which, which quotes the answers of which, and how long the answers are
+none        nothing decided, so the role is `unknown`
 
-Within one description, rules apply in their order, whether they read a header or the content of the request.
+The rules of an agent's description apply in their order, whether they read a header or the content of the request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SAME = 7  # the highest similarity of two conversations: the same start, questi
 
 
 class RoleDecision(msgspec.Struct, frozen=True):
-    """The role of a turn, the kind of evidence that decided it, and that evidence in words."""
+    """The role of a turn, the kind of evidence that decided it, and a description of that evidence."""
 
     role: TurnRole
     evidence: Evidence
@@ -77,7 +77,7 @@ def assign_roles(trace: Trace) -> dict[int, TurnRole]:
 
 
 def decide_roles(trace: Trace) -> dict[int, RoleDecision]:
-    """Return the role of each sampled node and its evidence, by node id."""
+    """Return the role of each sampled node with its evidence, by node id."""
     nodes = _Nodes(trace)
     by_root = {root.id: _MAIN for root in trace.roots}
     summaries: dict[int, RoleDecision] = {}
@@ -102,7 +102,10 @@ def decide_roles(trace: Trace) -> dict[int, RoleDecision]:
 
 
 class _Nodes:
-    """The nodes of a trace, sorted in one pass: roles are computed often, and most traces are a single conversation."""
+    """The turns of a trace, and the contexts that matter for roles, collected in one pass.
+
+    Roles are computed often, and most traces are a single conversation, so this must be fast.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.turns: list[Sampled] = []
@@ -119,7 +122,10 @@ class _Nodes:
 
 
 def _decide_by_signals(turn: Sampled) -> RoleDecision | None:
-    """Return the role given by the agent's signals and rules. A sub-agent may continue its parent's history, in the same tree."""
+    """Return the role that the agent's signals or rules give a turn, or None.
+
+    A sub-agent may continue its parent's history, so its turns may be in the tree of the parent's conversation.
+    """
     signals = turn.parent.info.signals
     if (signals.role or signals.parent) and (decision := _read_role(signals)) is not None:
         return decision
@@ -143,23 +149,23 @@ def _on_thread(signals: CallSignals) -> RoleDecision:
 
 
 class _Structure:
-    """The conversations of a trace: one per root. A line is a conversation with the later roots that continue it."""
+    """The conversations of a trace, one per root. A *line* is a conversation together with the later ones that continue it."""
 
     def __init__(self, trace: Trace, nodes: _Nodes) -> None:
         self._trace = trace
         self._roots = sorted(trace.roots, key=lambda root: root.id)
         self.by_root: dict[int, RoleDecision] = {}
-        self.summaries: dict[int, RoleDecision] = {}  # by turn
+        self.summaries: dict[int, RoleDecision] = {}  # by turn id
         self._turns: dict[int, list[Sampled]] = {root.id: [] for root in trace.roots}
         for turn in nodes.turns:
             self._turns[turn.root.id].append(turn)
-        self._quoted_by: dict[int, list[Context]] = {}  # contexts of other conversations, by turn
+        self._quoted_by: dict[int, list[Context]] = {}  # contexts of other conversations, by the id of the quoted turn
         for context in nodes.quoting:
             for quoted in context.info.quotes or ():
                 self._quoted_by.setdefault(quoted, []).append(context)
         self._by_id = {turn.id: turn for turn in nodes.turns if turn.id in self._quoted_by} if nodes.quoting else {}
         self._line: dict[int, Context] = {}  # the first root of each root's line
-        self._sizes: dict[int, int] = {}  # turns of each line
+        self._sizes: dict[int, int] = {}  # number of turns of each line
         self._own: list[Context] = []  # roots that no signal marks as a side or sub-agent conversation
         for root in self._roots:
             self._add_root(root)
@@ -173,7 +179,7 @@ class _Structure:
     # ── which conversation continues which ──────────────────────────────────────────────────────────────────────────
 
     def _add_root(self, root: Context) -> None:
-        """Add a root to the line that it continues, or start one."""
+        """Add a root to the line that it continues, or start a new line."""
         continued = self._find_continued(root)
         line = root if continued is None else self._line[continued.id]
         self._line[root.id] = line
@@ -183,7 +189,7 @@ class _Structure:
             self._own.append(root)
 
     def _find_continued(self, root: Context) -> Context | None:
-        """Return the earlier root whose conversation this one continues."""
+        """Return the root of the earlier conversation that this one continues, or None."""
         cause = root.info.cause
         if cause == "handoff":
             found = self._find_repeated(root)
@@ -191,7 +197,7 @@ class _Structure:
         if cause not in _REVISIONS or (cause == "compaction" and not self._is_real_compaction(root)):
             return None
         best: tuple[int, Context | None] = (-1, None)
-        for other in reversed(self._own):  # usually, the newest is the one
+        for other in reversed(self._own):  # it is usually the newest one
             if cause == "tools" and root.info.has_tools and not other.info.has_tools:
                 continue  # a title may begin like the conversation after it
             likeness = _compare(other, root, cause)
@@ -202,7 +208,10 @@ class _Structure:
         return best[1]
 
     def _is_real_compaction(self, root: Context) -> bool:
-        """Return whether there is more evidence of a compaction than a shorter request. Old traces without tools may have none."""
+        """Return whether anything besides a shorter request suggests a compaction.
+
+        In traces of older versions, conversations without tools may have no such evidence.
+        """
         if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
             return True
         thread, question = root.info.signals.thread, _first_question(root)
@@ -212,14 +221,14 @@ class _Structure:
         )
 
     def _find_repeated(self, root: Context) -> Context | None:
-        """Return the root of the newest turn that a context repeats as a message."""
+        """Return the root of the newest turn that this root repeats as a message, or None."""
         meanings = root.info.meanings
         digests = {meanings[at : at + DIGEST_SIZE] for at in range(0, len(meanings), DIGEST_SIZE)}
         turns = [turn for other in self._own for turn in self._turns[other.id] if turn.info.meaning in digests]
         return max(turns, key=lambda turn: turn.id).root if turns else None
 
     def _is_resumed(self, root: Context, after: Context) -> bool:
-        """Return whether the line of a conversation continues after another conversation has ended."""
+        """Return whether the line of `root` continues after the conversation of `after` has ended."""
         ended = max((turn.id for turn in self._turns[after.id]), default=after.id)
         line = self._line[root.id]
         return any(
@@ -232,11 +241,11 @@ class _Structure:
     # ── what each conversation is for ───────────────────────────────────────────────────────────────────────────────
 
     def _find_main(self) -> Context | None:
-        """Return the first root of the main line: the first with tools, or else the one with the most turns.
+        """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
 
-        Among lines with equally many turns, those with more than a short answer, such as a title, come first, then those whose answer no
-        other line uses. If these are short answers to different system prompts, such as a title and an answer to the user, there is no main
-        line: their order proves nothing.
+        If several lines have the most turns, those that are more than one short answer, such as a title, are preferred, and then those with
+        answers that no other line uses. If only short answers to different system prompts remain, such as a title and an answer to the
+        user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
@@ -254,18 +263,18 @@ class _Structure:
         return first if is_alike else None
 
     def _find_user(self, root: Context) -> Context | None:
-        """Return the first context of another line that quotes an answer of this conversation."""
+        """Return the first context of another line that quotes an answer of this conversation, or None."""
         line = self._line[root.id]
         contexts = (context for turn in self._turns[root.id] for context in self._quoted_by.get(turn.id, ()))
         return next((context for context in contexts if self._line[context.root.id] is not line), None)
 
     def _is_label(self, root: Context) -> bool:
-        """Return whether a conversation is one short answer."""
+        """Return whether a conversation consists of one short answer without tool calls."""
         turns = self._turns[root.id]
         return len(turns) == 1 and 0 <= turns[0].info.text_size <= _MAX_LABEL and not turns[0].info.arguments
 
     def _find_summary_before(self, root: Context, quotes: tuple[int, ...]) -> None:
-        """Mark the turn that summarized the conversation that this one continues."""
+        """If this conversation begins with a summary, give the turn that wrote the summary the role `summary`."""
         quoted = [self._by_id[node] for node in quotes if node in self._by_id]
         summary = find_summary(self._trace, quoted, has_tools=root.info.has_tools)
         if summary is not None and summary.root is not root:
@@ -283,7 +292,7 @@ class _Structure:
         if line is not root:
             return self._decide_like(line, f"it continues the conversation of context {line.id} ({root.info.cause})")
         if root.info.cause == "new" and (alike := self._find_alike(root)) is not None:
-            # Its cause says that it is no sub-agent's, although it may have tools.
+            # The cause `new` rules out a sub-agent, even if the conversation has tools.
             has_prompt = root.info.roles.startswith("s")
             if self._line[alike.id] is self._main:
                 return _MAIN_ALIKE if has_prompt else _MAIN_TOOLS
@@ -306,7 +315,7 @@ class _Structure:
         if alike is not None:
             return self._decide_like(alike, f"it has the system prompt of context {alike.id}")
         if root.info.quotes is None:
-            # An old trace, without texts: its recorded cause is all there is.
+            # A trace of an older version, without excerpts: only the recorded cause is known.
             recorded = root.info.cause or "a call before the main conversation"
             return RoleDecision(
                 "subagent" if root.info.cause == "subagent" else "side", "structure", f"recorded as {recorded}"
@@ -323,12 +332,12 @@ class _Structure:
         return _UNKNOWN
 
     def _decide_like(self, other: Context, why: str) -> RoleDecision:
-        """Give the role of another conversation, for this reason."""
+        """Return the role of another conversation, with `why` as the evidence."""
         role = self.by_root[other.id].role
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
-        """Decide by who uses the conversation's answers, and whose answers it uses."""
+        """Return a role if another line uses this conversation's answers, or if it uses the answers of another conversation."""
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
         sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]
@@ -342,7 +351,7 @@ class _Structure:
 
     @cached_property
     def _alike(self) -> dict[bytes, list[Context]]:
-        """The roots with a system prompt or tools, by both."""
+        """The roots that have a system prompt or tools, grouped by both."""
         alike: dict[bytes, list[Context]] = {}
         for root in self._own:
             if (kind := _kind_of(root)) is not None:
@@ -350,7 +359,7 @@ class _Structure:
         return alike
 
     def _find_alike(self, root: Context) -> Context | None:
-        """Return a conversation with the same tools and system prompt: the main one, or else the first."""
+        """Return a conversation with the same tools and system prompt, or None. The main line is preferred, then the first one."""
         found: Context | None = None
         kind = _kind_of(root)
         for other in self._alike.get(kind, ()) if kind is not None else ():
@@ -361,9 +370,10 @@ class _Structure:
         return found
 
     def _is_beside_main(self, root: Context) -> bool:
-        """Return whether the main conversation is clearly another one: with tools, longer, or after a short answer to its question.
+        """Return whether a short answer is clearly not part of the main conversation.
 
-        A short answer after a long one to the same question may be the real one: the long one may be a check of the question.
+        This is the case if the main conversation has tools, has more turns or much more text, or answers the same question later. A short
+        answer after a long one to the same question may be the real answer, because the long one may be a check of the question.
         """
         main = self._main
         if main is None:
@@ -378,19 +388,19 @@ class _Structure:
 
 
 def _start_of(root: Context) -> bytes:
-    """Return a key of the tools and the first message."""
+    """Return a key for a conversation's tools and first message."""
     return root.info.preamble + root.info.meanings[:DIGEST_SIZE]
 
 
 def _kind_of(root: Context) -> bytes | None:
-    """Return a key of the tools and the system prompt, or None if it has neither."""
+    """Return a key for a conversation's tools and system prompt, or None if it has neither."""
     if root.info.roles.startswith("s"):
         return _start_of(root)
     return root.info.preamble if root.info.has_tools else None
 
 
 def _compare(other: Context, root: Context, cause: str) -> int:
-    """Return how well an earlier conversation fits as the one that `root` continues, from 0 to `_SAME`."""
+    """Return how likely it is that `root` continues the conversation of `other`, from 0 to `_SAME`."""
     same_question = _first_question(other) == _first_question(root)
     same_thread = other.info.signals.thread == root.info.signals.thread
     if cause == "system":
@@ -404,13 +414,13 @@ def _compare(other: Context, root: Context, cause: str) -> int:
 
 
 def _first_question(root: Context) -> bytes | None:
-    """Return the digest of the user's first message."""
+    """Return the digest of a conversation's first user message, or None if it has none."""
     at = root.info.roles.find("u")
     return root.info.meanings[at * DIGEST_SIZE : (at + 1) * DIGEST_SIZE] if at >= 0 else None
 
 
 def _find_superseded(crowded: list[Context]) -> set[int]:
-    """Return the turns that the agent abandoned because it continued or retried a different answer to the same request."""
+    """Return the ids of turns that the agent abandoned, because it continued or retried a different answer to the same request."""
     superseded: set[int] = set()
     for context in crowded:
         answers = context.children

@@ -1,4 +1,7 @@
-"""Training rows of a trace, one per branch, and the reason why a turn is not trained. Each sampled token is trained at most once."""
+"""Build the training rows of a trace, one per branch, and find out why a turn is not trained.
+
+Each sampled token is trained at most once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ REFUSED = "the agent was refused a model call"
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Rules for which turns of a trace are trained."""
+    """Rules that decide which turns of a trace are trained."""
 
     roles: tuple[TurnRole, ...] = OWN_ROLES
     biased: bool = False  # also train turns sampled with a bias (top-p, grammars, forced tools …)
@@ -24,27 +27,30 @@ class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class RowSpan(msgspec.Struct, frozen=True):
-    """The tokens of one turn inside a row."""
+    """The position of one turn's sampled tokens in a row, and whether they are trained."""
 
     node: int
     start: int
     end: int
     role: TurnRole
     trained: bool
-    reason: str  # why it is not trained; empty if it is
+    reason: str  # why the turn is not trained; empty if it is
     version_start: int
     version_end: int
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One row. `logprobs` is NaN for tokens that were not sampled or have no log-probability; `mask` is never set there."""
+    """One training row.
+
+    `logprobs` is NaN for tokens that were not sampled or have no log-probability. `mask` is never set for these tokens.
+    """
 
     branch: int  # id of the leaf node
     ids: Ids
     mask: np.ndarray
     logprobs: Logprobs
     spans: tuple[RowSpan, ...]
-    side: Mapping[str, SideColumn] = {}  # by name, if the caller passed side data
+    side: Mapping[str, SideColumn] = {}  # side data by name, if the caller passed any
 
     @property
     def trained_tokens(self) -> int:
@@ -58,9 +64,9 @@ def build_samples(
     keep_empty: bool = False,
     side: Mapping[int, Sequence[SideArray]] | None = None,
 ) -> list[Sample]:
-    """Build one row per branch. Branches without trainable tokens are left out unless `keep_empty` is set.
+    """Build one row per branch. Branches without trained tokens are omitted unless `keep_empty` is set.
 
-    `side` is the side data to join into the rows, by node.
+    `side` is the side data to add to the rows, by node id.
     """
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
@@ -82,23 +88,23 @@ def _find_leaves(trace: Trace) -> list[Sampled]:
 
 
 def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
-    """Return a sort key: the main conversation claims shared turns first, then the longest branch."""
+    """Return a sort key for branches that share turns. The main conversation claims its turns first, then the longest branch."""
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
 def find_untrained(trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy) -> dict[int, str]:
-    """Return why each turn is not trained, by node id; "" if it is."""
+    """Return the reason why each turn is not trained, by node id. The reason is "" if the turn is trained."""
     excluded = find_exclusion(trace.refused, policy)
     return {turn.id: untrainable_reason(turn, role_of[turn.id], policy) or excluded for turn in trace.turns()}
 
 
 def find_exclusion(refused: RefusedCalls | None, policy: TrainingPolicy) -> str:
-    """Return why no turn of a session is trained, or "" if nothing excludes the whole session."""
+    """Return why all turns of a session are excluded from training, or "" if they are not."""
     return REFUSED if refused is not None and not policy.refused else ""
 
 
 def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
-    """Return what about a turn prevents training it, or "". `find_untrained` also considers the whole session."""
+    """Return why a turn by itself cannot be trained, or "". `find_untrained` also considers the whole session."""
     if turn.info.fault:
         return turn.info.fault
     if turn.info.capture != "tokens":

@@ -1,4 +1,4 @@
-"""A session, one agent run as the gateway sees it: settings, counters and trace."""
+"""A session, which is one agent run as the gateway sees it: settings, counters and trace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from turngate.types import Json, Limits, Mode
 Status = Literal["open", "sealed", "cancelled"]
 MAX_ATTEMPT = 2**31 - 1
 MAX_ROLLOUT_CHARS = 512
-LAPSED = "lapsed"  # the reason for aborted calls in a session that continues once the cell has a lease again
+LAPSED = "lapsed"  # calls are aborted because the cell's lease has ended; the session continues once the cell has a lease again
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class LimitReached(Exception):
-    """The session has reached a limit. This is a normal end, not an error."""
+    """Raised when a session has reached a limit. This is a normal end of a session, not an error."""
 
     def __init__(self, limit: str) -> None:
         super().__init__(limit)
@@ -41,9 +41,9 @@ class CallError(msgspec.Struct, frozen=True):
 
 
 class EngineSilence:
-    """The time that calls have waited since the engine last responded, with a first byte or an error.
+    """Measures how long calls have been waiting since the engine last responded with a first byte or an error.
 
-    The clock runs only while a call is waiting. Waiting time of calls that the caller gave up on is included.
+    Time counts only while at least one call is waiting. It includes calls whose callers gave up.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class EngineSilence:
 
 
 def limit_message(limit: str) -> str:
-    """Return the answer to a call past a limit. It was not sampled, so it is not recorded in the trace."""
+    """Return the text that answers a call made after a limit was reached. It was not sampled, so the trace does not record it."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
 
 def raise_if_paused(ending: str) -> None:
-    """Raise the error for a call aborted for this reason, if the agent can repeat the call. Otherwise the session has ended."""
+    """Raise a retryable error if calls were aborted for a temporary reason. For any other reason, the session has ended."""
     if ending == "stopping":
         raise Stopping("the gateway is stopping; retry this call in a moment") from None
     if ending == LAPSED:
@@ -83,22 +83,24 @@ def raise_if_paused(ending: str) -> None:
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The settings of a session, fixed when it is opened."""
+    """The settings of a session. They are fixed when the session is opened."""
 
-    model: str = ""  # the model name that the agent sends; empty: any
+    model: str = ""  # the model name that the agent must send; empty: any name
     mode: Mode = "exact"
     limits: Limits = Limits()
     sampling: dict[str, Json] = {}  # fields of `Sampling` that override the agent's values
-    bias: Literal["neutral", "record"] = "neutral"  # neutral: ignore the agent's top-p, penalties …
+    bias: Literal["neutral", "record"] = (
+        "neutral"  # neutral: ignore the agent's top-p, penalties …; record: apply and record them
+    )
     # Thinking from past turns. keep: it stays in the context; drop: the template decides, which causes forks.
     thinking: Literal["keep", "drop"] = "keep"
     policy: TrainingPolicy = TrainingPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
     rollout: str = ""  # name of the rollout that the session is an attempt at; empty: the session's id
-    attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)] = 1  # only the highest attempt of a rollout is trained
+    attempt: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTEMPT)] = 1  # only the highest attempt at a rollout is trained
     max_tokens: int | None = None  # per turn; overrides the agent's value
-    at_limit: Literal["final_message", "conflict"] = "final_message"  # the answer to a call past a limit
+    at_limit: Literal["final_message", "conflict"] = "final_message"  # how calls after a limit are answered
     signals: Signals = Signals()  # where to find the purpose of a call in the agent's requests
     tools: tuple[HostTool, ...] = ()  # host tools that the agent may call
     show_logprobs: bool = False  # whether the agent may request the log-probabilities of its replies
@@ -120,7 +122,7 @@ def check_rollout(name: str) -> None:
 
 
 class CacheUse(msgspec.Struct, frozen=True):
-    """How much of the prompts the engine had in its cache, over the turns for which it reported that."""
+    """How many prompt tokens were in the engine's cache, summed over the turns for which the engine reported it."""
 
     cached_tokens: int = 0
     prompt_tokens: int = 0
@@ -131,14 +133,14 @@ class CacheUse(msgspec.Struct, frozen=True):
 
 
 class Session:
-    """A session in memory. Its counters are derived from the trace, so a reloaded session has the same ones.
+    """A session in memory. Its counters are derived from the trace, so they are the same after the session is reloaded.
 
-    Between calls its trace may be evicted from memory. It is loaded again when needed.
+    Between calls, the trace may be evicted from memory. It is loaded again when it is needed.
     """
 
     def __init__(self, session_id: str, key: int, config: SessionConfig, opened: float) -> None:
         self.id = session_id
-        self.key = key  # its number in the store
+        self.key = key  # its key in the store
         self.config = config
         self.opened = opened
         self.last_used = opened
@@ -147,7 +149,7 @@ class Session:
         self._trace: Trace | None = Trace()
         self._load_trace: Callable[[], Trace] = Trace
         self.turns = 0
-        self.aborted = 0  # turns cut short after some tokens, which the agent may have read
+        self.aborted = 0  # turns that were cut short after the agent may have read some tokens
         self.sampled_tokens = 0
         self.cache = CacheUse()
         self.truncated = False
@@ -159,7 +161,7 @@ class Session:
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why calls were aborted; if set, new calls are refused
         self.ending_lock = asyncio.Lock()
-        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # waiting for the host, by number
+        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # the replies of the host, by call number
         self.limits_announced: set[str] = set()  # limits for which an event was sent
         self.live_tokens = 0  # sampled by calls in flight and not yet stored; only `TurnDraft` changes it
         self.vocabulary = ""  # digest of the tokenizer used for recording
@@ -176,11 +178,11 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a model call or a host tool call is in flight."""
+        """Whether a model call or a host-tool call is in flight."""
         return bool(self.in_flight or self.pending_tool_calls)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
-        """Drop the trace from memory. `load_trace` reads it back from the store, which has all of it."""
+        """Drop the trace from memory. `load_trace` loads it again from the store, which has the whole trace."""
         assert not self.busy
         if self._trace is not None:
             self._trace.free()
@@ -241,7 +243,7 @@ class Session:
         return None if seconds is None else self.opened + seconds
 
     async def abort_calls(self, reason: str) -> None:
-        """Abort every call in flight and wait until each has recorded its partial result."""
+        """Abort all calls in flight, and wait until each has recorded its partial result. New calls are refused."""
         self.ending = reason
         for task in list(self.calls):
             task.cancel()
@@ -250,7 +252,7 @@ class Session:
         await self.idle.wait()
 
     async def interrupt_calls(self) -> None:
-        """Abort the model calls in flight, which agents repeat. The session stays open."""
+        """Abort the model calls in flight with an error that makes agents retry them. The session stays open."""
         async with self.ending_lock:
             if self.ending or not self.calls:
                 return

@@ -1,8 +1,8 @@
 """Side data: named arrays with one value per token, such as the experts that a mixture-of-experts model chose.
 
-Each call repeats the prompt of the calls before it, so engines report values for the same tokens again. A turn stores only the values of
-tokens that have none yet on its path: tokens of its reply, and of its prompt. So along each path a token has at most one value, from the
-first call that reported it. Missing values stay missing: nothing is filled in. No I/O.
+The prompt of each call contains the tokens of the calls before it, so engines report values for the same tokens again. A turn stores only
+the values of those prompt and reply tokens that have no value yet on the turn's path. So each token on a path has at most one value, from
+the first call that reported it. Missing values are never filled in. No I/O.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_VALUE_BYTES = 2**20  # per token
 
 
 class SideColumn(msgspec.Struct, frozen=True, eq=False):
-    """The side data of a row under one name: a value for each token in `spans`, and none for the others."""
+    """The side data of a row under one name. It has a value for each token in `spans`, and none for the other tokens."""
 
-    spans: tuple[tuple[int, int], ...]  # start and end of each; sorted, and not adjacent
-    values: np.ndarray  # of all spans, concatenated
+    spans: tuple[tuple[int, int], ...]  # start and end of each span; sorted, and never adjacent
+    values: np.ndarray  # the values of all spans, concatenated
 
     def cut(self, start: int, end: int) -> SideColumn:
-        """Return the part for tokens `start` to `end`, which become tokens 0 to `end - start`."""
+        """Return the column of the tokens from `start` to `end`, renumbered to begin at 0."""
         spans, parts, at = [], [self.values[:0]], 0
         for first, last in self.spans:
             low, high = max(first, start), min(last, end)
@@ -41,7 +41,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
         return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else np.concatenate(parts))
 
     def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
-        """Return an array of `tokens` values, with `missing` for tokens that have none. Only for trainers that require it."""
+        """Return an array of `tokens` values, with `missing` for tokens without a value. Use it only for trainers that require this."""
         whole = np.full((tokens, *self.values.shape[1:]), missing, dtype or self.values.dtype)
         at = 0
         for start, end in self.spans:
@@ -51,7 +51,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
 
 
 class InvalidSideData(ValueError):
-    """Side data that cannot be recorded: a wrong type or shape, or values for tokens that do not exist."""
+    """Side data cannot be recorded: its name, type or shape is invalid, or it has values for tokens that do not exist."""
 
 
 class _Range(NamedTuple):
@@ -60,7 +60,7 @@ class _Range(NamedTuple):
 
 
 def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | None, prompt: int) -> list[SideArray]:
-    """Return the arrays of a call, `known`, with `array` appended. Raise `InvalidSideData` if it cannot be recorded.
+    """Return the arrays that a call has so far, `known`, with `array` appended. Raise `InvalidSideData` if it is invalid.
 
     `parent` is the turn that the call continues. `prompt` is the number of tokens in the call's prompt.
     """
@@ -100,7 +100,7 @@ def _kind(values: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 
 def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise `InvalidSideData` if earlier values on the path have a different type or shape. Integers may differ in size."""
+    """Raise `InvalidSideData` if earlier values have a different type or shape (`kinds`). Integer types may differ in size."""
     dtype, shape = _kind(array.values)
     for other, other_shape in kinds:
         if other_shape != shape or (other == "float32") != (dtype == "float32"):
@@ -110,9 +110,9 @@ def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...
 
 
 def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int, reply: int) -> list[SideArray]:
-    """Return what a turn stores of its call's arrays: the values of tokens that have none yet on its path.
+    """Return the parts of a call's arrays that its turn stores: the values of tokens that have none yet on the turn's path.
 
-    `prompt` and `reply` are token counts. Values past the end of the reply, which the gateway may have cut, are dropped.
+    `prompt` and `reply` are token counts. The gateway may have cut the reply short; values after its end are dropped.
     """
     kept: list[SideArray] = []
     for name in dict.fromkeys(array.name for array in arrays):
@@ -124,7 +124,7 @@ def select_new(arrays: Sequence[SideArray], parent: Sampled | None, prompt: int,
 
 
 def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
-    """Join adjacent arrays, such as those of the chunks of a stream."""
+    """Join adjacent arrays, such as those from the chunks of a stream."""
     runs: list[list[SideArray]] = []
     for array in arrays:
         if runs and array.first == runs[-1][-1].end:
@@ -138,7 +138,7 @@ def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
 
 
 def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRange]]:
-    """Return the ranges of tokens on the path to `node` that have a value. Start and end are counted from the root."""
+    """Return the start and end of each range of tokens on the path to `node` that have a value. Both are counted from the root."""
     found = []
     for turn in path_to(node):
         if isinstance(turn, Sampled) and turn.info.side:
@@ -148,7 +148,7 @@ def list_ranges(node: Sampled | None, name: str) -> list[tuple[int, int, SideRan
 
 
 def find_first_missing(node: Sampled | None, name: str) -> int:
-    """Return the first token on the path to `node` that has no value, or the length of the path if every token has one."""
+    """Return the index of the first token on the path to `node` without a value, or the path's length if all tokens have one."""
     at = 0
     for start, end, _ in sorted(list_ranges(node, name), key=lambda found: found[:2]):
         if start > at:
@@ -158,7 +158,7 @@ def find_first_missing(node: Sampled | None, name: str) -> int:
 
 
 def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
-    """Describe the arrays of a turn, as its node records them."""
+    """Return the names, ranges, types and shapes of a turn's arrays, which are recorded in its node."""
     return tuple(
         SideRange(array.name, array.first, len(array.values), array.values.dtype.name, array.values.shape[1:])
         for array in arrays
@@ -166,7 +166,7 @@ def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
 
 
 def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]]) -> dict[str, SideColumn]:
-    """Join the arrays of the turns on a path into the columns of its row. `arrays` has them by node."""
+    """Join the arrays of the turns on a path into the columns of the path's row. `arrays` has the arrays of each turn, by node id."""
     parts: dict[str, list[tuple[_Range, np.ndarray]]] = {}
     start = 0
     for node in nodes:
@@ -190,7 +190,7 @@ def _build_column(parts: Sequence[tuple[_Range, np.ndarray]]) -> SideColumn:
 
 
 def _subtract(limits: _Range, covered: Iterable[_Range]) -> list[_Range]:
-    """Return the parts of `limits` that are not covered, sorted."""
+    """Return the ranges within `limits` that `covered` does not cover, in ascending order."""
     uncovered, at = [], limits.start
     for start, end in sorted(covered):
         if start >= limits.end:

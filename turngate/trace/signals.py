@@ -1,12 +1,12 @@
 """Signals in an agent's requests: which conversation a call belongs to, and what it is for.
 
-Each agent's description (`agents/catalog/*.toml`) lists the sources to read, and a session has them in its settings. When roles and fork
-causes are determined, signals take precedence over the structure of the trace. A source is one of:
+Each agent's description (`agents/catalog/*.toml`) lists the sources to read, and each session has a copy in its settings. For roles and
+fork causes, signals take precedence over the structure of the trace. A source is one of:
 
     header:NAME            a header's value
     header:NAME.PATH       a value inside a header that contains JSON
     body:PATH              a value in the request body; PATH is dotted and may lead into strings that contain JSON
-    tool:NAME              NAME, if the request offers a tool of that name
+    tool:NAME              NAME, if the request offers a tool with that name
     model                  the model's name
     system                 the system prompt, if the conversation begins with one
     last                   the last message, if it is from the user; never a tool's output, which the model could control
@@ -30,7 +30,7 @@ _MAX_LENGTH = 200  # characters; longer values are cut
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule that gives a call `role` if the value of `source` matches `match`."""
+    """A rule that gives a call the role `role` if the value of `source` matches the pattern `match`."""
 
     role: SignalRole
     source: str
@@ -39,7 +39,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where an agent's signals are found. The first source with a value wins, and so does the first matching rule."""
+    """The sources of an agent's signals. The first source that has a value and the first rule that matches are used."""
 
     thread: tuple[str, ...] = ()  # sources of the conversation's name
     parent: tuple[str, ...] = ()  # sources of the name of the conversation that started it
@@ -51,7 +51,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
-    """Read the signals of a call. Rules take precedence over the model's name."""
+    """Read the signals of a call. Rules take precedence over roles by model name."""
 
     def first(sources: Iterable[str]) -> str:
         return next((value for source in sources if (value := _read_source(source, headers, call))), "")[:_MAX_LENGTH]
@@ -70,7 +70,7 @@ def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> Ca
 
 
 def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
-    """Yield each invalid field and the problem with it."""
+    """Yield the name of each invalid field, and what is wrong with it."""
     sources = [(f"thread[{n}]", source) for n, source in enumerate(signals.thread)]
     sources += [(f"parent[{n}]", source) for n, source in enumerate(signals.parent)]
     sources += [(f"rules[{n}].source", rule.source) for n, rule in enumerate(signals.rules)]
@@ -83,7 +83,7 @@ def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
 
 
 def is_model_alias(signals: Signals, model: str) -> bool:
-    """Return whether the session accepts this name as an alias of its model."""
+    """Return whether a session with these signals accepts this name as an alias of its model."""
     return any(fnmatchcase(model, pattern) for pattern in signals.models)
 
 

@@ -1,7 +1,7 @@
-"""How much of a rollout is trained and, if that is little, why, and what to change. Pure: derived from the trace and the policy.
+"""Report how much of a rollout is trained and, if that is little, why, and what to change. No I/O.
 
-A rollout is expected to train the turns of its main conversation. If less than half of the tokens that these turns sampled are trained, the
-rollout trains "few" tokens, and the report gives the reason that affects the most of them.
+A rollout is expected to train the turns of its main conversation. If fewer than half of the tokens that these turns sampled are trained,
+the rollout trains "few" tokens, and the report gives the reason that affects the most tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turngate.trace.roles import TurnRole
 from turngate.trace.sample import TrainingPolicy, find_exclusion, find_untrained
 from turngate.trace.tree import RefusedCalls, Sampled, Trace
 
-NO_TOKENS = "no tokens are trained"  # begins the warning about a rollout without trained tokens
+NO_TOKENS = "no tokens are trained"  # start of the warning about a rollout without trained tokens
 FEW = 0.5  # a smaller share of the main turns' sampled tokens is reported as few
 _BIASED = "biased sampling: "
 _FORCED = "constrained: "
@@ -33,18 +33,21 @@ _SERVE_CALL = (
 
 
 class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much of a rollout is trained. `reason` and `fix` are set if it is little."""
+    """How much of a rollout is trained. `reason` and `fix` are set if that is little."""
 
     amount: Literal["most", "few", "none"] = "most"
     trained_tokens: int = 0
-    main_tokens: int = 0  # sampled by the main turns
+    main_tokens: int = 0  # tokens that the main turns sampled
     trained_main_tokens: int = 0
     reason: str = ""
     fix: str = ""
 
     @property
     def warning(self) -> str:
-        """One line with the reason and the fix, or "". It has no numbers, so that the same warning of many rollouts can be counted."""
+        """One line with the reason and the fix, or "".
+
+        It contains no numbers, so that equal warnings of many rollouts can be counted.
+        """
         amount = NO_TOKENS if self.amount == "none" else f"{self.amount} tokens are trained"
         return "" if self.amount == "most" else f"{amount}: {self.reason}; {self.fix}"
 
@@ -54,8 +57,8 @@ def report_training(
 ) -> TrainingReport:
     """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
 
-    `excluded` is the reason why the whole rollout is not trained, whatever is in its trace. `failure` is the fault, such as an engine that
-    is down, that ended it.
+    `excluded` says why the whole rollout is not trained, whatever its trace contains. `failure` is the fault that ended the rollout, such
+    as an engine that is down.
     """
     reasons = find_untrained(trace, role_of, policy)
     turns = list(trace.turns())
@@ -81,7 +84,7 @@ def report_training(
 
 
 def list_warnings(report: TrainingReport | None, refused: RefusedCalls | None) -> list[str]:
-    """List what a person should know about the training data of a rollout, one line each."""
+    """Return warnings about the training data of a rollout, one line each."""
     warnings = [report.warning] if report is not None and report.warning else []
     if refused is not None and not any(_describe_refused(refused) in warning for warning in warnings):
         warnings.append(_describe_refused(refused))
@@ -96,7 +99,10 @@ def _describe_refused(refused: RefusedCalls) -> str:
 def _find_main_turns(
     turns: Sequence[Sampled], role_of: Mapping[int, TurnRole], policy: TrainingPolicy
 ) -> list[Sampled]:
-    """Return the turns that should be trained. Without a main conversation, these are all turns that the agent kept."""
+    """Return the turns that are expected to be trained: those of the main conversation.
+
+    If there is none, these are all turns that were not superseded or aborted.
+    """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]
     return main or [turn for turn in turns if role_of[turn.id] not in _REPLACED] or list(turns)
@@ -105,7 +111,7 @@ def _find_main_turns(
 def _explain(
     trace: Trace, main: Sequence[Sampled], reasons: Mapping[int, str], policy: TrainingPolicy
 ) -> tuple[str, str]:
-    """Return the reason that affects the most tokens, and the fix."""
+    """Return the reason that keeps the most tokens from being trained, and how to fix it."""
     if trace.refused is not None and (find_exclusion(trace.refused, policy) or not main):
         return _describe_refused(trace.refused), _SERVE_CALL
     weights: Counter[str] = Counter()
@@ -122,7 +128,7 @@ def _explain(
 
 
 def _explain_reason(reason: str) -> tuple[str, str]:
-    """Return what happened to turns with this reason, as a phrase to complete a sentence, and how to fix it."""
+    """Return what happened to turns with this reason, as a phrase that completes "all main turns …", and how to fix it."""
     if reason.startswith(_BIASED):
         return _explain_bias(reason.removeprefix(_BIASED))
     if reason.startswith("captured as "):

@@ -2,8 +2,8 @@
 
     root ─► Context (system, user, generation prompt) ─► Sampled (turn 1) ─► Context (tool result, …) ─► Sampled (turn 2) ─► …
 
-`Trace.locate` finds the deepest known point that a request extends. The stored ids are the source of truth: this module never converts
-text to ids or back. No I/O.
+`Trace.locate` finds the deepest point that a request extends. The stored ids are the source of truth: this module never converts text to
+ids or back. No I/O.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Cause = Literal[
 
 
 class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """The stored data of a context node, apart from its ids."""
+    """The recorded data of a context node, except its ids."""
 
     preamble: bytes  # digest of tools and template arguments
     meanings: bytes  # one digest per message it adds
@@ -66,7 +66,7 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
 
 class SideRange(msgspec.Struct, frozen=True, array_like=True):
-    """Side data that a turn stores (`side_data.py`): consecutive tokens, and the type and shape of each value."""
+    """A range of tokens for which a turn stores side data (`side_data.py`), with the type and shape of each token's value."""
 
     name: str
     first: int  # the first token, counted from the start of the reply; negative: in its prompt
@@ -76,7 +76,7 @@ class SideRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """The stored data of a sampled node, apart from its ids and log-probabilities."""
+    """The recorded data of a sampled node, except its ids and log-probabilities."""
 
     meaning: bytes
     reasoning: bytes
@@ -107,9 +107,9 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
 
 class _TokenNode:
-    """The ids of a node: an array at first, and the JSON that engines expect once the node is part of a prompt.
+    """A node's ids. They are kept as an array until the node becomes part of a prompt, then as the JSON that engines expect.
 
-    The JSON is encoded only once, not on every turn. It replaces the array and takes a third more memory.
+    The ids are thus encoded only once, not on every turn. The JSON replaces the array and takes a third more memory.
     """
 
     __slots__ = ("_array", "encoded", "size")
@@ -127,14 +127,14 @@ class _TokenNode:
     @property
     def json(self) -> bytes:
         array = self._array
-        if array is not None:  # safe if several threads do this at the same time: the result is the same
+        if array is not None:  # several threads may do this at the same time, with the same result
             self.encoded = ids_to_json(array)
             self._array = None
         return self.encoded
 
 
 class Context(_TokenNode):
-    """New messages and the generation prompt, as the ids that were sent."""
+    """A context node: new messages and the generation prompt, as the ids that were sent to the engine."""
 
     __slots__ = ("added", "children", "count", "id", "info", "length", "parent", "root", "stored")
 
@@ -152,7 +152,7 @@ class Context(_TokenNode):
 
 
 class Sampled(_TokenNode):
-    """One turn: the ids that the model sampled."""
+    """A sampled node, which is one turn: the ids that the model sampled."""
 
     __slots__ = ("children", "count", "delivered", "id", "info", "length", "logprobs", "parent", "root")
 
@@ -182,26 +182,26 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class RecentRequest(msgspec.Struct, frozen=True):
-    """The raw bytes of a recorded request. The next request usually repeats them."""
+    """The raw bytes of a recorded request. The next request usually begins with the same bytes."""
 
     context: Context
     preamble: bytes
-    history_type: type[History]  # identifies the dialect: the same bytes mean something else in a different one
+    history_type: type[History]  # identifies the dialect, in which the bytes have their meaning
     raws: list[bytes]
-    opening: tuple[Message, ...] | None  # the first message, decoded, because every turn needs the system prompt
-    size: int  # of `raws`, in bytes
+    opening: tuple[Message, ...] | None  # the first message, kept decoded because every turn needs the system prompt
+    size: int  # total size of `raws` in bytes
 
 
 class RefusedCalls(msgspec.Struct, frozen=True):
-    """The refused model calls of a session that the agent did not repeat successfully: how many, and the answer to the first."""
+    """A summary of the refused model calls that the agent did not repeat successfully."""
 
     count: int
-    status: int  # HTTP status of the first
-    message: str  # of the first
+    status: int  # HTTP status of the first one
+    message: str  # error message of the first one
 
 
 class Trace:
-    """The tree of one session, and the calls that were refused and are therefore not in it."""
+    """The tree of one session, and a summary of the refused calls, which are not in the tree."""
 
     def __init__(self) -> None:
         self.refused: RefusedCalls | None = None
@@ -210,20 +210,23 @@ class Trace:
         self._next_id = 0
         self._tokens = 0
         self._recent: list[RecentRequest] = []  # newest last
-        self._has_twins = False  # whether some siblings are alike, so that a request may match more than one
+        self._has_twins = False  # whether a request may match more than one of several siblings
 
     def locate(self, request: RequestMessages) -> Location:
-        """Find the deepest point that a request extends. Known bytes are compared first, then meaning."""
+        """Find the deepest point that a request extends. Messages are compared by their bytes first, then by their meaning."""
         node, at = self._walk(*self._start_at_recent(request), request)
         if at < len(request) and any(request.assistant(i) is not None for i in range(at, len(request))):
-            # The rest contains answers, so the agent may be continuing a different branch with the same beginning.
+            # The remaining messages contain answers, so the agent may be continuing a different branch with the same beginning.
             node, at = max((node, at), self._search(request), key=lambda match: match[1])
         if isinstance(node, Context):
             return Location(node.parent, node.count - node.added, node, request)
         return Location(node, at, None, request)
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
-        """Return the deepest point of a recent request that this one repeats byte for byte. This is the fast path."""
+        """Return the deepest node up to which the request repeats a recent one byte for byte, and its message count.
+
+        This is the fast path.
+        """
         best: tuple[Node | None, int] = (None, 0)
         for recent in self._recent:
             if recent.preamble != request.preamble or recent.history_type is not type(request.history):
@@ -232,7 +235,7 @@ class Trace:
                 request.put(0, recent.opening)
             size = len(recent.raws)
             node: Node | None = recent.context
-            # Cheap: the dialect reuses the objects of messages that it matched with an earlier request, so this compares pointers.
+            # This is cheap: the dialect reuses the bytes objects of messages that it has seen before, so only pointers are compared.
             if request.raws[:size] != recent.raws:
                 # Agents edit the end of their history, for example to move a cache mark. Everything before it still matches.
                 same = next(n for n in range(size) if n >= len(request.raws) or request.raws[n] != recent.raws[n])
@@ -248,7 +251,7 @@ class Trace:
         return best
 
     def remember_request(self, context: Context, request: RequestMessages) -> None:
-        """Keep the bytes of an answered request, because the next one will probably begin with them."""
+        """Keep the bytes of an answered request, because the next request will probably begin with them."""
         before = context.parent.parent if context.parent is not None else None
         others = [recent for recent in self._recent if recent.context is not context and recent.context is not before]
         self._recent = others[1 - _MAX_RECENT :]
@@ -258,7 +261,10 @@ class Trace:
         )
 
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
-        """Follow the likeliest branch from `node` by meaning, and return the last turn, or the context that ends the request."""
+        """Follow the likeliest branch from `node` by meaning, and return where it ends, with the message count there.
+
+        It ends at a turn, or at a context if that contains the request's last message.
+        """
         while at < len(request):
             child = next(iter(self._matching_children(node, at, request)), None)
             if child is None:
@@ -270,7 +276,7 @@ class Trace:
         return node, at
 
     def _search(self, request: RequestMessages) -> tuple[Node | None, int]:
-        """Find the deepest point that matches by meaning, along any branch."""
+        """Find the deepest node that matches the request by meaning, along any branch, and its message count."""
         best: tuple[Node | None, int] = (None, 0)
         waiting: list[tuple[Node | None, int]] = [(None, 0)]
         while waiting:
@@ -282,12 +288,12 @@ class Trace:
         return best
 
     def _matching_children(self, node: Node | None, at: int, request: RequestMessages) -> Iterator[Node]:
-        """Yield the children of `node` that match the next messages of the request, likeliest first."""
+        """Yield the children of `node` that match the messages of the request from index `at` on, likeliest first."""
         if isinstance(node, Context):
             yield from _match_replies(node, request, at)
             return
-        # Newest first: after a fork, the agent usually continues from there. Contexts without a message, where a turn was only asked
-        # to continue, match anywhere, so they come last.
+        # Newest first, because an agent usually continues from its last fork. A context without messages only asks a turn to continue.
+        # It would match any request, so it comes last.
         fitting = [
             c for c in reversed(self.roots if node is None else node.children) if c.info.preamble == request.preamble
         ]
@@ -296,7 +302,7 @@ class Trace:
                 yield context
 
     def reserve_id(self) -> int:
-        """Reserve an id for a node that will be stored and then added."""
+        """Reserve an id for a node that will be stored and then added to the trace."""
         self._next_id += 1
         return self._next_id
 
@@ -308,7 +314,7 @@ class Trace:
         self._next_id = max(self._next_id, context.id)
 
     def confirm_context(self, context: Context) -> None:
-        """Mark a context as stored. Add it again if a failed call that shared it has dropped it."""
+        """Mark a context as stored. If a failed call that shared the context has dropped it, add it again."""
         if not context.stored:
             context.stored = True
             if context not in self.nodes:
@@ -329,7 +335,7 @@ class Trace:
         self._next_id = max(self._next_id, sampled.id)
 
     def _has_twin(self, node: Node) -> bool:
-        """Return whether a request that matches this node may also match a sibling."""
+        """Return whether a request that matches this node could also match one of its siblings."""
         if isinstance(node, Sampled):
             answers = node.parent.children
             return len(answers) > 1 and any(
@@ -343,7 +349,7 @@ class Trace:
     def find_same_context(
         self, parent: Sampled | None, ids: Ids, request: RequestMessages, start: int
     ) -> Context | None:
-        """Find a context that a concurrent call with the same request has added."""
+        """Return the child context of `parent` with the same ids and messages, which a concurrent call may have added, or None."""
         for context in self.roots if parent is None else parent.children:
             same = context.info.preamble == request.preamble and np.array_equal(context.ids, ids)
             if same and context.info.meanings == request.meanings(start, len(request)):
@@ -351,14 +357,14 @@ class Trace:
         return None
 
     def free(self) -> None:
-        """Break the reference cycles between the nodes, so that they are freed without waiting for the garbage collector.
+        """Break the reference cycles between nodes, so that they are freed without waiting for the garbage collector.
 
-        A node that is still referenced keeps its path to the root.
+        A node that is still referenced elsewhere keeps its path to the root.
         """
         for node in self.nodes:
             node.children.clear()
         for root in self.roots:
-            del root.root  # a cycle: it refers to itself
+            del root.root  # a root refers to itself, which is a cycle
         self.nodes, self.roots, self._recent, self._tokens = [], [], [], 0
 
     def __del__(self) -> None:
@@ -371,7 +377,7 @@ class Trace:
         return self._tokens
 
     def estimate_bytes(self) -> int:
-        """Estimate the memory that the trace takes, including the requests that it remembers."""
+        """Estimate the memory that the trace takes, including the recent requests that it keeps."""
         requests = sum(recent.size for recent in self._recent)
         return requests + self._tokens * _TOKEN_BYTES + len(self.nodes) * _NODE_BYTES
 
@@ -392,26 +398,26 @@ def path_ids(node: Node | None) -> Ids:
 
 
 def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
-    """Return the ids from the root through `node`, followed by `added`.
+    """Return the ids from the root to the end of `node`, followed by `added`.
 
-    They are joined on every turn, which takes a few microseconds. Caching the prompt would need as much memory as all the nodes of a long
-    session.
+    The ids are joined again on every turn, which takes a few microseconds. Caching the joined prompt would take as much memory as all nodes
+    of a long session.
     """
     parts = [ids_to_json(added)]
     at: Node | None = node
     while at is not None:
-        parts.append(at.encoded or at.json)  # a property call for each of a hundred nodes is measurable
+        parts.append(at.encoded or at.json)  # `encoded` first: the property is measurably slower
         at = at.parent
     parts.reverse()
     return PromptIds(parts, len(added) + (node.length if node is not None else 0))
 
 
 def _is_rewritten(message: Message, info: SampledInfo) -> bool:
-    """Return whether a message with the text and call ids of a turn is that turn with rewritten arguments.
+    """Return whether a message repeats a turn with rewritten arguments. Its text and call ids must be those of the turn.
 
-    Agents store arguments as their tools received them: with defaults filled in, 5 for "5", without a needless `cd` or trailing blanks.
-    The call ids are ours, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of an argument,
-    however, it wants to remove that from the context, which is an edit.
+    Agents keep arguments as their tools received them: with defaults filled in, with 5 for "5", without a needless `cd` or trailing blanks.
+    The gateway chose the call ids, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of an
+    argument, however, it intends to remove that text from the context. That is an edit.
     """
     sizes = argument_sizes(message)
     return (
@@ -422,10 +428,10 @@ def _is_rewritten(message: Message, info: SampledInfo) -> bool:
 
 
 def _match_replies(context: Context, request: RequestMessages, at: int) -> list[Sampled]:
-    """Return the answers to `context` that the message at `at` repeats, likeliest first.
+    """Return the answers to `context` that the message at index `at` repeats, likeliest first.
 
-    Answers with the same meaning may differ in call ids, exact text or reasoning. Where the agent kept those, they decide. Otherwise
-    the answer that was followed by the same next messages before wins, then the newest.
+    Answers with the same meaning may differ in call ids, exact text or reasoning. If the agent kept these, they decide. Otherwise, an
+    answer that has already been followed by the request's next messages is preferred, and then the newest answer.
     """
     message = request.assistant(at) if context.children else None
     if message is None:
@@ -455,7 +461,7 @@ def _match_replies(context: Context, request: RequestMessages, at: int) -> list[
 
 
 def _continues_as_before(turn: Sampled, request: RequestMessages, at: int) -> bool:
-    """Return whether the request's messages after this turn have followed it before."""
+    """Return whether the request's messages from index `at` on repeat a recorded continuation of this turn."""
     known = (c for c in turn.children if c.info.preamble == request.preamble and 0 < c.added <= len(request) - at)
     return any(context.info.meanings == request.meanings(at, at + context.added) for context in known)
 
@@ -465,6 +471,6 @@ def _is_same_answer(one: SampledInfo, other: SampledInfo) -> bool:
 
 
 def _overlaps(one: ContextInfo, other: ContextInfo) -> bool:
-    """Return whether one context begins with all the messages of the other."""
+    """Return whether one of two contexts begins with all messages of the other."""
     size = min(len(one.meanings), len(other.meanings))
     return one.preamble == other.preamble and one.meanings[:size] == other.meanings[:size]
