@@ -3,8 +3,8 @@
 An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link. As
 when files are uploaded into a sandbox, devices, pipes and sockets are left out. `archive_cache.py` stores archives and unpacks them.
 
-What a task's file took from a variable of this machine (`${NAME}` in a Harbor task) is not packed. The machine that unpacks the task reads
-the variable from its own environment.
+Values that a task's file took from a variable of this machine (`${NAME}` in a Harbor task) are not packed. The machine that unpacks the
+task reads the variables from its own environment.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ TASK_FOLDER = "task"  # the task's own folder, if the archive contains all of it
 
 
 class PackedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task without machine-specific paths. The paths in `task` are relative to the archive's root."""
+    """A task that does not depend on this machine. The paths in `task` are relative to the archive's root."""
 
     task: Task
     archive: str = ""  # the archive's SHA-256 in hex; empty if the task has no files
 
 
 class ArchiveFiles:
-    """The files and folders of an archive: a name in the archive and a path on this machine each."""
+    """The files and folders of an archive: the name of each in the archive, with its path on this machine."""
 
     def __init__(self) -> None:
         self.roots: dict[str, Path] = {}
 
     def add(self, path: Path, name: str) -> Path:
-        """Add a file or folder, unless it is part of one that was added before. Return its path in the archive."""
+        """Add a file or folder, unless a folder that contains it was added before. Return its path in the archive."""
         path = path.absolute()
         for place, root in self.roots.items():
             if path.is_relative_to(root) and ".." not in (inside := path.relative_to(root)).parts:
@@ -51,7 +51,7 @@ class ArchiveFiles:
         return Path(name)
 
     def write(self, into: IO[bytes], check: Callable[[tarfile.TarInfo], None] = lambda member: None) -> None:
-        """Write the archive. `check` is called with each member first. Raise OSError if a file cannot be read."""
+        """Write the archive to `into`. Each member is first passed to `check`. Raise `OSError` if a file cannot be read."""
         with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, root in self.roots.items():
                 for member, path in _walk(name, root):
@@ -62,14 +62,14 @@ class ArchiveFiles:
                         tar.addfile(member)
 
     def digest(self) -> str:
-        """Return the archive's SHA-256 without storing the archive."""
+        """Return the SHA-256 of the archive without storing the archive."""
         hasher = _Hasher()
         self.write(hasher)  # type: ignore[arg-type]  # tarfile only writes to it
         return hasher.digest.hexdigest()
 
 
 class _Hasher:
-    """A file to write to that keeps only the hash of its content."""
+    """A writable file that keeps only the hash and the size of its content."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -85,7 +85,7 @@ class _Hasher:
 
 
 def pack_task(task: Task) -> PackedTask:
-    """Describe a task as data. This reads all of its files."""
+    """Pack a task, but compute only the digest of its archive. This reads all of the task's files."""
     packed, files = lay_out(task)
     if not files.roots:
         return PackedTask(task=packed)
@@ -96,13 +96,13 @@ def pack_task(task: Task) -> PackedTask:
 
 
 class TaskPacker:
-    """Packs tasks, each of them once."""
+    """Packs tasks, and remembers the results, so that each task is packed only once."""
 
     def __init__(self) -> None:
         self._packed: dict[str, asyncio.Future[PackedTask]] = {}  # by task id
 
     async def pack(self, task: Task) -> PackedTask:
-        """Pack a task in a thread. If that fails, the next call tries again."""
+        """Pack a task in a thread. If packing fails, the next call tries again."""
         packing = self._packed.get(task.id)
         if packing is None:
             packing = self._packed[task.id] = asyncio.ensure_future(asyncio.to_thread(pack_task, task))
@@ -114,15 +114,15 @@ class TaskPacker:
 
 
 def unreadable(task: Task, error: OSError) -> TaskError:
-    """Build the error for a file that cannot be packed."""
+    """Build the error for a task's file that cannot be read."""
     name = error.filename or "one of its files"
     return TaskError(f"task: {task.id}: {name} cannot be read ({error.strerror or error})", param="task")
 
 
 def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
-    """Decide where each of the task's files is in the archive. Return the task with those paths, and the files.
+    """Decide where each of the task's files is in the archive. Return the task with these paths, and the files.
 
-    A grading function in the task's own folder may read other files there, so the archive then contains all of that folder.
+    A grading function in the task's own folder may read other files in that folder, so the archive then contains the whole folder.
     """
     files = ArchiveFiles()
     folder = Path(task.source).absolute() if task.source else None
@@ -139,7 +139,10 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
 
 
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
-    """Return the task with each of its paths changed. `move` and `move_function` receive a path and a name for it in the archive."""
+    """Return the task with each of its paths changed by `move`, and the paths of its grading functions by `move_function`.
+
+    Both receive the path and a name for it in the archive.
+    """
 
     def move_script(script: Script, name: str) -> Script:
         return script if script.files is None else msgspec.structs.replace(script, files=move(script.files, name))
@@ -169,7 +172,7 @@ def function_names(grader: Grader | None) -> list[str]:
 
 
 def _walk(name: str, root: Path) -> Iterator[tuple[tarfile.TarInfo, Path]]:
-    """Yield the members of a file or folder, each folder before its content. Not recursive, because folders may be deeply nested."""
+    """Yield the members of a file or folder, each folder before its content. A loop is used, because folders may be deeply nested."""
     waiting = [(name, root, root.stat())]  # the root may be a link
     while waiting:
         name, path, status = waiting.pop()

@@ -1,11 +1,12 @@
 """Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
 
-Files are written under a temporary name and renamed, so that no process sees an incomplete one. Whatever is read is checked first: an
-archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in
-it. An archive is refused if it is too large or contains a link that points outside. The folder may be removed while no rollout runs.
+Files are written under a temporary name and renamed, so that no process sees an incomplete one. Everything is checked before it is read: an
+archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in it.
+An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no rollout is
+running.
 
-If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed, except those in use: a rollout of any
-process holds a lock on `<sha256>.lock`, whose modification time is the last use.
+If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: a rollout
+of any process holds a lock on `<sha256>.lock`. The modification time of this file is the time of the last use.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from turngate.tasks.archive import PackedTask, lay_out, move_paths, unreadable
 from turngate.tasks.host_env import add_host_values
 from turngate.tasks.task import Task
 
-MAX_BYTES = 256_000_000  # of an archive
+MAX_BYTES = 256_000_000  # maximum size of an archive
 _SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `ctime` than any later change
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_VARIABLE = "TURNGATE_ARCHIVE_CACHE_GB"
 _CACHE_GB = 20.0
-_GRACE_S = 60.0  # an archive that arrived just now is not removed before its rollout starts
+_GRACE_S = 60.0  # how long a new archive is kept in any case, so that it is not removed before its rollout starts
 _STALE_S = 86400.0
 _NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
 
@@ -50,20 +51,23 @@ class ArchiveError(TurngateError):
 
 
 class ArchiveCache:
-    """The archives of one folder, which several processes may use at the same time."""
+    """The archives in one folder, which several processes may use at the same time."""
 
     def __init__(
         self, folder: Path | None = None, max_bytes: int = MAX_BYTES, cache_bytes: float | None = None
     ) -> None:
-        """`max_bytes` limits one archive, `cache_bytes` all of them. None: as set in the environment."""
+        """Create a cache. `max_bytes` limits the size of one archive, and `cache_bytes` that of all archives together.
+
+        If `cache_bytes` is None, the limit is read from the environment variable `TURNGATE_ARCHIVE_CACHE_GB`.
+        """
         self._folder = folder or cache_folder() / "archives"
         self._max_bytes = max_bytes
         self._cache_bytes = read_cache_bytes(os.environ) if cache_bytes is None else cache_bytes
         self._unpacking = threading.Lock()
-        self._checked: dict[str, bytes] = {}  # the state of a folder when it was last found equal to its archive
+        self._checked: dict[str, bytes] = {}  # the state of each folder when it was last found equal to its archive
 
     def store(self, task: Task) -> PackedTask:
-        """Pack a task, and keep its archive. Raise `TaskError` if other machines could not use it."""
+        """Pack a task and store its archive. Raise `TaskError` if other machines could not use the archive."""
         packed, files = lay_out(task)
         if not files.roots:
             return PackedTask(task=packed)
@@ -88,16 +92,16 @@ class ArchiveCache:
         return PackedTask(task=packed, archive=digest)
 
     def has(self, digest: str) -> bool:
-        """Return whether the archive is here. It may still be damaged."""
+        """Return whether an archive is in the cache. It may be damaged."""
         return self._path(digest).is_file()
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of an archive, to send them to another machine."""
+        """Return the content of an archive, for sending it to another machine."""
         with self._open(digest) as file:
             return file.read()
 
     def add(self, digest: str, data: bytes) -> None:
-        """Keep an archive from another machine."""
+        """Store an archive that was received from another machine."""
         if len(data) > self._max_bytes:
             raise ArchiveError(f"archive {digest[:12]} has {len(data)} bytes; the limit is {self._max_bytes}")
         if hashlib.sha256(data).hexdigest() != digest:
@@ -109,7 +113,7 @@ class ArchiveCache:
 
     @contextmanager
     def hold(self, digest: str) -> Iterator[None]:
-        """Keep an archive and its folder in the cache while the block runs. An empty digest is no archive."""
+        """Keep an archive and its folder in the cache while the block runs. Do nothing if `digest` is empty."""
         if not digest:
             yield
             return
@@ -122,7 +126,7 @@ class ArchiveCache:
                 os.utime(lock.fileno())
 
     def open_task(self, packed: PackedTask, environment: Mapping[str, str]) -> Task:
-        """Return the task with paths on this machine and values from `environment`. Unpack its archive if necessary."""
+        """Return a packed task with paths on this machine and values from `environment`. Unpack its archive if necessary."""
         task = add_host_values(packed.task, environment)
         root = self._unpack(packed.archive) if packed.archive else None
 
@@ -148,7 +152,7 @@ class ArchiveCache:
 
     @contextmanager
     def _write_file(self) -> Iterator[IO[bytes]]:
-        """Create a temporary file, which `_keep` moves into place."""
+        """Create a temporary file that `_keep` can move into place. It is removed after the block otherwise."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NEW, delete=False) as new:
@@ -165,7 +169,7 @@ class ArchiveCache:
 
     @contextmanager
     def _open(self, digest: str) -> Iterator[IO[bytes]]:
-        """Open an archive whose content matches its name. A damaged one is removed, so that it is fetched again."""
+        """Open an archive after checking that its content matches its name. Remove a damaged archive, so that it is fetched again."""
         path = self._path(digest)
         try:
             file = path.open("rb")
@@ -183,7 +187,7 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives until the cache is small enough."""
+        """Remove the least recently used archives until the cache does not exceed its limit."""
         now, entries = time.time(), []
         for path in self._folder.glob(".*"):  # left behind by a process that was killed
             if path.name.startswith((_NEW, _UNPACK)) and now - _last_use(path) > _STALE_S:
@@ -200,7 +204,7 @@ class ArchiveCache:
                 size -= freed
 
     def _remove_unused(self, digest: str) -> bool:
-        """Remove an archive and its folder. Return False if a rollout uses it."""
+        """Remove an archive and its folder. Return False if a rollout is using them."""
         with self._open_lock(digest) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +225,7 @@ class ArchiveCache:
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _unpack(self, digest: str) -> Path:
-        """Return the folder with the archive's content. Write it again if it is missing or differs from the archive."""
+        """Return the folder with an archive's content. Write the folder again if it is missing or differs from the archive."""
         folder = self._folder / digest
         before = _read_state(folder)
         if before is not None and self._checked.get(digest) == before:
@@ -255,7 +259,7 @@ class ArchiveCache:
 
 
 def read_cache_bytes(environment: Mapping[str, str]) -> float:
-    """Return how large the cache may become, in bytes. 0 in the environment means no limit."""
+    """Return the maximum size of the cache in bytes. A value of 0 in the environment means no limit."""
     text = environment.get(CACHE_VARIABLE) or str(_CACHE_GB)
     try:
         size = float(text)
@@ -277,7 +281,7 @@ def _last_use(path: Path) -> float:
 
 
 def _measure(archive: Path) -> int:
-    """Return about how many bytes an archive takes, with its folder. The folder is as large as the archive."""
+    """Return the approximate disk space of an archive and its unpacked folder. The folder is counted as large as the archive."""
     try:
         return archive.stat().st_size * (2 if archive.with_suffix("").is_dir() else 1)
     except OSError:
@@ -296,7 +300,7 @@ def _remove(path: Path) -> None:
 
 
 class _BoundedWriter:
-    """Writes to a file, hashes what it writes, and stops at a limit."""
+    """Writes to a file and hashes the data. Raises `TaskError` if there is more than `limit` bytes of it."""
 
     def __init__(self, file: IO[bytes], limit: int, task: str) -> None:
         self._file, self._limit, self._task = file, limit, task
@@ -326,16 +330,17 @@ def _read_members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.Ta
 
 
 def _set_modes(file: IO[bytes], folder: Path) -> None:
-    """Set the permissions that `unpack` does not keep. The folder is new, so no other process has changed it."""
+    """Set the permissions that `unpack` does not preserve. The folder is new, so no other process has changed it."""
     for _, member in _read_members(file):
         if member.isreg() or member.isdir():
             (folder / member.name).chmod(member.mode)
 
 
 def _read_state(folder: Path) -> bytes | None:
-    """Return a hash that differs after every change in a folder, without reading its files. Return None if it just changed.
+    """Return a hash of a folder's state that changes with every change in it, without reading its files.
 
-    It relies on the time of the last change of each file (`ctime`), which no program can set, but whose clock may be coarse.
+    Return None if the folder has just changed. The hash includes the change time of each file (`ctime`). No program can set it, but its
+    clock may be coarse.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()
@@ -357,7 +362,7 @@ def _read_state(folder: Path) -> bytes | None:
 
 
 def _matches(file: IO[bytes], folder: Path) -> bool:
-    """Return whether a folder contains exactly what the archive does."""
+    """Return whether a folder contains exactly the content of an archive."""
     if not folder.is_dir():
         return False
     expected: set[Path] = set()

@@ -1,6 +1,6 @@
-"""Environment values that belong to a machine: a task's file may refer to them by name, so that it contains no secrets.
+"""Environment values that belong to this machine. A task's file refers to them by name, so that it contains no secrets.
 
-They do not leave the machine. A task that is sent elsewhere names the variables, and the machine that runs it has its own values.
+The values do not leave the machine. A task that is sent to another machine names only the variables, and that machine uses its own values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESERVED_PREFIXES = ("TURNGATE_", "PG")  # keys of this machine's gateway and of
 
 
 def remove_host_values(task: Task) -> Task:
-    """Remove the values that are this machine's. `task.host_env` still names their variables."""
+    """Return the task without the values that come from this machine. `task.host_env` still names their variables."""
     removed = {(variable.place, variable.name) for variable in task.host_env}
 
     def keep(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
@@ -26,7 +26,7 @@ def remove_host_values(task: Task) -> Task:
 
 
 def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
-    """Add the values that `remove_host_values` removed, from the variables of this machine."""
+    """Return the task with the values that `remove_host_values` removed, read from the variables in `environment`."""
     values = {
         (one.place, one.name): read_variable(one.variable, environment, f"task {task.id}", one.default)
         for one in task.host_env
@@ -39,7 +39,10 @@ def add_host_values(task: Task, environment: Mapping[str, str]) -> Task:
 
 
 def find_host_values(task: Task) -> list[str]:
-    """Return the values in the task's environments that come from this machine and may be secret. Defaults come from the task's file."""
+    """Return the values in the task's environments that come from this machine and may be secret.
+
+    Defaults from the task's file are not secret.
+    """
     found: list[str] = []
 
     def collect(place: str, env: Mapping[str, str]) -> Mapping[str, str]:
@@ -52,7 +55,7 @@ def find_host_values(task: Task) -> list[str]:
 
 
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
-    """Return a variable of this machine. `user` names in errors what needs it."""
+    """Return the value of a variable of this machine. `user` is what needs the variable, for error messages."""
     if name.startswith(RESERVED_PREFIXES):
         raise ConfigError(
             f"{user} must not use the environment variable {name}, because names that start with "
@@ -70,7 +73,7 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
 
 
 def _change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
-    """Change each of the task's environments: the sandbox's, the grader's and the solution's."""
+    """Return the task with each of its environments changed: that of the sandbox, the grader and the solution."""
 
     def change_script(script: Script, _: str) -> Script:
         return msgspec.structs.replace(script, env=change("grader", script.env))

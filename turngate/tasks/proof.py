@@ -1,6 +1,6 @@
 """Proof that a task measures what it asks for: its reference solution scores 1, and doing nothing scores 0.
 
-The solution is applied in a separate sandbox, as if an agent had done it, and the resulting work is graded like any other.
+The solution is applied in a separate sandbox, as if an agent had applied it, and the resulting work is graded like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAIL = 600  # characters of a failed solution's output to report
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of proving one task."""
+    """The result of an attempt to prove one task."""
 
     task: str
     verdict: Verdict
@@ -40,7 +40,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
-    """Grade the untouched task and the solved one, each in fresh sandboxes. Raise only on cancellation."""
+    """Grade the untouched task and the reference solution, each in fresh sandboxes. Raise only `CancelledError`."""
     started = time.monotonic()
     proof = await _prove(task, environment)
     return msgspec.structs.replace(proof, seconds=time.monotonic() - started)
@@ -76,7 +76,7 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
 
 
 def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
-    """Check only that the grader works and does not give the untouched task the full reward."""
+    """Check only that the grader works and does not give full reward for the untouched task."""
     if untouched.kind != "graded" or untouched.reward == 1.0:
         mismatch = _explain_mismatch(untouched, 0.0, "the untouched task")
         return Proof(task=task.id, verdict=_verdict(untouched), message=mismatch, untouched=untouched)
@@ -85,7 +85,7 @@ def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
 
 
 def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironment:
-    """Return the environment with a separate log for this grading."""
+    """Return the environment with a separate log file, whose name ends with `name`."""
     if environment.log is None:
         return environment
     return msgspec.structs.replace(
@@ -94,7 +94,7 @@ def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironm
 
 
 def _explain_mismatch(grade: Grade, expected: float, what: str) -> str:
-    """Explain how a grade differs from the expected reward. Return an empty string if it does not."""
+    """Explain how a grade differs from the expected reward. Return an empty string if it does not differ."""
     if grade.kind != "graded" or grade.reward is None:
         return f"{what}: {grade.kind}: {grade.message or 'the grader returned no reward'}"
     if not math.isclose(grade.reward, expected, abs_tol=1e-9):
@@ -131,7 +131,7 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
 
 
 async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: float) -> None:
-    """Apply a solution. If it has files, copy them to the folder `where` first."""
+    """Apply a solution in a sandbox. If it has files, copy them to the sandbox's folder `where` first."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
         _check_success(done, "the reference patch does not apply")

@@ -1,6 +1,6 @@
 """Turn a task's reference solution into shell commands, for a scripted model that solves the task in place of a real one.
 
-Each command is short enough to be one tool call of an agent. The first ones write the solution's files, the last one applies them.
+Each command is short enough for one tool call of an agent. The first commands write the solution's files, and the last one applies them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ exec patch -p1 --batch --forward
 """
 SOLVE_ENV = {"DEBIAN_FRONTEND": "noninteractive"}  # for solve.sh
 MAX_BYTES = 128 * 1024  # a larger solution would need too many tool calls
-_COMMAND_CHARS = 6000  # per command; an agent limits the tokens of a reply
-_PIECE_BYTES = 4000  # of a file per command; base64 makes them a third longer
+_COMMAND_CHARS = 6000  # maximum length of a command, because an agent limits the tokens of a reply
+_PIECE_BYTES = 4000  # maximum size of a file's piece in one command; base64 makes it a third longer
 _DELIMITER = "END_OF_FILE"
 _MODEL_SYNTAX = re.compile(r"<\||</?(tool_call|think)>")  # a tokenizer would read these as special tokens
 
 
 def solution_folders(backend: Backend) -> tuple[str, ...]:
-    """Return the folders that the commands need at the root of a sandbox. A sandbox without its own root has none."""
+    """Return the folders that the commands need at the root of a sandbox, or none if the sandbox shares the host's root."""
     return (SOLUTION,) if backend.relocates else ()
 
 
 def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
-    """Return the commands that apply a solution in a sandbox. Raise `TaskError` if it cannot be written as commands."""
+    """Return the commands that apply a solution in a sandbox. Raise `TaskError` if the solution cannot be turned into commands."""
     if solution.env:
         raise TaskError("its solution needs environment variables, which a trace must not contain", param="solution")
     folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
@@ -79,7 +79,7 @@ def _is_program(solution: Solution, name: str) -> bool:
 
 
 def _write_file(target: str, data: bytes) -> Iterator[str]:
-    """Yield shell commands that write a file in pieces: text as it is, everything else in base64."""
+    """Yield shell commands that write a file: short text as it is, everything else as base64, in pieces."""
     text = _decode(data)
     if text is not None and len(data) <= _PIECE_BYTES:
         yield f"cat > {target} <<'{_DELIMITER}'\n{text}{_DELIMITER}"
@@ -90,7 +90,7 @@ def _write_file(target: str, data: bytes) -> Iterator[str]:
 
 
 def _decode(data: bytes) -> str | None:
-    """Return a file's text if a shell's here-document can hold it exactly, or else None."""
+    """Return the text of a file, or None if a here-document in a shell command cannot reproduce it exactly."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

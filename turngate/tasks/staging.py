@@ -1,4 +1,4 @@
-"""Set up a task in a sandbox, identically for the agent and for the grader."""
+"""Set up a task in a sandbox, in the same way for the agent and for the grader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IMAGELESS = ("local", "bubblewrap")  # sandboxes that use this machine's own fil
 def build_sandbox_spec(
     task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()
 ) -> SandboxSpec:
-    """Describe the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings."""
+    """Build the spec of the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings."""
     if task.files is None and not image:  # the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
             raise TaskError(
@@ -47,7 +47,7 @@ async def upload_files(sandbox: Sandbox, task: Task) -> None:
 
 
 async def run_setup(sandbox: Sandbox, task: Task) -> None:
-    """Run the task's setup script. Raise TaskError if it fails."""
+    """Run the task's setup script. Raise `TaskError` if it fails."""
     if not task.setup:
         return
     result = await sandbox.exec(["sh", "-e", "-c", task.setup], timeout_s=task.setup_timeout_s)

@@ -21,11 +21,11 @@ MAX_INSTRUCTION = 1_000_000  # characters
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
-    """A script that grades the agent's work in a fresh sandbox. `files` are copied to /tests there, after the work."""
+    """A script that grades the agent's work in a fresh sandbox. `files` are copied to /tests in that sandbox, after the work."""
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
-    # A command that runs the agent's work in a separate sandbox. `command` then sees only its output.
+    # A command that runs the agent's work in a separate sandbox. `command` then sees only the output of the probe.
     probe: tuple[str, ...] = ()
     decides: Literal["reward file", "exit code"] = "reward file"
     timeout_s: float = 900.0  # applies to the probe and to the command separately
@@ -41,7 +41,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
 
 
 class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
-    """A repository's tests that grade the work: the failing tests must pass, and the passing ones must still pass."""
+    """A repository's tests, which grade the work: failing tests must pass, and passing tests must still pass."""
 
     repo: str
     base_commit: str  # empty if the task's files are not a git repository
@@ -57,7 +57,7 @@ class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One weighted grader of a rubric."""
+    """One grader of a rubric, with its weight."""
 
     name: str
     weight: float
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rubric(msgspec.Struct, frozen=True, kw_only=True, tag="rubric"):
-    """Several weighted graders. The reward is the weighted mean of their rewards, or None if one of them is missing."""
+    """Several graders with weights. The reward is the weighted mean of their rewards, or None if one of them gives no reward."""
 
     parts: tuple[Part, ...]
 
@@ -83,20 +83,20 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 HostPlace = Literal[
     "environment", "grader", "solution"
-]  # an environment of a task: of its sandbox, its grader or its solution
+]  # the environment variables of a task's sandbox, its grader or its solution
 
 
 class HostVariable(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment value that the loader read from a variable of this machine: `${NAME}` or `${NAME:-default}` in the task's file."""
+    """An environment value of a task that comes from a variable of this machine: `${NAME}` or `${NAME:-default}` in the task's file."""
 
     place: HostPlace
-    name: str  # in that environment
-    variable: str  # on this machine
+    name: str  # name of the value in that environment
+    variable: str  # name of the variable on this machine
     default: str | None = None
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """An instruction with its environment and grader."""
+    """An instruction for an agent, the environment in which the agent works, and the grader of its work."""
 
     id: str
     instruction: str
@@ -112,8 +112,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     grader: Grader | None = None
     solution: Solution | None = None
     tools: tuple[HostTool, ...] = ()  # tools that the agent may call through the gateway
-    env: Mapping[str, str] = {}  # for every command in the sandbox
-    host_env: tuple[HostVariable, ...] = ()  # which values of its environments are this machine's, and may be secret
+    env: Mapping[str, str] = {}  # environment variables of every command in the sandbox
+    host_env: tuple[
+        HostVariable, ...
+    ] = ()  # values in the task's environments that come from this machine and may be secret
     metadata: Mapping[str, Json] = {}
     source: str = ""  # origin shown in messages: a folder, or a file and row
 
@@ -128,7 +130,10 @@ def change_graders(
     change_script: Callable[[Script, str], Script],
     change_function: Callable[[Function, str], Function] = lambda function, name: function,
 ) -> Grader | None:
-    """Return the grader with its scripts and functions changed. The changes also receive a name that is unique within the task."""
+    """Return the grader with its scripts and functions changed by `change_script` and `change_function`.
+
+    Both also receive a name for the grader that is unique within the task.
+    """
 
     def change(one: Script | Function | Swe, name: str) -> Script | Function | Swe:
         match one:
@@ -161,5 +166,5 @@ def check_instruction(instruction: str, where: str) -> str:
 
 
 def to_task_id(name: str) -> str:
-    """Turn any name into a task id of letters, digits, `_`, `.` and `-`, so that it can be used as a folder name and a label."""
+    """Convert any name to a task id of letters, digits, `_`, `.` and `-`, which can be used as a folder name and a label."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "task"

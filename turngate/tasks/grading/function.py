@@ -4,8 +4,8 @@
         text = (subject.folder / "answer.txt").read_text()
         return 1.0 if text.strip() == "42" else 0.0
 
-It receives a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh sandbox
-with the work copied in. It returns a number or a `Grade`. If it raises an exception, there is no reward.
+The function receives a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh
+sandbox with a copy of the work. It returns a number or a `Grade`. If it raises an exception, it gives no reward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """The agent's final working folder, or the initial one for the untouched task. None of its links point outside."""
+        """The agent's final working folder or, for the untouched task, the initial one. None of its links point outside it."""
         return self._work.folder
 
     @property
@@ -58,7 +58,10 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a command in a fresh sandbox with the work copied in. All calls use the same sandbox. Processes left running are killed."""
+        """Run a command in a fresh sandbox with a copy of the work, and kill processes that it leaves running.
+
+        All calls use the same sandbox.
+        """
         return await self._sandbox_owner.exec(command, env, stdin, timeout_s)
 
     def run(
@@ -69,13 +72,16 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a command like `exec`, for a function that is not async."""
+        """Do the same as `exec`, for a grading function that is not async."""
         coroutine = self._sandbox_owner.exec(command, env, stdin, timeout_s)
         return asyncio.run_coroutine_threadsafe(coroutine, self._sandbox_owner.loop).result()
 
 
 class _SubjectSandbox:
-    """The sandbox of a subject, created on first use. It records a fault, so that a function cannot turn it into a reward."""
+    """The sandbox of a subject, created when it is first used.
+
+    It records sandbox faults, so that a function that catches the exception cannot turn a fault into a reward.
+    """
 
     def __init__(
         self, task: Task, work: Work | None, environment: GradingEnvironment, life_s: float, log: GraderLog
@@ -157,7 +163,10 @@ async def _open_subject(
 
 
 async def _call_function(function: Callable[[Subject], Any], subject: Subject) -> object:
-    """Call an async function directly and any other in a separate thread, which is abandoned on a timeout because it cannot be killed."""
+    """Call an async function in the event loop, and any other function in its own thread.
+
+    A thread cannot be killed, so it is abandoned if the function times out.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(subject)
     loop = asyncio.get_running_loop()
@@ -184,7 +193,7 @@ async def _call_function(function: Callable[[Subject], Any], subject: Subject) -
 
 
 def find_function_file(task: Task, name: str) -> Path | None:
-    """Return the file of a function named as `file.py:function`, or None for `module:function`."""
+    """Return the file of a function that is named `file.py:function`. Return None for `module:function`."""
     location, _, _ = name.rpartition(":")
     if not location.endswith(".py"):
         return None

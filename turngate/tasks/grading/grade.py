@@ -6,8 +6,8 @@
         the control returns no reward either    → invalid task
     a sandbox, a disk or Turngate itself fails  → infrastructure fault: retried, and never given a reward
 
-If the sandbox stops while the work is in it (the work's processes can cause that), or its output cannot be read, grading is retried once
-before the work is considered at fault.
+The work's processes can stop the sandbox or make its output unreadable. If that happens, grading is retried once before the work is
+considered at fault.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ async def _grade_work(task: Task, work: Work | None, environment: GradingEnviron
 async def _grade_with(
     task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> Grade:
-    """Grade with one grader. If it returns no reward, run the control to find out whether the task or the work is at fault."""
+    """Grade with one grader. If it gives no reward, run the control to find out whether the task or the work is at fault."""
     control = partial(_run_control, task, grader, environment)
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade
@@ -122,7 +122,7 @@ def _describe_loss(error: SandboxError) -> str:
 async def _run_on_work(
     task: Task, grader: SingleGrader, work: Work, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    """Run a grader on the work. Turn an unexpected error into `Undecided`: the control shows whether it also happens without the work."""
+    """Run a grader on the work. Convert an unexpected error to `Undecided`, so that the control shows whether the work caused it."""
     try:
         return await _run_grader(task, grader, work, environment, log)
     except (Undecided, TurngateError, OSError):
@@ -179,7 +179,7 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Fingerprint a task's files by size and modification time, which is cheap. A task may be edited during a run."""
+    """Return the size and modification time of each of a task's files. A task may be edited during a run, and this is a cheap check."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

@@ -31,7 +31,7 @@ FOREIGN_TIMEOUT_S = 60.0  # time limit for a `swebench` parser
 MAX_LINE = 8192  # characters; longer lines are never results
 FOREIGN_KINDS = ("swebench", "rebench")
 
-# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is ignored: its test counts as missing.
+# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is ignored, so its test counts as missing.
 _CASES: dict[str, CaseOutcome] = {
     "PASSED": "passed",
     "XFAIL": "passed",
@@ -43,9 +43,9 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
-    """Return the outcome of every test in a log. This may block for a minute, so never call it in an event loop.
+    """Return the outcome of every test in a log. This may block for a minute, so do not call it in an event loop.
 
-    Raise `Undecided` if the parser cannot read this log, and `TaskError` if the parser does not exist.
+    Raise `Undecided` if the parser cannot read the log, and `TaskError` if the parser does not exist.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name](_clean_lines(log))
@@ -55,7 +55,7 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def has_parser(name: str) -> bool:
-    """Return whether a parser exists. Raise `ConfigError` if only `swebench` can tell and it is not installed."""
+    """Return whether a parser exists. Raise `ConfigError` if that depends on the `swebench` package and it is not installed."""
     if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")
@@ -83,7 +83,7 @@ _ELSEWHERE = re.compile(r" <- \S+$")
 
 
 def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse pytest's output. The summary takes precedence over progress lines. Output of tests in between is ignored."""
+    """Parse pytest's output. The summary takes precedence over progress lines, and the output of tests is ignored."""
     progress: dict[str, CaseOutcome] = {}
     summary: dict[str, CaseOutcome] = {}
     last: dict[str, CaseOutcome] = {}  # the current run's last summary, because a test may have printed one earlier
@@ -106,7 +106,10 @@ def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
 
 
 def _worse(one: CaseOutcome | None, other: CaseOutcome) -> CaseOutcome:
-    """Combine two lines about one test. A test that passed and then failed in teardown has both, in the order given to `-r`."""
+    """Return the worse of two outcomes of one test.
+
+    A test that passed and then failed in teardown has two lines, in the order given to `-r`.
+    """
     return one if one in ("failed", "error") and other not in ("failed", "error") else other
 
 
@@ -121,7 +124,7 @@ def _parse_summary_line(line: str) -> tuple[str, CaseOutcome] | None:
 
 
 def _strip_reason(text: str) -> str:
-    """Strip the reason from `path::test[a - b] - why`. A parameter may contain any text and ends with a bracket."""
+    """Return the test's name from `path::test[a - b] - why`. A parameter may contain any text and ends with a bracket."""
     at = text.find(" - ")
     first = at
     while at >= 0:
@@ -151,7 +154,7 @@ _AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
 
 
 def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse `test_x (module.Class.test_x) ... ok`. A test's docstring or output may appear in between, on separate lines."""
+    """Parse lines like `test_x (module.Class.test_x) ... ok`. A test's docstring or output may be on lines in between."""
     cases: dict[str, CaseOutcome] = {}
     test = ""
     for line in lines:
@@ -181,7 +184,7 @@ def _unittest_case(word: str) -> CaseOutcome | None:
 
 
 def _clean_lines(log: str) -> Iterator[str]:
-    """Yield the lines that may be results, without colours."""
+    """Yield the lines of a log that may contain results, without colours."""
     for line in log.split("\n"):
         if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()
@@ -269,7 +272,7 @@ def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
 
 
 def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
-    """Run `swebench` in a separate process. If a log cannot be parsed, the work may be at fault, so the control decides."""
+    """Run `swebench` in a separate process. Raise `Undecided` if it cannot parse a log, because the work may be at fault."""
     command = [sys.executable, "-I", "-c", _SWEBENCH_SCRIPT, *arguments]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603

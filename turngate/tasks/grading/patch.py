@@ -1,4 +1,4 @@
-"""Parsing of patch headers, to find the files that a patch touches."""
+"""Find the files that a patch touches, by parsing its headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PLAIN = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a":
 
 
 def find_touched_files(patch: str) -> tuple[str, ...]:
-    """Return the paths of all files that a patch changes, adds, removes or renames. A rename has two paths."""
+    """Return the paths of all files that a patch changes, adds, removes or renames. For a rename, return both paths."""
     paths: dict[str, None] = {}
     old = new = 0  # lines that remain in the current hunk
     for line in patch.split("\n"):
@@ -39,7 +39,10 @@ def _paths_in_header(line: str) -> list[str]:
 
 
 def _paths_in_git_header(words: str) -> list[str]:
-    """Parse `a/x b/x`. If no text changes (a new mode, an empty or binary file), only this line contains the names."""
+    """Parse `a/x b/x` from a `diff --git` line.
+
+    Only this line contains the name if no text changes, as with a new mode or an empty or binary file.
+    """
     if words.startswith('"'):
         end = re.match(r'"(?:[^"\\]|\\.)*"', words)
         return [_unquote_name(end[0]).partition("/")[2]] if end else []
@@ -50,7 +53,10 @@ def _paths_in_git_header(words: str) -> list[str]:
 
 
 def _unquote_name(text: str) -> str:
-    """Unquote a name. Git quotes names with unusual characters, and may add a tab and a date after a name."""
+    """Return the file name from a header line, without Git's quotes and without a date after it.
+
+    Git quotes names with unusual characters.
+    """
     if not text.startswith('"'):
         return text.partition("\t")[0].rstrip()
     raw = text[1 : text.rindex('"')].encode("utf-8", "surrogateescape")

@@ -32,16 +32,16 @@ _HOST_ERRORS = (
 
 
 class Undecided(Exception):
-    """The grader returned no reward. The control decides whether the task or the work is at fault."""
+    """The grader gave no reward. The control decides whether the task or the work is at fault."""
 
 
 class OutputUnreadable(SandboxError):
-    """The output in the grader's sandbox cannot be read. If that happens twice with the same work, the work is at fault."""
+    """The output in the grader's sandbox cannot be read. If this happens twice with the same work, the work is at fault."""
 
 
 @contextmanager
 def reading_output() -> Iterator[None]:
-    """Raise `OutputUnreadable` if a read fails after the work's code has run, because the sandbox may not be at fault."""
+    """Convert a failed read to `OutputUnreadable`. Once the work's code has run, the sandbox may not be at fault."""
     try:
         yield
     except (SandboxGone, SandboxFileMissing, OutputUnreadable):
@@ -53,14 +53,14 @@ def reading_output() -> Iterator[None]:
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a test run: the outcomes in its log, and the witness's report."""
+    """The evidence from a test run: the outcomes in its log, and the witness's report."""
 
     cases: Mapping[str, CaseOutcome]
     report: WitnessReport
 
 
 class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A grader's decision. `evidence` is set if the decision is based on tests."""
+    """The decision of a grader. `evidence` is set if the decision is based on tests."""
 
     grade: Grade
     evidence: RunEvidence | None = None
@@ -70,7 +70,7 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 
 
 class GraderLog:
-    """The output of graders, without the values of secret variables and without `hidden` values."""
+    """The output of graders. The values in `hidden` and the values of secret variables are replaced with `***`."""
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:
         self._parts: list[bytes] = []

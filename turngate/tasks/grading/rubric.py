@@ -1,4 +1,4 @@
-"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean, or None if a reward is missing."""
+"""Grading with several graders, each in its own sandboxes. The reward is their weighted mean, or None if one of them gives no reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "age
 
 
 async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Grade]]) -> Grade:
-    """Grade every part with `grade_part`, even after one has failed, so that no result is lost."""
+    """Grade every part with `grade_part`, and combine the grades. A failed part does not prevent grading the others."""
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
         raise TaskError(

@@ -1,4 +1,4 @@
-"""A fresh sandbox for a grader, with the agent's work copied in. No agent ever runs in it.
+"""A fresh sandbox for a grader, into which the agent's work is copied. No agent ever runs in it.
 
     async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as the agent found it
         notes = await upload_work(sandbox, work.folder)                     # the task as the agent left it
@@ -34,10 +34,10 @@ TESTS, LOGS = "/tests", "/logs"  # as in Harbor
 OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output to keep, from its start and its end
 DEFAULT_PIDS = 1024  # a grader's process limit, unless one is set
 CREATE_TIMEOUT_S = 900.0  # the image may need to be built
-STEP_TIMEOUT_S = 600.0  # for each of our own steps in the sandbox
+STEP_TIMEOUT_S = 600.0  # time limit of each of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
 SCRATCH_KIND = "grading"  # the kind of host folder that graders use
-SPARE_LIFE_S = 1800.0  # how long a sandbox may live beyond the grader's own time
+SPARE_LIFE_S = 1800.0  # how much longer a sandbox may live than the grader may take
 SYSTEM_PATH = (
     'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # system folders first, because PATH may point into the agent's work
 )
@@ -56,7 +56,7 @@ _COPY = f"""{SYSTEM_PATH}
 tar -cf - -C "$2/work" . | tar -xof - -C "$1"
 true
 """
-# The task's own links that point outside are never part of the work. Restore them unless something else is in their place.
+# Links of the task that point outside the working folder are never part of the work. Restore them unless something else is in their place.
 _RESTORE = f"""{SYSTEM_PATH}
 cd -- "$1" && tar -xof "$2/held.tar" || exit 1
 tar -xokf "$2/links.tar" 2>/dev/null
@@ -69,7 +69,7 @@ _swept: list[int] = []  # not empty once this process has removed old scratch fo
 
 @asynccontextmanager
 async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
-    """Create a sandbox without a network and set up the task in it. `life_s` is the time that the grader may take there."""
+    """Create a sandbox without a network, and set up the task in it. `life_s` is the time that the grader may take in the sandbox."""
     backend = environment.backend
     needed = staging.build_sandbox_spec(task, backend, image=environment.image, resources=environment.resources)
     limits = needed.resources
@@ -95,7 +95,7 @@ async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: f
 
 
 async def _stop_sandbox(sandbox: Sandbox) -> None:
-    """Stop the sandbox. A failed clean-up is logged but does not change the grade."""
+    """Stop a sandbox. If that fails, log the error, but do not change the grade."""
     try:
         await sandbox.stop()
     except SandboxError as error:
@@ -103,7 +103,7 @@ async def _stop_sandbox(sandbox: Sandbox) -> None:
 
 
 def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[str, str]:
-    """Return the folders of tests and logs: /tests and /logs, unless the sandbox shares the host's file system."""
+    """Return the folders for tests and logs. These are /tests and /logs, unless the sandbox shares the host's file system."""
     if environment.backend.relocates:
         return TESTS, LOGS
     return f"{sandbox.home}/grading{TESTS}", f"{sandbox.home}/grading{LOGS}"
@@ -112,13 +112,13 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
 async def upload_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Replace the contents of the working folder with the agent's work. The fresh `.git` stays unless the work has one.
+    """Replace the content of the sandbox's working folder with the agent's work. The original `.git` is kept unless the work has one.
 
-    Files that the agent deleted are deleted here too. Python caches are not copied: Python accepts an outdated cache if its source changed
-    within the same second and kept its length, and the work would then be graded with outdated code.
+    Files that the agent deleted are deleted in the sandbox too. Python caches are not copied. Python accepts an outdated cache if the
+    source changed within the same second and kept its length, so the work could be graded with outdated code.
 
-    `exclude` lists parts of the work to leave out, and `held` lists files of the fresh folder to keep unchanged. Return the files that
-    could not be copied.
+    `exclude` lists the paths in the work to leave out, and `held` the original files in the sandbox to keep unchanged. Return the files
+    that could not be copied.
     """
     private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
     kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # "/" matches no file
@@ -142,7 +142,7 @@ async def upload_work(
 
 
 def _find_blocking_paths(folder: Path, held: Sequence[str]) -> set[str]:
-    """Return the paths in the work that are not folders but must be folders for the held files."""
+    """Return the paths in the work that are not folders, although held files need folders there."""
     found = set()
     for path in held:
         for parent in PurePosixPath(path).parents:
@@ -163,7 +163,7 @@ def _find_caches(folder: Path) -> set[str]:
 
 @asynccontextmanager
 async def scratch_folder() -> AsyncIterator[Path]:
-    """Create a host folder for a grader's intermediate files. Remove leftovers of killed processes first."""
+    """Create a host folder for a grader's intermediate files. On first use, remove folders that killed processes have left."""
     if not _swept:
         _swept.append(await folders.sweep_folders(None, SCRATCH_KIND))
     folder = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")
@@ -174,7 +174,7 @@ async def scratch_folder() -> AsyncIterator[Path]:
 
 
 async def upload_private_files(sandbox: Sandbox, files: Mapping[str, bytes]) -> str:
-    """Upload our own small files together. Return their folder, whose name cannot be guessed."""
+    """Upload our own small files into a new folder of the sandbox. Return the folder, whose name cannot be guessed."""
     private = f"{sandbox.home}/.{secrets.token_hex(8)}"
     async with scratch_folder() as folder:
         await asyncio.to_thread(_write_files, folder, files)
@@ -189,7 +189,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 async def run_step(sandbox: Sandbox, script: str, *words: str, stdin: bytes = b"") -> ExecResult:
-    """Run one of our own small scripts. If it fails, raise SandboxError, because the sandbox is at fault."""
+    """Run one of our own small scripts in a sandbox. Raise `SandboxError` if it fails, because then the sandbox is at fault."""
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *words], cwd="/", stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     if done.timed_out or done.exit_code:
         stderr = done.stderr.decode("utf-8", "replace").strip()[-300:]

@@ -1,12 +1,12 @@
 """Grading with a script: Harbor's `tests/test.sh` or any other. The reward is read from a file or from the exit code.
 
-Without a probe, one sandbox is used: the work is copied in, then /tests, and then the script runs. After it ends, all processes that it
-left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so code written
-for this setup can overwrite the reward file while the tests run. The single sandbox stops common cheats, but not determined ones.
+Without a probe, one sandbox is used. The work is copied into it, then /tests, and then the script runs. When the script has ended, all
+processes that it left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so it can
+overwrite the reward file while the tests run. This setup stops common cheats, but not determined ones.
 
-With a probe, two sandboxes are used. The probe runs the work where only `tests/run.sh` and `tests/inputs/` are present. The second sandbox,
-the judge's, receives only what the probe left in /logs/probe. The agent's code never runs where the reward is decided or where the answers
-are.
+With a probe, two sandboxes are used. In the first, the probe runs the work, and only `tests/run.sh` and `tests/inputs/` are present. The
+second sandbox, the judge's, receives only the files that the probe left in /logs/probe. The agent's code therefore never runs in the
+sandbox that contains the answers and decides the reward.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MAX_REWARD_BYTES = 64_000  # largest reward file that is accepted
 _SIGNAL = 128  # exit codes above this mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
 _EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr
-# $1: logs, $2: tests. The three folders are the same as in Harbor.
+# $1: the folder for logs, $2: the folder for tests. The three folders are the same as in Harbor.
 _PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
 """
-# $1: logs. Restores permissions that the probe removed from its output.
+# $1: the folder for logs. Restores permissions that the probe removed from its output.
 _OPEN = f"""{grading_sandbox.SYSTEM_PATH}
 for folder in "$1" "$1/probe"; do [ -L "$folder" ] || chmod u+rwx -- "$folder"; done
 [ -L "$1/probe" ] || chmod -R u+rwX -- "$1/probe"
@@ -75,7 +75,10 @@ async def run_grader(
 async def _run_probe(
     task: Task, grader: Script, work: Work | None, environment: GradingEnvironment, log: GraderLog, folder: Path
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Run the work and copy its output to the host. Return notes, and environment variables that report to the judge how it ended."""
+    """Run the work in the probe's sandbox, and copy its output to the host.
+
+    Return environment variables that tell the judge how the probe ended, and notes.
+    """
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
@@ -101,7 +104,7 @@ async def _run_probe(
 
 
 def _copy_probe_files(files: Path | None, target: Path) -> None:
-    """Copy the files that the probe may see, which do not include the expected answers."""
+    """Copy the files that the probe may see. The expected answers are not among them."""
     target.mkdir()
     for name in PROBE_FILES:
         source = (files or target) / name

@@ -2,12 +2,12 @@
 
     fresh checkout → its tests at the base commit → the test patch → the work, without test files → install → run the tests
 
-Git and the test patch are only used on the fresh checkout, where none of the agent's hooks, filters and settings are present. All of the
-work is copied in except the test files: the files that the patch touches, the test folders around them, conftest.py and similar files.
-These stay as the task defines them. Files that the agent added and that would change how tests run are set aside and reported.
+Git and the test patch are used only on the fresh checkout, which has none of the agent's hooks, filters and settings. All of the work is
+then copied in, except the test files: the files that the patch touches, the test folders around them, conftest.py and similar files. These
+stay as the task defines them. Files that the agent added are set aside and reported if they would change how tests run.
 
-The log is parsed between two markers that only the wrapping shell knows. For pytest, a witness (`witness.py`) observes the run too. A case
-passed only if both the log and the witness show it.
+The log is parsed between two markers that only the wrapping shell knows. For pytest, a witness (`witness.py`) also observes the run. A case
+counts as passed only if both the log and the witness say so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STARTUP_MODULES = frozenset(
 ) | {"genericpath.py", "_collections_abc.py", "_sitebuiltins.py", "zipimport.py", "warnings.py"}
 FORBIDDEN_SUFFIXES = (".pth", ".egg-link", ".pyc")
 TEST_FOLDERS = ("test", "tests")
-# These contain other settings too, so the agent's versions are used unless their pytest settings changed.
+# These files contain other settings too, so the agent's versions are used unless their pytest settings have changed.
 SETTINGS_FILES = frozenset({"pyproject.toml", "setup.cfg", "tox.ini"})
 INSTALL_S = 1800.0
 _MAX_REPORT_BYTES = 64_000_000
@@ -164,7 +164,7 @@ def _find_patched_tests(task: Task, grader: Swe) -> tuple[str, ...]:
 
 
 async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[str], log: GraderLog) -> None:
-    """Set up the task's tests in a checkout that no agent has seen."""
+    """Set up the task's tests in a checkout that no agent has touched."""
     names = b"".join(os.fsencode(path) + b"\n" for path in changed)
     patch = grader.test_patch.encode("utf-8", "surrogateescape")
     ours = await grading_sandbox.upload_private_files(sandbox, {"touched": names, "patch": patch})
@@ -179,10 +179,10 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
 
 
 class _TestFiles:
-    """A predicate for files that belong to the tests.
+    """A predicate that returns whether a file belongs to the tests.
 
-    These are the files that the test patch touches, the test folders around them, the files that the cases name, and files that control
-    the runner. Without a test patch, they include the test folders around the cases. `base` lists the files of the base commit.
+    These are the files that the test patch touches, the test folders around them, the files that the cases name, and files that control the
+    runner. Without a test patch, the test folders around the cases also belong to them. `base` lists the files of the base commit.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
@@ -204,7 +204,7 @@ class _TestFiles:
         )
 
     def _shadows_module(self, parts: Sequence[str]) -> bool:
-        """Return whether the file would be imported as part of pytest or Python. A module inside a package would not."""
+        """Return whether a file would be imported as part of pytest or Python. A module inside a package of the work would not."""
         for part, prefix in _shadowing_parts(parts):
             inside = part in STARTUP_MODULES and prefix.rpartition("/")[0] in self.packages
             if prefix not in self._known and not inside:
@@ -213,7 +213,7 @@ class _TestFiles:
 
 
 def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each part of a path that is named like a pytest or Python module, and the path up to it."""
+    """Return each part of a path that has the name of a pytest or Python module, with the path up to it."""
     return [
         (part, "/".join(parts[: n + 1]))
         for n, part in enumerate(parts)
@@ -222,7 +222,10 @@ def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _case_file(case: str) -> str:
-    """Return the file that a case names, or "" for a doctest (`shop/sums.py::shop.sums.total`), whose file is not a test file."""
+    """Return the file that a case names.
+
+    Return an empty string for a doctest (`shop/sums.py::shop.sums.total`), whose file is not a test file.
+    """
     path, _, rest = case.partition("::")
     return "" if "." in rest.partition("::")[0].partition("[")[0] else path
 
@@ -243,9 +246,9 @@ def _steers_runner(parts: Sequence[str]) -> bool:
 async def _upload_work_around_tests(
     sandbox: Sandbox, work: Work, test_files: _TestFiles, checksums: Mapping[str, str], base: set[str]
 ) -> tuple[str, ...]:
-    """Copy in the work without changing the tests. Return notes on what was set aside.
+    """Copy the work into the sandbox without changing the tests. Return notes on the files that were set aside.
 
-    `checksums` contains the checksums of the tests' files as the agent found them.
+    `checksums` contains the checksums of the test files as the agent found them.
     """
     work_files = await asyncio.to_thread(_list_work_files, work.folder)
     test_files.packages = frozenset(
@@ -271,7 +274,7 @@ async def _list_files(sandbox: Sandbox) -> set[str]:
 
 
 def _list_work_files(folder: Path) -> set[str]:
-    """List the paths of all files in a folder. Links to folders count as files."""
+    """Return the paths of all files in a folder. A link to a folder counts as a file."""
     paths = set()
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if Path(place, name).is_symlink()]
@@ -282,7 +285,7 @@ def _list_work_files(folder: Path) -> set[str]:
 def _note_changes(
     folder: Path, exclude: set[str], work_files: set[str], originals: Mapping[str, str], settings: set[str]
 ) -> list[str]:
-    """Describe the agent's changes to files that it may not change."""
+    """Describe the agent's changes to files that it must not change."""
     notes = []
     for path in sorted(exclude):
         if _is_cache(path):
@@ -306,7 +309,7 @@ def _checksum(path: Path) -> str:
 
 
 async def _checksum_files(sandbox: Sandbox, test_files: _TestFiles) -> dict[str, str]:
-    """Return the checksums of the tests' files and of settings files, as the agent found them."""
+    """Return the checksums of the test files and the settings files, as the agent found them."""
     listed = await _list_files(sandbox)
     paths = [
         path
@@ -332,7 +335,7 @@ async def _checksum_files(sandbox: Sandbox, test_files: _TestFiles) -> dict[str,
 async def _find_changed_settings(
     sandbox: Sandbox, folder: Path, work_files: set[str], base: set[str], checksums: Mapping[str, str]
 ) -> set[str]:
-    """Find all settings files in which the agent changed the pytest settings."""
+    """Return the settings files in which the agent changed the pytest settings."""
     changed = set()
     for path in sorted(work_files | base):
         name = PurePosixPath(path).name
@@ -353,7 +356,7 @@ def _is_unchanged(path: Path, checksum: str | None) -> bool:
 
 
 def _read_settings(path: Path) -> bytes | None:
-    """Read a settings file. Return None if it is not a file that a tool would read."""
+    """Read a settings file. Return None if it is a link, is too large, or cannot be read."""
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_SETTINGS_BYTES:
             return None
@@ -372,7 +375,7 @@ async def _read_base_settings(sandbox: Sandbox, path: str) -> bytes | None:
 
 
 def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
-    """Return whether two settings files have the same pytest settings. An unreadable file differs from every other."""
+    """Return whether two settings files have the same pytest settings. A file that cannot be parsed differs from every other file."""
     try:
         if name.endswith(".toml"):
             one, other = (tomllib.loads(text.decode()).get("tool", {}).get("pytest") for text in (ours, theirs))
@@ -383,7 +386,10 @@ def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
 
 
 def _same_ini_settings(ours: str, theirs: str) -> bool:
-    """Compare two ini files. Parsers disagree about headers, so lines that mention pytest and unusual headers must not differ."""
+    """Return whether two ini files have the same pytest settings.
+
+    Parsers disagree about section headers, so the files must also not differ in lines that mention pytest or in unusual headers.
+    """
     one, other = ours.splitlines(), theirs.splitlines()
     for line in (line for line in {*one} ^ {*other} if line):
         if "pytest" in line.lower() or (line.lstrip().startswith("[") and not _HEADER.fullmatch(line)):
@@ -416,7 +422,7 @@ async def _install_work(sandbox: Sandbox, grader: Swe, log: GraderLog) -> None:
 
 
 async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: GraderLog) -> tuple[RunEvidence, int]:
-    """Run the tests, whose files are `own`. Return the evidence from the log and the witness, and the exit code."""
+    """Run the tests. Return the evidence from the log and the witness, and the exit code. `own` lists the test files."""
     key, start, end = (secrets.token_hex(24) for _ in range(3))
     source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
     tests = b"\0".join(os.fsencode(path) for path in (sandbox.workdir, *own))
@@ -478,7 +484,10 @@ def _check_decisive(grader: Swe, evidence: RunEvidence, code: int, *, untouched:
 
 
 def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
-    """Return the cases that passed according to the log but not the witness. If pytest was changed, return all that passed."""
+    """Return the cases that passed according to the log, but not according to the witness.
+
+    If pytest was changed during the run, return all cases that passed.
+    """
     passed = frozenset(case for case in _all_cases(grader) if evidence.cases.get(case) == "passed")
     if evidence.report.tampered:
         return passed
@@ -488,7 +497,10 @@ def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
 def _weigh_doubts(
     grader: Swe, evidence: RunEvidence, doubt: frozenset[str], base: RunEvidence | None
 ) -> tuple[RunEvidence, tuple[str, ...]]:
-    """Resolve doubtful cases. Doubts are ignored if the untouched task's tests cause doubts too."""
+    """Decide the doubtful cases, and return the evidence with their outcomes, and notes.
+
+    `base` is the evidence from the untouched task. If its tests cause doubts too, the doubts are ignored.
+    """
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):
         return evidence, ("the witness cannot watch this task's tests, so the log alone decides",)
@@ -527,7 +539,7 @@ def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
 
 
 def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
-    """Return the outcome of a case. Logs do not always name skipped tests, so the witness's report is used for these."""
+    """Return the outcome of a case. If the log does not name a case that was skipped, the witness's report is used."""
     if case not in evidence.cases and evidence.report.outcomes.get(case) == "skipped":
         return "skipped"
     return evidence.cases.get(case, "missing")

@@ -1,6 +1,6 @@
-"""Types for grading: the agent's work as copied to the host, and its grade.
+"""Types for grading: the agent's work as it was copied to the host, and its grade.
 
-A reward is a number that a grader actually returned. Without one it is None, and the outcome class states what was at fault.
+A reward is a number that a grader actually returned. If there is none, the reward is None, and the outcome class states what was at fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent's working folder, copied to the host after all of the agent's processes had ended."""
+    """A copy of an agent's working folder on the host, made after all of the agent's processes had ended."""
 
     folder: Path  # the copy; none of its links point outside
     left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason
@@ -27,7 +27,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment for grading. The backend always creates a fresh sandbox that no agent has touched."""
+    """The backend and the settings with which work is graded. Every grader runs in a fresh sandbox that no agent has touched."""
 
     backend: Backend
     image: str = ""  # takes precedence over the task's image

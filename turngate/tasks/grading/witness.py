@@ -1,16 +1,15 @@
-"""Write a signed record of what each test of a pytest run did, before the tested code can interfere. Runs inside the sandbox.
+"""Write a signed record of what each test of a pytest run does. Runs inside the sandbox.
 
 `swe.py` copies this file into a separate folder, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
-PYTHONPATH. It therefore runs when the interpreter starts, before any of the agent's code is imported. It reads and deletes the key,
+PYTHONPATH. The witness therefore starts with the interpreter, before any of the agent's code is imported. It reads and deletes the key,
 captures the current state of the parts of pytest and Python that it needs, and registers as one of the first plugins of pytest. A test
-passed if it raised no exception here, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
+passed if the witness saw no exception, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
 reported. A process that ends early leaves no end record.
 
-Code in the same process can in principle tamper with this too: the witness makes cheating hard, not impossible (docs/grading.md).
-Everything that runs after the start therefore uses only names that were captured in closures, not module globals that other code could
-replace.
+Code in the same process can in principle tamper with the witness too: it makes cheating hard, not impossible (docs/grading.md). Therefore
+everything that runs after the start uses only names that were captured in closures, not module globals that other code could replace.
 
-It needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run: without a key it does nothing.
+It needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run. Without a key, it does nothing.
 """
 
 # These rules do not fit old Python versions, or an interpreter that is still starting:
@@ -77,7 +76,7 @@ MAX_VISITED = 500  # objects reachable from one test
 
 
 def _make_signed_writer(key, path):
-    """Return a function that signs and appends one record. Everything that it uses is captured now."""
+    """Return a function that signs a record and appends it to the report. Everything that the function uses is captured now."""
     signed, dumps = hmac.new(key, b"", hashlib.sha256), json.dumps
     open_, write, close, getpid = os.open, os.write, os.close, os.getpid
     flags, owner, last = os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.getpid(), [b""]
@@ -99,7 +98,7 @@ def _make_signed_writer(key, path):
 
 
 def _snapshot():
-    """Return the location, current value and code of each guarded name."""
+    """Return the name, owner, attribute, current value and code of each guarded name."""
     known = []
     for module, names in GUARDED:
         try:
@@ -130,7 +129,7 @@ def _get(one, name):
 
 
 def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
-    """Return the code of all functions reachable from `value` through the attributes and closures in which decorators keep functions."""
+    """Return the code of all functions that are reachable from `value` through closures, and through attributes that decorators use."""
     seen, queue, found = {}, [value], []  # `seen` keeps the objects alive, because ids are reused
     while queue and len(seen) < most:
         one = queue.pop(0)
@@ -158,13 +157,16 @@ def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
 
 
 def _ownership_check(folder, tests):
-    """Return a check that a test's own function, not a replacement, is about to run. `tests` lists files that agents cannot change."""
+    """Return a function that checks that a test's own function, not a replacement, is about to run.
+
+    `tests` lists the files that agents cannot change.
+    """
     real, join, search, escape, open_ = os.path.realpath, os.path.join, re.search, re.escape, open
     reachable, code_of = _reachable_code, _code_of
     tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}
 
     def defines(file, name):
-        """Return whether the file defines a function with that name. The function of a generated test has an unknown name."""
+        """Return whether `file` defines a function called `name`. For a generated test, no file does."""
         if file not in texts:
             with open_(file, "rb") as source:
                 texts[file] = source.read().decode("utf-8", "replace")
@@ -190,7 +192,7 @@ def _ownership_check(folder, tests):
 
 
 def _safe(hook):
-    """Wrap a hook so that its failure does not fail the run."""
+    """Wrap a hook so that an exception in it does not fail the run."""
 
     def safely(*given):
         try:
@@ -202,11 +204,11 @@ def _safe(hook):
 
 
 class _Plugin(object):
-    """The plugin that pytest sees. Its hooks are closures, so that other code cannot change their state by accident."""
+    """The plugin that is registered with pytest. Its hooks are closures, so that other code cannot change their state by accident."""
 
 
 def _tampering_checks(record, plugin, place):
-    """Return two checks that report later changes: one for pytest itself, and one for the hooks around a test."""
+    """Return two functions that report changes since now: one checks pytest itself, and the other the hooks around a test."""
     known, hooks, most = _snapshot(), HOOKS, MAX_REPORTED
     folders = (os.path.realpath(place) + os.sep, place.rstrip(os.sep) + os.sep, os.getcwd() + os.sep)
     variables, code_of, name_of, sep = vars, _code_of, os.path.basename, os.sep
@@ -218,7 +220,7 @@ def _tampering_checks(record, plugin, place):
             record(odd=what)
 
     def check_pytest(config):
-        """Check that everything that determines an outcome is unchanged."""
+        """Report everything that determines outcomes and has changed."""
         for name, owner, attribute, value, code in known:
             if variables(owner).get(attribute) is not value or code_of(value) is not code:
                 report(name)
@@ -232,7 +234,7 @@ def _tampering_checks(record, plugin, place):
                     report(name + " of " + (file[len(within[0]) :] if within else file or "no file"))
 
     def check_wrappers(item):
-        """Check that no other wrapper is between the test and our hook."""
+        """Report a hook wrapper between the test and our hook, if there is one."""
         around = [
             one
             for one in item.ihook.pytest_runtest_call.get_hookimpls()
@@ -245,7 +247,7 @@ def _tampering_checks(record, plugin, place):
 
 
 def _test_names(configs):
-    """Return two functions: one returns pytest's root folder, the other a test's name as it appears in pytest's summary."""
+    """Return two functions. One returns pytest's root folder, and the other a test's name as it appears in pytest's summary."""
     join, relative, sep, started = os.path.join, os.path.relpath, os.sep, os.getcwd()
 
     def root():
@@ -260,7 +262,7 @@ def _test_names(configs):
 
 
 def _outcome_hooks(pytest, record, configs, is_own, checks):
-    """Return functions to call before and after a test's call, on its report, when it has finished, and at the end of the run."""
+    """Return the functions to call before a test, after it, on its report, when it has finished, and at the end of the run."""
     check_pytest, check_wrappers = checks
     root, name_in_log = _test_names(configs)
     functions = pytest.Function
@@ -314,7 +316,7 @@ def _outcome_hooks(pytest, record, configs, is_own, checks):
 
 
 def _add_hooks(pytest, plugin, before_call, after_call, on_report, on_finish, on_end):
-    """Add the hooks to the plugin. None of the functions ever raises."""
+    """Add hooks to the plugin that call the given functions, which never raise."""
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(item):
@@ -361,13 +363,13 @@ _pending = []
 
 
 def pytest_configure(config):
-    """Register the witness. pytest loads this module as one of its first plugins. A nested pytest run has no witness."""
+    """Register the witness. pytest calls this, because the module is one of its first plugins. A nested pytest run has no witness."""
     if _pending:
         _pending.pop()(config)
 
 
 def _runs_pytest():
-    """Return whether this process runs pytest, judging by its command line. Other programs must not use the key."""
+    """Return whether this process runs pytest, according to its command line. Other programs must not use the key."""
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().split(b"\0")[1:]
     names = (b"pytest", b"py.test")
@@ -383,7 +385,7 @@ def _read_test_list():
 
 
 def start_witness():
-    """If this process runs pytest, read and delete the key and prepare the witness."""
+    """Prepare the witness if this process runs pytest and there is a key, which is deleted."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
         return
     with open(HERE + "/key", "rb") as file:

@@ -1,4 +1,4 @@
-"""Parsing of the report that `witness.py` writes in the sandbox, up to the first invalid signature."""
+"""Parse the report that `witness.py` writes in the sandbox, up to the first invalid signature."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ReportLine(msgspec.Struct, frozen=True):
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The witness's observations of a test run. No test counts as passed unless the witness also saw the run end (`ended`)."""
+    """What the witness saw of a test run. A test counts as passed only if the witness also saw the end of the run (`ended`)."""
 
     started: bool = False
     ended: bool = False
@@ -40,12 +40,12 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.ended and bool(tests) and passed
 
     def _find_tests(self, case: str) -> list[str]:
-        """Return the tests of a case. A log may cut off a name at its first space."""
+        """Return the names of the tests that a case refers to. A log may cut off a test's name at its first space."""
         return [case] if case in self.outcomes else [t for t in self.outcomes if t.split(maxsplit=1)[:1] == [case]]
 
 
 def parse_report(key: bytes, report: bytes) -> WitnessReport:
-    """Parse the lines of a report, up to the first whose signature is invalid. A signature also covers the previous one."""
+    """Parse a report up to the first line with an invalid signature. Each signature also covers the previous one."""
     last, started, ended = b"", False, False
     outcomes: dict[str, WitnessOutcome] = {}
     tampered: set[str] = set()

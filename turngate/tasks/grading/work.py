@@ -1,7 +1,7 @@
-"""Collection of the agent's work: its working folder is copied to the host after all of its processes have ended.
+"""Collect the agent's work: copy its working folder to the host after all of its processes have ended.
 
-The agent controls what is copied. Links that point outside, devices and pipes are left out and reported, so that none of them can fail a
-rollout. The agent's `.git` is left out, because its hooks, filters and settings are programs that run when git is used.
+The agent controls the content of this folder. Devices, pipes and links that point outside the folder are left out and reported, so that
+they cannot fail a rollout. The agent's `.git` is left out, because its hooks, filters and settings are programs that run when git is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _OPEN_S = 120.0
 async def collect_work(
     sandbox: Sandbox, folder: Path, *, git: bool = False, answers: Sequence[Mapping[str, object]] = ()
 ) -> Work:
-    """Copy the working folder into the new folder `folder`, with its `.git` if `git` is set.
+    """Copy the sandbox's working folder to the new host folder `folder`, including its `.git` if `git` is set.
 
-    Raise `SandboxError` if the sandbox failed. If the folder exceeds the size limit, which is the agent's fault, set `lost` in the work.
+    Raise `SandboxError` if the sandbox fails. If the working folder exceeds the size limit, which is the agent's fault, the returned work
+    says so in `lost`.
     """
     lost, skipped = "", tuple[str, ...]()
     try:
@@ -46,7 +47,7 @@ async def collect_work(
 
 
 def needs_git(task: Task) -> bool:
-    """Return whether the agent's `.git` is part of the work of a task."""
+    """Return whether the work of a task includes the agent's `.git`."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     return any(isinstance(grader, Script) and grader.git for grader in graders)
 

@@ -4,14 +4,14 @@
       instruction.md         what the agent is asked to do (required)
       task.toml              Harbor's settings, and ours in the table [turngate]
       environment/Dockerfile the image, for the docker sandbox
-      tests/test.sh          grades the outcome; copied to /tests in the grader's sandbox, never into the agent's
+      tests/test.sh          grades the outcome; copied to /tests in the grader's sandbox, never to the agent's sandbox
       tests/run.sh           runs the agent's work in a separate sandbox; test.sh then sees only its output in /logs/probe
       solution/solve.sh      the reference solution, which proves the task
       files/                 the agent's initial working folder
-      setup.sh               run there before the agent starts
+      setup.sh               a script that runs in the working folder before the agent starts
 
 `tests/run.sh`, `files/` and `setup.sh` are our own additions, the last two for sandboxes without images. All other names are Harbor's.
-Unknown Harbor settings are ignored, unless ignoring them would change the task.
+Unsupported Harbor settings are ignored if the task stays the same without them, and rejected otherwise.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _RubricLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table [turngate]: settings that Harbor does not have."""
+    """The table [turngate] of a `task.toml`, with settings that Harbor does not have."""
 
     setup_timeout_sec: Seconds = 900.0
     workdir: str = ""
@@ -101,7 +101,7 @@ class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TaskFile(msgspec.Struct, frozen=True):
-    """The settings of a Harbor `task.toml` that a run needs."""
+    """The settings in a Harbor `task.toml` that are used here."""
 
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
@@ -117,7 +117,7 @@ ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that contain 
 
 
 def find_task_folders(path: Path) -> list[Path]:
-    """Return the subfolders that contain a task, sorted by name."""
+    """Return the subfolders of a folder that contain a task, sorted by name."""
     subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     return [folder for folder in subfolders if (folder / "instruction.md").exists() or (folder / "task.toml").exists()]
 
@@ -193,7 +193,7 @@ def _field_error(folder: Path, field: str, problem: str) -> TaskError:
 
 
 def _check_supported(folder: Path, settings: _TaskFile) -> None:
-    """Reject unsupported settings that would change the task if they were ignored."""
+    """Raise `TaskError` for unsupported settings that would change the task if they were ignored."""
     environment = settings.environment
     unsupported = {
         "steps": (bool(settings.steps), "is not supported; make a separate task folder for each step"),
@@ -274,7 +274,7 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
 def _find_host_variables(
     settings: _TaskFile, grader: Grader | None, solution: Solution | None
 ) -> Iterator[HostVariable]:
-    """Yield the values that `_resolve_env` took from the host's environment."""
+    """Yield the variables of the host's environment that `_resolve_env` has read."""
     parts = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
     has_script = any(isinstance(part, Script) for part in parts)
     envs: dict[HostPlace, Mapping[str, str]] = {
@@ -322,7 +322,7 @@ def _script(folder: Path, name: str, settings: _TaskFile) -> Script:
 
 
 def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Function:
-    """Build the grader for `module:name`, or for `file.py:name` with a file in the task's folder."""
+    """Build a grader from `module:name`, or from `file.py:name` with a file in the task's folder."""
     if not _FUNCTION.fullmatch(name):
         raise _field_error(folder, field, f"must be module:function or file.py:function, not {name!r}")
     location, _, attribute = name.rpartition(":")

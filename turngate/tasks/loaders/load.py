@@ -39,7 +39,7 @@ _BATCH_ROWS = 64  # rows decoded at a time
 
 
 class LoadedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task, or the error that prevented loading it."""
+    """A task that was loaded, or the error that prevented loading it."""
 
     id: str  # "?" if unknown
     source: str
@@ -48,7 +48,7 @@ class LoadedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(NamedTuple):
-    """A task that has not been built yet, so that selecting some tasks does not require building all of them."""
+    """A task that is built only when it is needed, so that selecting a few tasks does not require building all of them."""
 
     id: str
     source: str
@@ -56,7 +56,10 @@ class Candidate(NamedTuple):
 
 
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
-    """Yield the tasks of a source in their original order. Raise `TaskError` at the first invalid task or duplicate id."""
+    """Yield the tasks of a source in their original order. Raise `TaskError` at the first invalid task or duplicate id.
+
+    `only` and `limit` are as for `scan_tasks`.
+    """
     for loaded in scan_tasks(where, only=only, limit=limit):
         if loaded.error is not None:
             raise loaded.error
@@ -65,7 +68,7 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 
 
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
-    """Yield the tasks of a source, including invalid ones.
+    """Yield the tasks of a source. Invalid tasks are included, as errors.
 
     `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks.
     """
@@ -153,7 +156,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. Messages refer to the file as `display_name`, or by its path if that is empty."""
+    """Yield the tasks of a file. Messages call the file `display_name` or, if that is empty, by its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
@@ -171,7 +174,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build the task of a row, in our own format or from a SWE data set."""
+    """Build a task from a row in our own format or from a SWE data set. `where` names the file and row in messages."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):
@@ -198,7 +201,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _decode_json(data: bytes) -> object:
-    """Decode a value. Return an error instead of raising it, so that later rows are still read."""
+    """Decode a JSON value. Return an error instead of raising it, so that later rows are still read."""
     try:
         return msgspec.json.decode(data)
     except ValueError as error:  # includes invalid UTF-8
@@ -223,7 +226,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _drop_nulls(value: Json) -> Json:
-    """Remove null fields. In a table, every row has every column, and every object has the fields of all objects in its column."""
+    """Return a value without null fields.
+
+    In a table, every row has every column, and every object has the fields of all objects in its column.
+    """
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -252,7 +258,10 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
 
 
 def _select_split(folder: Path, where: str, split: str) -> list[Path]:
-    """Return the files of one split, such as `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`."""
+    """Return the files of one split of a data set.
+
+    Such files are `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`.
+    """
     by_split: dict[str, list[Path]] = {}
     for file in _find_row_files(folder):
         inside = file.relative_to(folder)

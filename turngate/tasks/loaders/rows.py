@@ -3,8 +3,8 @@
     {"id": "fix-add", "instruction": "…", "files": {"main.py": "…"}, "setup": "…", "image": "…", "timeout_s": 600,
      "grader": {"type": "script", "files": {"test.sh": "…"}, "decides": "exit code"}, "solution": {"patch": "…"}, "metadata": {…}}
 
-The schema is strict: an unknown field is an error, because a misspelt `grader` would otherwise mean no grader. A row's files are stored on
-the host, in a cache folder named after a hash of their content.
+The schema is strict: an unknown field is an error. Otherwise, a task with a misspelt `grader` would have no grader. A row's files are
+stored on the host, in a cache folder named after a hash of their content.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
-    """Build the task of a row. `where` names the file and row in messages. Paths of graders are relative to the folder `beside`."""
+    """Build a task from a row.
+
+    `where` names the file and row in messages. Files of grading functions are relative to the folder `beside`.
+    """
     try:
         row = msgspec.convert(fields, _Row)
     except msgspec.ValidationError as error:
@@ -191,7 +194,10 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """Store files in a host folder named after their content, `$TURNGATE_CACHE/tasks/<digest>`, and return it. Return None for no files."""
+    """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, which is named after their content.
+
+    Return the folder, or None if there are no files. `here` says in messages where the files come from.
+    """
     if not files:
         return None
     for name in files:
@@ -215,7 +221,10 @@ def _check_file_name(name: str, here: str) -> None:
 
 
 def _holds_exactly(folder: Path, files: Files) -> bool:
-    """Return whether the folder contains exactly these files. Check each time, because local processes may have changed a grader in it."""
+    """Return whether the folder contains exactly these files.
+
+    This is checked at each use, because an agent may have changed a grader in it.
+    """
     if not folder.is_dir():
         return False
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
@@ -230,7 +239,7 @@ def _encode_file(files: Files, name: Path) -> bytes:
 
 
 def _write_folder(folder: Path, files: Files) -> None:
-    """Write the files into a new folder and rename it, so that no process sees an incomplete folder."""
+    """Write files into a temporary folder and rename it, so that no process sees an incomplete folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:

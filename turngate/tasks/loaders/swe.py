@@ -1,7 +1,7 @@
 """Build tasks from rows of SWE data sets: SWE-Gym, SWE-bench, SWE-rebench and SWE-rebench V2.
 
-A row contains the issue, the commit and the tests. The rest differs between data sets: the image, the location of the repository in it,
-the test command and the parser for its output. All of that is determined here.
+A row contains the issue, the commit and the tests. Data sets differ in how they specify the image, the location of the repository in the
+image, the test command, and the parser for its output. This module determines all of these.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweRow:
-    """A row's fields, with their types checked. Errors name the file, the row, the instance and the field."""
+    """The fields of a row, with checks of their types. Errors name the file, the row, the instance and the field."""
 
     def __init__(self, fields: Mapping[str, Json], where: str) -> None:
         self._fields = fields
@@ -173,7 +173,7 @@ class SweRow:
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Return a list of strings. The field must be a list, or a list encoded as JSON. Other strings are rejected, never split."""
+        """Return a field with a list of names, which may be encoded as JSON. Any other string is rejected, never split."""
         value = self._fields.get(field)
         if value is None:
             raise self.error(field, "is missing; set it to a list of test names, or [] for none")
@@ -189,7 +189,7 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return an object as a row whose field names start with `field` and a dot. The object may be encoded as JSON."""
+        """Return a field with an object, which may be encoded as JSON, as a row. Its field names start with `field` and a dot."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -204,7 +204,7 @@ class SweRow:
         return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
-        """Return a shell command or a list of commands as a tuple. Return () if there is none."""
+        """Return a field with a shell command or a list of commands, as a tuple. Return an empty tuple if there is none."""
         value = self._fields.get(field)
         if value is None:
             return ()
@@ -230,12 +230,12 @@ def _type_name(value: object) -> str:
 
 
 def is_swe_row(fields: Mapping[str, Json]) -> bool:
-    """Return whether a row belongs to one of these data sets, judging by its fields."""
+    """Return whether a row belongs to one of the SWE data sets, judging by its fields."""
     return "instance_id" in fields and "problem_statement" in fields
 
 
 def build_task(fields: Mapping[str, Json], where: str) -> Task:
-    """Build the task of a row. `where` names the file and row in messages."""
+    """Build a task from a row. `where` names the file and row in messages."""
     row = SweRow(fields, where)
     row.text("instance_id", pattern=_ID)
     repo = row.text("repo", pattern=_REPO)
@@ -287,7 +287,10 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 
 
 def _image(row: SweRow, data_set: DataSet) -> str:
-    """Return the image that the row names, or derive it from the instance id. Registries reject `__`, so each data set replaces it."""
+    """Return the image that the row names, or derive it from the instance id.
+
+    Registries reject `__` in names, so each data set replaces it with something else.
+    """
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
             return row.text(column)
@@ -319,7 +322,7 @@ def _eval_config(row: SweRow, data_set: DataSet, repo: str, cases: Sequence[str]
 
 
 def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConfig:
-    """Read SWE-rebench's configuration from the row. In V2 the command is complete. In V1 the test files are appended to it."""
+    """Read the configuration of a SWE-rebench row from the row itself. V2 commands are complete; test files are appended to V1 commands."""
     commands = config.commands("install_config.test_cmd")
     if not commands:
         raise row.error("install_config.test_cmd", "is missing; set it to the command that runs the tests")
@@ -336,10 +339,10 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 
 
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
-    """Read SWE-bench's configuration from the script in the row (version 5 and later).
+    """Read the configuration of a SWE-bench row (version 5 and later) from the script in the row.
 
-    The lines between its markers run the tests, and the lines before the first patch prepare them. The grader itself resets and patches
-    the tests.
+    The lines between the script's markers run the tests, and the lines before its first patch prepare them. The grader itself resets and
+    patches the tests.
     """
     if row.text("eval_type", "pass_and_fail") != "pass_and_fail":
         raise row.error(
@@ -373,7 +376,7 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of older SWE-bench rows from the `swebench` package, which contains it up to version 4."""
+    """Read the configuration of an older SWE-bench row from the `swebench` package, which contains it up to version 4."""
     missing = (
         f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
@@ -402,10 +405,10 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 
 
 def _reinstall_command(install: str) -> str:
-    """Return the command that reinstalls the project after the work was copied in.
+    """Return a command that reinstalls the project after the work was copied in. It succeeds even if reinstalling fails.
 
-    It may fail, as in the data sets' own harnesses: the image already has everything installed, and pip cannot download build dependencies
-    here.
+    The data sets' own harnesses do the same. The image already has everything installed, and pip cannot download build dependencies without
+    a network.
     """
     if not install.strip():
         return ""
@@ -414,7 +417,7 @@ def _reinstall_command(install: str) -> str:
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """Return the files that a test patch adds or changes, except those that test runners do not accept."""
+    """Return the files that a test patch adds or changes, except files that test runners do not accept."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):
@@ -424,7 +427,7 @@ def find_test_files(patch: str) -> tuple[str, ...]:
 
 
 def append_files(command: str, files: Sequence[str]) -> str:
-    """Append test files to a command, unless it already names one of them."""
+    """Append test files to a command, unless the command already names one of them."""
     if any(file in command for file in files):
         return command
     return " ".join([command, *map(shlex.quote, files)])

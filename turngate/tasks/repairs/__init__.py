@@ -1,4 +1,4 @@
-"""Repair tasks: real packages with an injected bug that their tests catch (`turngate tasks make repairs`).
+"""Repair tasks: real packages, each with an injected bug that the package's tests catch (`turngate tasks make repairs`).
 
 package    load a package from a folder or from the package index: its files, tests and license
 mutations  find the possible bugs: small edits of a file

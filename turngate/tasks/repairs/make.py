@@ -1,7 +1,8 @@
 """Make repair tasks: choose bugs that the tests of a package catch, and write a task for each.
 
-A bug is kept if it makes at least one test fail, at least half of the tests still pass, and the tests finish in time. If several bugs in a
-function fail the same tests, one of them is kept. Which bugs are tried, and in which order, depends only on the package and the seed.
+A bug is kept if at least one test fails, at least half of the tests still pass, and the tests finish in time. If several bugs in a function
+make the same tests fail, only the first of them is kept. Which bugs are tried, and in which order, depends only on the package and the
+seed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ Fate = Literal["kept", "not caught by tests", "breaks most tests", "hangs", "dup
 
 MAX_MODULE = 60_000  # characters; larger files are too long for an agent
 TRIES_PER_TASK = 6
-_MARGIN_S, _SLOWDOWN = 5.0, 4.0  # tests with a bug may take this much longer before they count as hanging
+_MARGIN_S, _SLOWDOWN = (
+    5.0,
+    4.0,
+)  # how much longer tests with a bug may take before they count as hanging: seconds, factor
 _MAX_FAILING = 0.5  # fraction of the tests; a bug that breaks more is too easy to find
 _GRADING_MARGIN_S = 60.0
 _MAX_LISTED = 3  # failing tests in an instruction
@@ -49,9 +53,9 @@ _MAX_DISTANCE_CASES = 20
 
 
 class RepairSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for choosing and writing tasks."""
+    """Settings for choosing bugs and writing tasks."""
 
-    per_package: int = 40  # at most this many tasks
+    per_package: int = 40  # maximum number of tasks
     per_function: int = 4
     seed: int = 0
     hint: Hint = "file"  # how precisely the instruction locates the bug
@@ -65,7 +69,7 @@ class RepairSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bug(msgspec.Struct, frozen=True, kw_only=True):
-    """A mutation of one module."""
+    """A possible bug: one mutation of one module."""
 
     path: str
     mutation: Mutation
@@ -73,7 +77,7 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug that tests catch."""
+    """A bug that tests catch, with the results of these tests."""
 
     bug: Bug
     failing: tuple[str, ...]  # names of tests
@@ -83,7 +87,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
-    """The repairs of one package, and the number of tried bugs by fate."""
+    """The repairs of one package, and the number of tried bugs with each fate."""
 
     package: Package
     repairs: tuple[Repair, ...]
@@ -92,7 +96,7 @@ class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_bugs(package: Package, seed: int) -> list[Bug]:
-    """List all possible bugs of a package in the order to try them, alternating between kinds and modules."""
+    """List all possible bugs of a package in the order in which to try them, alternating between kinds and modules."""
     bugs: dict[tuple[str, str], list[Bug]] = {}
     for path in package.modules:
         source = package.files[path]
@@ -112,7 +116,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are enough tasks. Raise `TaskError` if the package's tests do not run."""
+    """Try bugs until there are enough repairs for `settings.per_package` tasks. Raise `TaskError` if the package's tests do not run."""
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(open_bench(package, backend, settings.image))
         baseline = await measure_baseline(first, package)
@@ -132,7 +136,7 @@ async def make_repairs(
 
 
 class BugSearch:
-    """Tries bugs, several at a time, and keeps the useful ones. The result does not depend on which test run finishes first."""
+    """Tries bugs, several at a time, and keeps those that make good tasks. The result does not depend on which test run finishes first."""
 
     def __init__(
         self, package: Package, baseline: Baseline, settings: RepairSettings, benches: Sequence[Bench]
@@ -160,7 +164,7 @@ class BugSearch:
         self.repairs += await asyncio.gather(*kept)
 
     def judge(self, bug: Bug, run: TestRun) -> Fate:
-        """Return the fate of a bug, given its test run. Remember kept bugs, to recognize duplicates."""
+        """Return the fate of a bug, given the test run with it. Remember bugs that are kept, to recognize duplicates."""
         failing = self._baseline.passing - run.passed
         if run.timed_out:
             return "hangs"
@@ -194,7 +198,7 @@ class BugSearch:
 
 
 def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, split: Split) -> dict[str, Json]:
-    """Build the row of a task, in the format of `tasks/loaders/rows.py`."""
+    """Build the row of a task, in the format of `loaders/rows.py`."""
     package, bug = made.package, repair.bug
     mutation = bug.mutation
     key = f"{package.name} {package.version} {bug.path} {mutation.start} {mutation.end} {mutation.text}"
@@ -207,7 +211,7 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
             "repo": package.name,
             "fail_to_pass": list(repair.failing),
             "pass_to_pass": list(repair.passing),
-            # If test_cmd set the variable, it would hide the witness's folder.
+            # PYTHONPATH is not set in test_cmd, because that would hide the witness's folder.
             "before": f"export PYTHONPATH={package.root}" if package.root else "",
             "test_cmd": build_test_command(package, options=GRADING_OPTIONS, with_path=False),
             "timeout_s": round(made.baseline.seconds * _SLOWDOWN + _GRADING_MARGIN_S),
@@ -232,14 +236,14 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
 
 
 def rate_difficulty(repair: Repair) -> Literal["easy", "medium", "hard"]:
-    """Rate a repair by how far the bug is from the failing tests."""
+    """Rate the difficulty of a repair by the number of calls between the failing tests and the bug."""
     if repair.distance is None or repair.distance > 3:
         return "hard"
     return "easy" if repair.distance == 1 else "medium"
 
 
 def write_instruction(package: Package, repair: Repair, hint: Hint) -> str:
-    """Write the agent's instruction. It never contains the fix."""
+    """Write the instruction for the agent. It never contains the fix."""
     named = choose_cases(repair.failing, _MAX_LISTED)
     files = list(dict.fromkeys(case.partition("::")[0] for case in named))
     more = f" ({len(repair.failing)} fail in all)" if len(repair.failing) > len(named) else ""
@@ -259,14 +263,14 @@ def write_instruction(package: Package, repair: Repair, hint: Hint) -> str:
 
 
 def write_patch(path: str, before: str, after: str) -> str:
-    """Write a unified diff of a file."""
+    """Return a unified diff that changes a file from `before` to `after`."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (before, after))
     lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def split_packages(names: Sequence[str], held_out: float, seed: int) -> dict[str, Split]:
-    """Assign each package to one split. At least one package is for training."""
+    """Assign each package to the training or the held-out split. At least one package is for training."""
     if not 0 <= held_out < 1:
         raise ConfigError(f"held_out must be at least 0 and less than 1, not {held_out:g}", param="held_out")
     mixed = sorted(set(names))
@@ -276,7 +280,7 @@ def split_packages(names: Sequence[str], held_out: float, seed: int) -> dict[str
 
 
 def describe_package(made: PackageRepairs, split: Split) -> Iterator[tuple[str, Json]]:
-    """Yield the fields of a package in `packages.json`, which say where its tasks come from."""
+    """Yield the fields of a package's entry in `packages.json`, which documents where the tasks come from."""
     yield "package", made.package.name
     yield "version", made.package.version
     yield "license", made.package.license

@@ -1,6 +1,6 @@
-"""Run the tests of a package in a sandbox: twice without a bug, to leave out flaky ones, and once with each bug.
+"""Run the tests of a package in a sandbox: twice without a bug, to find flaky tests, and once with each bug.
 
-Graders later run the same command and parse its log in the same way.
+Graders later run the tests with the same options and parse the log in the same way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from turngate.tasks.grading.types import CaseOutcome
 from turngate.tasks.loaders.rows import store_files
 from turngate.tasks.repairs.package import Package
 
-FIRST_LIMIT_S = 120.0  # for the tests of the unchanged package
+FIRST_LIMIT_S = 120.0  # time limit of the unchanged package's tests
 OUTPUT_BYTES = 16_000_000
 _COLLECTION_FAILED = 2  # pytest's exit codes from this one on mean that no tests ran
-# Do not write compiled files: Python would use an outdated one if a file changed within a second and kept its length.
+# Python must not write compiled files: it would use an outdated one if the source changed within a second and kept its length.
 _ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 _MAX_EXCERPT_LINES, _MAX_EXCERPT = 24, 1500
 
@@ -64,7 +64,7 @@ def pytest_sessionfinish():
 def build_test_command(
     package: Package, cases: Sequence[str] = (), options: str = "-q", *, with_path: bool = True
 ) -> str:
-    """Build the shell command that runs the package's tests, or only `cases`. Without `with_path`, the caller must set PYTHONPATH."""
+    """Build the shell command that runs the package's tests, or only `cases`. If `with_path` is false, the caller must set PYTHONPATH."""
     path = f"PYTHONPATH={package.root} " if package.root and with_path else ""
     own = " -o addopts=" if package.has_pytest_options else ""
     return " ".join([f"{path}python3 -m pytest {options}{own}", *(shlex.quote(case) for case in cases)])
@@ -76,7 +76,7 @@ GRADING_OPTIONS = "-q --no-header -rA --tb=short --color=no -p no:cacheprovider"
 class TestRun(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one run of the tests."""
 
-    __test__ = False  # for pytest
+    __test__ = False  # pytest must not collect this class
 
     cases: Mapping[str, CaseOutcome]
     log: str
@@ -90,7 +90,7 @@ class TestRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench:
-    """A sandbox that contains a package. Runs its tests with one version of the files after another."""
+    """A sandbox with a package, in which tests are run with one version of the files after another."""
 
     def __init__(self, sandbox: Sandbox, package: Package) -> None:
         self._sandbox = sandbox
@@ -103,7 +103,7 @@ class Bench:
         await self._sandbox.upload(files, self._sandbox.workdir)
 
     async def run_tests(self, changed: Mapping[str, str], limit_s: float) -> TestRun:
-        """Run all tests with some files changed."""
+        """Run all tests with the files in `changed` replaced."""
         await self._write(changed)
         began = time.monotonic()
         command = build_test_command(self._package, options=GRADING_OPTIONS)
@@ -122,9 +122,9 @@ class Bench:
     async def measure_distance(
         self, changed: Mapping[str, str], path: str, line: int, cases: Sequence[str], limit_s: float
     ) -> int | None:
-        """Count the calls between the failing tests and the function at this line; 1 if a test calls it directly.
+        """Return the smallest number of calls between a failing test and the function at `line`: 1 if a test calls it directly.
 
-        Return None if no test calls it while running, for example if only imports or fixtures call it.
+        Return None if no test calls the function while it runs, for example if only imports or fixtures call it.
         """
         await self._write(changed)
         home, out = self._sandbox.home, f"{self._sandbox.home}/distance"
@@ -148,7 +148,7 @@ class Bench:
 
 @asynccontextmanager
 async def open_bench(package: Package, backend: Backend, image: str = "") -> AsyncIterator[Bench]:
-    """Create a sandbox without network access, and upload the package."""
+    """Create a sandbox without network access, and upload the package into it."""
     sandbox = await backend.create(SandboxSpec(image=image, labels={"for": "repairs"}))
     try:
         bench = Bench(sandbox, package)
@@ -161,13 +161,13 @@ async def open_bench(package: Package, backend: Backend, image: str = "") -> Asy
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The test results of the unchanged package."""
 
-    passing: frozenset[str]  # in every run
+    passing: frozenset[str]  # tests that passed in every run
     flaky: frozenset[str]
     seconds: float
 
 
 async def measure_baseline(bench: Bench, package: Package) -> Baseline:
-    """Run the unchanged package's tests twice. Raise `TaskError` if they cannot be run."""
+    """Run the tests of the unchanged package twice. Raise `TaskError` if they cannot be run."""
     runs = []
     for _ in range(2):
         run = await bench.run_tests({}, FIRST_LIMIT_S)
@@ -192,7 +192,7 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
 
 
 def find_excerpt(log: str, case: str) -> str:
-    """Return a failed test's report from pytest's log, shortened."""
+    """Return a failed test's report from pytest's log, shortened if it is long."""
     name = case.partition("::")[2].replace("::", ".")
     lines = log.splitlines()
     header = re.compile(rf"_+ (ERROR at \w+ of )?{re.escape(name)} _+")
@@ -208,5 +208,5 @@ def find_excerpt(log: str, case: str) -> str:
 
 
 def choose_cases(cases: Collection[str], most: int) -> list[str]:
-    """Choose at most `most` cases, those with the shortest names first."""
+    """Return at most `most` cases, shortest names first."""
     return sorted(cases, key=lambda case: (len(case), case))[:most]

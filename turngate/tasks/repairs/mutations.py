@@ -1,7 +1,8 @@
-"""Mutations: small edits that break Python code the way programmers do by mistake.
+"""Mutations: small edits that break Python code in ways in which programmers break it by mistake.
 
-`find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so formatting and comments stay as they are. It
-is inside a function, changes what the code does (not just annotations or docstrings), and leaves the file valid.
+`find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the file
+stay unchanged. It is inside a function, changes what the code does (not just annotations or docstrings), and leaves the code syntactically
+valid.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ _CALLS = {
     )
     for one, other in (pair, pair[::-1])
 }
-# Annotations and decorators; the defaults of parameters have their own kind of mutation.
+# Annotations, decorators, and the defaults of parameters, which have their own kind of mutation.
 _SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "type_params", "defaults", "kw_defaults"}
 _LARGEST_OFF_BY_ONE = 100  # larger numbers are rarely counts or positions
 
 
 class Mutation(msgspec.Struct, frozen=True, kw_only=True):
-    """One edit: the text from `start` to `end` (in characters) becomes `text`."""
+    """One edit: the text between the character offsets `start` and `end` becomes `text`."""
 
     kind: Kind
-    function: str  # the function it is in, such as Reader.read
-    first: int  # the lines of that function
+    function: str  # the function that contains the edit, such as Reader.read
+    first: int  # first line of that function, including decorators
     last: int
     line: int  # the line of the edit
     start: int
@@ -83,12 +84,15 @@ class Mutation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_mutations(source: str) -> list[Mutation]:
-    """List the mutations of a file from start to end, without duplicates. Raise `SyntaxError` if it is not valid Python."""
+    """List the mutations of a file in the order of their positions, without duplicates.
+
+    Raise `SyntaxError` if the file is not valid Python.
+    """
     search = _Search(source)
     found: list[Mutation] = []
     seen: set[tuple[int, str]] = set()
     for mutation in sorted(search.run(ast.parse(source)), key=lambda one: (one.start, one.end, one.kind, one.text)):
-        # Parsing only the function keeps this linear: files have thousands of mutations.
+        # Only the function is parsed, so that the time stays linear: files have thousands of mutations.
         start, end = search.find_lines(mutation.first, mutation.last)
         before, after = source[start : mutation.start], source[mutation.end : end]
         seen.add((start, _dump_function(source[start:end])))
@@ -169,7 +173,7 @@ class _Search:
         self._function, self._scope = outer, scope
 
     def find_lines(self, first: int, last: int) -> tuple[int, int]:
-        """Return the offsets at which these lines start and end."""
+        """Return the offsets at which the lines `first` to `last` start and end."""
         return self._starts[first - 1], self._starts[last]
 
     # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +209,10 @@ class _Search:
     def _replace_operator(
         self, kind: Kind, left: ast.expr, right: ast.expr, table: dict[str, str]
     ) -> Iterator[Mutation]:
-        """Replace the operator between two operands. Brackets, line breaks and comments may surround it."""
+        """Yield the mutation that replaces the operator between two operands.
+
+        Brackets, line breaks and comments may surround the operator.
+        """
         start, end = self._span(left)[1], self._span(right)[0]
         words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in sorted(table, key=len, reverse=True))
         match = re.search(words, re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self._source[start:end]))
@@ -273,7 +280,7 @@ class _Search:
             yield self._replace("wrong variable", node, names[(names.index(node.id) + 1) % len(names)])
 
     def _edit_statement(self, node: ast.AST, parent: ast.AST) -> Iterator[Mutation]:
-        """Drop a statement, unless it is the only one in its block."""
+        """Yield the mutation that drops a statement, unless it is the only one in its block."""
         if isinstance(node, ast.If) and not node.orelse:
             kind: Kind = "dropped branch"
         elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
@@ -305,7 +312,7 @@ _EDITS: tuple[_Edit, ...] = (
 
 
 def _is_passive(node: ast.AST) -> bool:
-    """Return whether a node must stay unchanged: docstrings, imports, `TYPE_CHECKING` blocks, raises, assertions, f-strings."""
+    """Return whether a node must stay unchanged: a docstring, import, `TYPE_CHECKING` block, raise, assertion or f-string."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

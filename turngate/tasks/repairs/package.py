@@ -1,4 +1,4 @@
-"""Load the packages for repair tasks: folders, or releases on the package index (`humanize==4.12.3`) that include their tests."""
+"""Load the packages for repair tasks, from folders or from releases on the package index (`humanize==4.12.3`) that include their tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOT_THE_PACKAGE = {"setup.py", "conftest.py", "noxfile.py", "tasks.py", "versio
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A package and its tests, as text."""
+    """The files of a package and its tests, as text."""
 
     name: str
     version: str
@@ -50,12 +50,12 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def root(self) -> str:
-        """The folder that contains the package: `src`, or an empty string."""
+        """The folder that contains the package's code: `src`, or an empty string for the top folder."""
         return "src" if any(path.startswith("src/") and path.endswith(".py") for path in self.files) else ""
 
     @property
     def has_pytest_options(self) -> bool:
-        """Whether the package sets options for pytest. They may need plugins, for example to measure coverage."""
+        """Whether the package sets command-line options for pytest. They may need plugins, for example to measure coverage."""
         files = ("pyproject.toml", "setup.cfg", "tox.ini", "pytest.ini", ".pytest.ini", "pytest.toml")
         return any("addopts" in self.files.get(name, "") for name in files)
 
@@ -81,7 +81,7 @@ def is_test(path: str) -> bool:
 
 
 def load_package(source: str) -> Package:
-    """Load a folder or a release. Raise `TaskError` if it has no tests or no code."""
+    """Load a package from a folder or a release. Raise `TaskError` if it has no tests or no code."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         package = _load_folder(folder)
@@ -136,7 +136,7 @@ def _is_needed(path: str) -> bool:
 
 
 def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Decode the text files. Also return the names of the other files."""
+    """Decode the text files. Return their text by path, and the paths of files that are not text or too large."""
     texts: dict[str, str] = {}
     left_out = []
     for path, content in files.items():
@@ -176,7 +176,7 @@ def _load_release(name: str, version: str) -> Package:
 
 
 def _read_license(classifiers: list[str], expression: str | None, text: str | None) -> str:
-    """Return the license as the release states it: an SPDX expression, a short text, or classifiers."""
+    """Return the license that a release states: an SPDX expression, a short text, or classifiers."""
     if expression:
         return expression
     if text and "\n" not in text and text != "UNKNOWN":
@@ -185,7 +185,7 @@ def _read_license(classifiers: list[str], expression: str | None, text: str | No
 
 
 def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of an archive, with their paths relative to its only folder."""
+    """Yield the files of an archive, with paths relative to the single folder at its root."""
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
@@ -199,7 +199,7 @@ def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _fetch_archive(name: str, version: str) -> bytes:
-    """Return the source archive of a release, from the cache or from the index. A download is checked against the index's checksum."""
+    """Return the source archive of a release from the cache or the index. A download is checked against the index's checksum."""
     place = cache_folder() / "releases" / f"{name}-{version}.tar.gz"
     if place.is_file():
         return place.read_bytes()
@@ -216,7 +216,7 @@ def _fetch_archive(name: str, version: str) -> bytes:
 
 
 def _find_archive(name: str, version: str) -> str:
-    """Find the address of a release's source archive on the index that pip uses."""
+    """Return the address of a release's source archive on the index that pip uses."""
     page = f"{(os.environ.get('PIP_INDEX_URL') or INDEX).rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
     wanted = f"{_normalize(name)}-{version}.tar.gz"
     for link in re.findall(r'href="([^"]+)"', _fetch(page).decode("utf-8", "replace")):

@@ -1,4 +1,4 @@
-"""Check that stdin contains the expected sums. The agent's code is not imported here."""
+"""Check that standard input contains the expected sums. The agent's code is not imported here."""
 
 import sys
 
