@@ -1,4 +1,4 @@
-"""The most frequent failures: their messages, counted by class."""
+"""Summarize failures by class: the most frequent messages, and examples of each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
 
 
 def remove_numbers(message: str) -> str:
-    """Replace the numbers in a message, so that messages that differ only in numbers are counted together."""
+    """Replace each number in a message with `#`, so that messages that differ only in numbers are counted together."""
     return _NUMBER.sub("#", message)
 
 
 def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
-    """Return the messages of failures by class, most frequent first. Messages that differ only in numbers are counted together."""
+    """Return the failures of groups whose names start with `prefix`, by class and message, most frequent first.
+
+    Messages that differ only in numbers are counted together.
+    """
     cursor, now = index.refresh(store), time.time()
     by_class: dict[str, dict[str, list[RolloutRow]]] = {}
     for entry in index.all(now):

@@ -16,7 +16,7 @@ from turngate.views.rollout_index import yield_interpreter
 
 
 class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A filter, order and page for a list of rollouts.
+    """A filter, a sort order and a page for a list of rollouts.
 
     A field with several values matches any of them. An empty field matches everything.
     """
@@ -89,9 +89,9 @@ GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
 def sort_by(
     items: list[Json], order: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
 ) -> list[Json]:
-    """Sort items by the key that `order` names, descending if it starts with `-`.
+    """Sort items by the key that `order` names, in descending order if the name starts with `-`.
 
-    Items without a value are last in both directions. `tie` orders items with equal values, so that pages do not overlap.
+    Items without a value come last in both directions. `tie` orders items with equal values, so that pages do not overlap.
     """
     name = order.removeprefix("-")
     key = keys.get(name)

@@ -29,7 +29,7 @@ class GroupRow(msgspec.Struct, kw_only=True):
     pass_at_1: float | None
     rewards: list[float | None]
     classes: dict[str, int]
-    signal: bool | None  # whether the rewards of trained rollouts differ; None if fewer than two are known
+    signal: bool | None  # whether the rewards of trained rollouts differ; None if fewer than two rewards are known
     opened: float
     latest: float
 
@@ -62,7 +62,7 @@ def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
 
 
 def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-    """Return only the last attempt of each rollout."""
+    """Return only the last attempt at each rollout."""
     newest: dict[str, int] = {}
     for row in rows:
         if row.name:
@@ -71,13 +71,13 @@ def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
 
 
 def rewards_differ(rewards: Sequence[float | None]) -> bool | None:
-    """Return whether the known rewards differ, or None if there are fewer than two."""
+    """Return whether the known rewards differ, or None if fewer than two are known. Rewards that are too large are ignored."""
     usable = _usable_rewards([reward for reward in rewards if reward is not None])
     return None if len(usable) < 2 else min(usable) != max(usable)
 
 
 def mean(known: Sequence[float]) -> float | None:
-    """Return the mean of the rewards, ignoring rewards that are too large, as a feed does."""
+    """Return the mean of the rewards, or None if there are none. As in a feed, rewards that are too large are ignored."""
     usable = _usable_rewards(known)
     return fsum(usable) / len(usable) if usable else None
 

@@ -1,4 +1,4 @@
-"""Lists and summaries of all rollouts in a data folder. Each query first reads new events."""
+"""Lists and summaries of all rollouts in a data folder. Each query reads new events first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_CHANGED = 200
 
 
 class Overview(RolloutIndex):
-    """The rollouts of one data folder: lists, groups and changes."""
+    """Answers queries about the rollouts of one data folder: lists, groups, changes and trends."""
 
     def sums(self, store: Store) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
@@ -62,7 +62,7 @@ class Overview(RolloutIndex):
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Return a rollout's row, the key of its session (0 if it has none), and the cursor."""
+        """Return a rollout's row, the key of its session (0 if it has no session), and the cursor."""
         cursor = self.refresh(store)
         entry = self.entries.get(session)
         if entry is None:
@@ -75,7 +75,7 @@ class Overview(RolloutIndex):
         return "" if entry is None else entry.damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """Return a rollout's row, and the reason why it cannot be retried, or "" if it can."""
+        """Return a rollout's row, and the reason why the rollout cannot be retried, or "" if it can."""
         row, _, _ = self.rollout(store, session)
 
         def find_last_attempt() -> int:
@@ -84,7 +84,7 @@ class Overview(RolloutIndex):
         return row, explain_no_retry(row, self.damage(store, session), find_last_attempt)
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the changes after a cursor: the rows that changed, and the rollouts that were deleted."""
+        """Return the rows that have changed since the cursor `after`, and the ids of rollouts that were deleted since then."""
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, MOST_CHANGED)
         rows = [
@@ -118,7 +118,7 @@ class Overview(RolloutIndex):
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of a group's graded rollouts."""
+        """Return the id and session key of each rollout in a group that has a reward that counts."""
         self.refresh(store)
         return [
             (entry.row.id, entry.key)
@@ -127,10 +127,10 @@ class Overview(RolloutIndex):
         ]
 
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
-        """Return a group's rollouts with the advantages that a trainer would compute.
+        """Describe a group and its rollouts, with the advantages that a trainer would compute.
 
-        `trains` states for each session key whether the rollout has trainable tokens. A rollout that is not listed is assumed to have some
-        if it has sampled tokens.
+        `trains` says, by session key, whether a rollout has trainable tokens. A rollout that is missing there is assumed to have some if it
+        has sampled tokens.
         """
         cursor, now = self.refresh(store), time.time()
         entries = sorted(
@@ -143,7 +143,7 @@ class Overview(RolloutIndex):
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
+        """Return the id and session key of each rollout in a group that has a session, oldest first."""
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:
@@ -165,7 +165,7 @@ class Overview(RolloutIndex):
 
 
 def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[], int]) -> str:
-    """Return why a rollout cannot be retried, or "" if it can. `find_last_attempt` returns the highest attempt at it."""
+    """Return why a rollout cannot be retried, or "" if it can. `find_last_attempt` returns the number of its highest attempt."""
     if row.status in ACTIVE_STATUSES:
         return "it is still running"
     if damage:
@@ -186,9 +186,9 @@ def show_group(
     trains: Mapping[int, bool],
     deliveries: Iterable[DeliveryRecord],
 ) -> dict[str, Json]:
-    """Describe a group, given its rollouts with the keys of their sessions, oldest first."""
+    """Describe a group. `members` are its rollouts with the keys of their sessions, oldest first. See `Overview.group` for `trains`."""
     rows = [row for row, _ in members]
-    # As in a feed, a rollout without trainable tokens is excluded.
+    # As in a feed, the reward of a rollout without trainable tokens does not count.
     counted = [row.counted_reward if trains.get(key, row.sampled_tokens > 0) else None for row, key in members]
     summed = summarize_group(name, rows)
     known = [reward for row in last_attempts(rows) if (reward := row.counted_reward) is not None]

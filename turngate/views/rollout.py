@@ -28,12 +28,15 @@ _DIGITS = 6  # decimal places of a log-probability
 
 
 class RolloutView:
-    """The details of one rollout that the page shows. `tokenizer` is None if it is not available on this machine."""
+    """One rollout as the page shows it: tree, conversation, tokens and exports.
+
+    `tokenizer` is None if the rollout's tokenizer is not available on this machine.
+    """
 
     def __init__(self, session_view: SessionView, tokenizer: Tokenizer | None) -> None:
         self._session_view = session_view
         self._decoder = TokenDecoder(tokenizer)
-        self._messages: dict[int, list[Message]] = {}  # by node
+        self._messages: dict[int, list[Message]] = {}  # by node id
 
     # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -55,7 +58,7 @@ class RolloutView:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """The number of each turn in recording order, starting at 1, by node."""
+        """The number of each turn in recording order, starting at 1, by node id."""
         return {node.id: n for n, node in enumerate((n for n in self.nodes if isinstance(n, Sampled)), 1)}
 
     @cached_property
@@ -68,7 +71,7 @@ class RolloutView:
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """The training row of each trained turn, by node."""
+        """The index of the training row in which each trained turn is trained, by node id."""
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
     @cached_property
@@ -87,7 +90,10 @@ class RolloutView:
         return self._messages[node.id]
 
     def totals(self, excluded: str = "", failure: str = "") -> dict[str, Json]:
-        """Return its counters and warnings. `excluded` is the reason why its outcome does not count, `failure` the fault that ended it."""
+        """Return the rollout's counters and warnings.
+
+        `excluded` is the reason why its outcome does not count, and `failure` is the fault that ended it.
+        """
         session = self._session_view.session
         return {
             "nodes": len(self.nodes),
@@ -180,7 +186,7 @@ class RolloutView:
     # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forks(self) -> list[dict[str, Json]]:
-        """Return the nodes that did not continue an existing branch, each with the first token that differs."""
+        """Return the forks: nodes that did not continue an existing branch, each with the first token that differs from that branch."""
         return [fork for node in self.nodes if (fork := self._fork(node)) is not None]
 
     def _fork(self, node: Node) -> dict[str, Json] | None:
@@ -203,7 +209,7 @@ class RolloutView:
         }
 
     def _find_forked_branch(self, node: Node) -> Node | None:
-        """Return the end of the branch that a node forked from, or None if the node is not a fork."""
+        """Return a node on the branch that a node forked from, or None if the node is not a fork."""
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children
@@ -268,9 +274,9 @@ class RolloutView:
     # ── the tokens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tokens(self, *, node: int | None = None, token: int = 0, limit: int = 4000, branch: int | None = None) -> Json:
-        """Return up to `limit` tokens, starting at `token` of `node`.
+        """Return up to `limit` tokens of a branch, or of all nodes, starting at index `token` of node `node`.
 
-        A few more may be returned, so that a part never ends inside a character.
+        A few more may be returned, so that the result never ends inside a character.
         """
         nodes = self._along(branch)
         ids = [candidate.id for candidate in nodes]
@@ -362,7 +368,7 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the training rows, as `turngate export rows` writes them. `about` provides session facts that are not in the trace."""
+        """Yield the training rows as `turngate export rows` writes them. `about` has fields that are not in the trace, for every row."""
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:
@@ -386,7 +392,7 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """Yield the conversation of each branch in OpenAI's format."""
+        """Yield the conversation of each branch in OpenAI's format. `about` has fields that are added to each of them."""
         preambles = self._session_view.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])
@@ -405,14 +411,14 @@ class RolloutView:
 
 
 def _common_prefix(ours: Ids, theirs: Ids) -> int:
-    """Return the length of the common prefix of two paths, in tokens."""
+    """Return how many ids two paths have in common at the start."""
     size = min(len(ours), len(theirs))
     differences = np.flatnonzero(ours[:size] != theirs[:size])
     return int(differences[0]) if len(differences) else size
 
 
 def _deepest(root: Context, before: int) -> Node:
-    """Return the end of the longest path from a root, considering only nodes added before node `before`."""
+    """Return the last node of the longest path from a root. Nodes with ids from `before` on are ignored."""
     best: Node = root
     waiting: list[Node] = [root]
     while waiting:
@@ -430,7 +436,7 @@ def _mean_logprob(turn: Sampled) -> float | None:
 
 
 def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
-    """Round log-probabilities. Return None unless there is a value for each token; an unknown value (NaN) becomes null."""
+    """Return rounded log-probabilities, or None if their number differs from the number of tokens. NaN becomes null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)

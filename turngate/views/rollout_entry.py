@@ -1,4 +1,4 @@
-"""One rollout in a list: its row, and how the row is computed from its session, its outcome and its runner's reports."""
+"""One rollout in a list: its row, and how the row is computed from the session, the outcome and the runner's reports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the last stage reported by a runner
 DAMAGED = "its outcome is damaged on disk"
 DAMAGED_ROW = "its row is damaged on disk"
-SILENT_S = 3600.0  # a runner that is silent for this long is considered gone
+SILENT_S = 3600.0  # a runner that has reported nothing for this long is considered gone
 _LONG = 2000  # maximum characters of a message in a list
 
 
 class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
-    """One rollout in a list."""
+    """A rollout as one row of a list."""
 
     id: str
     name: str = ""
@@ -44,7 +44,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     resolved: bool | None = None
     stop: str = ""
     message: str = ""
-    warning: str = ""  # about its training data
+    warning: str = ""  # warnings about its training data
     excluded: str = ""  # why its outcome does not count, such as `superseded by attempt 2`
     opened: float = 0.0
     closed: float | None = None
@@ -57,17 +57,17 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
 
     @property
     def counted_reward(self) -> float | None:
-        """Its reward, if it counts in its group."""
+        """The rollout's reward, or None if its outcome does not count."""
         return None if self.excluded else self.reward
 
     @property
     def trained_reward(self) -> float | None:
-        """Its reward, if it counts in its group and its runner did not warn that nothing of it is trained."""
+        """The rollout's reward, or None if its outcome does not count or its runner reported that no tokens are trained."""
         return None if self.warning.startswith(NO_TOKENS) else self.counted_reward
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """The outcome fields that a list needs. Decoding skips the others."""
+    """The fields of an outcome that a list needs. Other fields are not decoded."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -80,13 +80,13 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class _OutcomeData(msgspec.Struct, frozen=True):
-    """The data of Turngate's own runner that a list needs. Other runners may record anything."""
+    """The part of an outcome's data that a list needs, as Turngate's runner records it. Other runners may record anything."""
 
     warnings: list[str] = []
 
 
 class _SessionSettings(msgspec.Struct, frozen=True):
-    """The session settings that a list needs."""
+    """The settings of a session that a list needs."""
 
     model: str = ""
     mode: Mode = "exact"
@@ -96,7 +96,7 @@ class _SessionSettings(msgspec.Struct, frozen=True):
 
 
 class _StageEvent(msgspec.Struct, frozen=True):
-    """A stage reported by a runner. Clients can send arbitrary content, so every field is optional."""
+    """A stage that a runner has reported. Clients can send arbitrary values, so every field accepts any JSON."""
 
     stage: Json = ""
     rollout: Json = ""
@@ -118,7 +118,7 @@ _stage_decoder = msgspec.json.Decoder(_StageEvent)
 
 
 class RolloutEntry:
-    """One rollout: its row, and the state from which the row is computed."""
+    """One rollout in the index: its row, and the state from which the row is computed."""
 
     __slots__ = ("damage", "done", "key", "recorded", "row", "search_text", "state", "versions_of")
 
@@ -127,13 +127,13 @@ class RolloutEntry:
         self.key = 0  # key of its session; 0 if it has none yet
         self.state = ""  # status of its session
         self.damage = ""  # description of its damaged data
-        self.done = ""  # final status reported by its runner; empty until then
+        self.done = ""  # final status that its runner has reported; empty until then
         self.recorded: float | None = None  # time at which its outcome was recorded
         self.versions_of = 0, 0  # turns and tokens when its versions were last read
         self.search_text = ""  # built on first search
 
     def use_session(self, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
-        """Fill in the row from the session, and from the time and JSON of its outcome."""
+        """Fill in the row from a session and from its outcome, if any, given as recording time and JSON."""
         row = self.row
         self.key, self.state, self.search_text = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
@@ -155,7 +155,7 @@ class RolloutEntry:
         row, self.recorded = self.row, at
         row.seen = max(row.seen, at)
         recorded = decode_or(_outcome_decoder, written, None)
-        if recorded is None:  # its grade cannot be read
+        if recorded is None:  # the outcome cannot be read
             row.kind, row.reward, row.resolved = "", None, None
             row.message = self.damage = DAMAGED
             return
@@ -167,12 +167,12 @@ class RolloutEntry:
         row.warning = "; ".join(data.warnings)[:_LONG]
 
     def use_first_stage(self, event: RawEvent) -> None:
-        """Describe a rollout that has no session yet, and may never have one, from its runner's first report."""
+        """Fill in the row from the runner's first report, for a rollout that has no session yet and may never have one."""
         self.row.opened = event.time
         self._describe(decode_or(_stage_decoder, event.data, _StageEvent()))
 
     def use_stage(self, event: RawEvent) -> None:
-        """Fill in the row from its runner's report."""
+        """Update the row from a report of the runner."""
         stage, row = decode_or(_stage_decoder, event.data, _StageEvent()), self.row
         row.stage, row.seen, self.search_text = _text(stage.stage), max(row.seen, event.time), ""
         self._describe(stage)
@@ -212,7 +212,7 @@ class RolloutEntry:
         return "done" if is_reported or now - self.row.seen > SILENT_S else "finishing"
 
     def build_search_text(self) -> str:
-        """Return the text that a search covers."""
+        """Return the text in which a search looks, in lower case."""
         if not self.search_text:
             row = self.row
             parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)
@@ -221,14 +221,14 @@ class RolloutEntry:
 
     @property
     def failure(self) -> tuple[str, str]:
-        """The class and message under which its failure is listed, or empty strings if it did not fail."""
+        """The class and message under which the rollout is listed as a failure, or empty strings if it did not fail."""
         row = self.row
         kind: str = row.kind or ("damaged" if self.damage else "cancelled" if row.status == "cancelled" else "")
         return ("", "") if kind in ("", "graded") else (kind, row.message or row.stop or self.done)
 
 
 def decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
-    """Decode stored JSON. Return `otherwise` if it is damaged on disk, so that the rest of the list is still shown."""
+    """Decode stored JSON. Return `otherwise` if it is damaged on disk, so that a list can still be shown."""
     try:
         return decoder.decode(written)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""An index of all rollouts, built from sessions, outcomes and events rather than from traces."""
+"""An index of all rollouts in memory, built from sessions, outcomes and events. Traces are not read."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 
 
 class RolloutIndex:
-    """The rollouts of one data folder. The first `refresh` reads all data, later ones only new events."""
+    """The rollouts of one data folder. The first `refresh` reads everything, and later ones read only new events."""
 
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
-        self._cursor = -1  # -1 before the first read
+        self._cursor = -1  # number of the last event that was read; -1 before the first `refresh`
         self.entries: dict[str, RolloutEntry] = {}
         self.spans: dict[int, list[int]] = {}  # turns, tokens and outcomes by time interval
         self.versions: list[tuple[float, int]] = []  # time at which each version became active
         self.deliveries: list[DeliveryRecord] = []
-        self.whole = True  # whether no events were pruned
-        self._gone: set[str] = set()  # ids of deleted sessions that are not reused
+        self.whole = True  # whether all events still exist; see `_is_whole`
+        self._gone: set[str] = set()  # ids of deleted sessions that no new session uses
 
     # ── updates ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh(self, store: Store) -> int:
-        """Read new events. Return the number of the last one."""
+        """Read new events, and return the number of the last event."""
         with store.snapshot():
             newest = store.events.newest()
             # Rebuild the index if events were pruned before they were read.
@@ -103,15 +103,15 @@ class RolloutIndex:
             self._apply_gateway_event(event)
 
     def _is_whole(self, store: Store) -> bool:
-        """Return whether the events are complete, that is, none was pruned because of its age. Events of deleted sessions are ignored.
+        """Return whether all events still exist, except those of deleted sessions. Old events may have been pruned.
 
-        A data folder created by an older version is not complete, because it has sessions without events.
+        A data folder created by an older version is never whole, because it has sessions without events.
         """
         oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
     def _count_pruned_turns(self, store: Store, oldest: float | None) -> None:
-        """Count turns from the traces of sessions whose first events were pruned."""
+        """Count the turns of sessions whose first events were pruned from their traces instead."""
         for entry in self.entries.values():
             if entry.key and (oldest is None or entry.row.opened < oldest):
                 yield_interpreter()
@@ -137,7 +137,7 @@ class RolloutIndex:
 
     def _apply(self, event: RawEvent, changed: dict[str, None], store: Store) -> None:
         entry = self.entries.get(event.session)
-        if entry is None and event.kind == "opened":  # its first turn may precede reading the session
+        if entry is None and event.kind == "opened":  # its first turn may be counted before the session is read
             entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
             self._gone.discard(event.session)
         if entry is not None:
@@ -223,7 +223,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Versions are read only here, because few rows are shown."""
+        """Update a rollout's row and return it. Policy versions are read only here, because few rows are shown."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
@@ -235,7 +235,7 @@ class RolloutIndex:
         return row
 
     def all(self, now: float) -> Iterator[RolloutEntry]:
-        """Yield all rollouts with their current status, pausing regularly so that calls are served."""
+        """Yield all rollouts with their status at the time `now`. Pause regularly, so that calls are served."""
         for number, entry in enumerate(self.entries.values(), 1):
             entry.row.status = entry.status_at(now)
             yield entry
@@ -243,7 +243,7 @@ class RolloutIndex:
                 yield_interpreter()
 
     def version_at(self, at: float) -> int | None:
-        """Return the policy version at a given time, or None if it is no longer known."""
+        """Return the policy version that was active at a given time, or None if it is no longer known."""
         place = bisect_right(self.versions, at, key=lambda change: change[0])
         if place:
             return self.versions[place - 1][1]
@@ -258,5 +258,5 @@ class RolloutIndex:
 
 
 def yield_interpreter() -> None:
-    """Let the thread that serves calls run. Otherwise, it would get to run only every few milliseconds."""
+    """Let the thread that serves calls run. Without such pauses, it would run only every few milliseconds."""
     time.sleep(_YIELD_S)

@@ -1,7 +1,7 @@
 """Whole sessions as JSON: the tree with ids, log-probabilities and messages, and the training rows.
 
-Encoding a long session takes most of a second. A separate thread does it from the store, so that the event loop can continue serving. The
-thread reads a consistent snapshot, even while turns are being written.
+Encoding a long session takes most of a second. A separate thread reads the session from the store and encodes it, so that the event loop is
+not blocked. The thread reads a consistent snapshot, even while turns are being written.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """One stored session, and the messages that its ids encode."""
+    """A stored session with its messages and tools."""
 
     session: Session
-    texts: Mapping[int, bytes]  # by node, as JSON: a list of messages for a context, one message for a turn
-    preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
-    side: Mapping[int, Sequence[SideArray]] = {}  # by node, if requested
+    texts: Mapping[int, bytes]  # JSON by node id: a list of messages for a context, one message for a turn
+    preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments as JSON, by digest
+    side: Mapping[int, Sequence[SideArray]] = {}  # by node id, if requested
 
     def encode_trace(self) -> bytes:
         """Encode the whole tree in the format of `GET /admin/sessions/{id}/trace`.
 
-        Nodes are encoded one by one, so that other threads can run in between.
+        Nodes are encoded one by one, so that other threads can run between them.
         """
         session = self.session
         decisions = decide_roles(session.trace)
@@ -69,13 +69,13 @@ class SessionView(msgspec.Struct, frozen=True):
         policy: TrainingPolicy | None = None,
         side: Mapping[int, Sequence[SideArray]] | None = None,
     ) -> list[Sample]:
-        """Return the training rows. `side` is the side data to join into them, by node."""
+        """Return the training rows. `side` is the side data to add to them, by node id."""
         policy = policy or self.session.config.policy
         return build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side)
 
 
 class SessionViews:
-    """Session views, built in a separate thread. Call `close` when the gateway stops."""
+    """Builds session views in a separate thread. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
         self._reader = StoreReader(store, "looks")
@@ -84,9 +84,9 @@ class SessionViews:
         self._reader.close()
 
     async def build(self, session_id: str, make: Callable[[SessionView], T], side: Collection[str] = ()) -> T:
-        """Load a session in the thread, with the side data of these names, and return the result of `make`.
+        """Load a session in the thread, call `make` with its view, and return the result. `side` names the side data to load.
 
-        `make` should work in small steps, because a long call into C blocks all threads.
+        `make` should work in small steps, because a long call into C code blocks all threads.
         """
 
         def query(store: Store) -> T:
@@ -97,7 +97,7 @@ class SessionViews:
         return await self._reader.run(query)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return how many turns and roots each session has, by key, for keys from `first` to `last`."""
+        """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`."""
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 
@@ -105,7 +105,7 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     row = store.find(session_id)
     if row is None:
         raise NotFound(f"unknown session {redact_known(session_id)!r}")
-    # Load the session first, so that nodes added in between do not lack their messages.
+    # Load the session first. A node that is added after that has messages without a node, but never a node without messages.
     session = store.load(row)
     preambles = store.preambles(row.key)
     if not all(_is_json(part) for preamble in preambles.values() for part in preamble):
@@ -128,7 +128,7 @@ def encode_json(value: object) -> bytes:
 
 
 def encode_piece(value: object) -> msgspec.Raw:
-    """Encode a part of a larger JSON document."""
+    """Encode a part of a larger JSON document, which is later inserted without encoding it again."""
     return msgspec.Raw(encode_json(value))
 
 

@@ -1,4 +1,4 @@
-"""Lists and descriptions of sessions for the APIs, from the stored row and the live session, if any."""
+"""Lists and descriptions of sessions for the APIs, from stored rows and from live sessions in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Description = SessionDescription[SessionConfig, RecordedOutcome]
 
 
 class SessionDirectory:
-    """The sessions of a running gateway, for listing and description."""
+    """Lists and describes the sessions of a running gateway."""
 
     def __init__(self, store: Store, sessions: Sessions, session_views: SessionViews) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class SessionDirectory:
         ]
 
     async def show(self, session_id: str) -> Description:
-        """Describe a session by its id, without keeping its trace in memory."""
+        """Describe the session with this id. Its trace is not kept in memory."""
         find_live: Callable[[str], Session | None] = self._sessions.find_live
         live = find_live(session_id)
         if live is not None and not live.is_evicted:
@@ -54,19 +54,22 @@ class SessionDirectory:
             return self.describe(live)
         live = find_live(session_id)
         if live is not None and (not live.is_evicted or live.key != stored.key):
-            # Meanwhile, the trace was loaded and may have grown, or a different session has reused the id.
+            # In the meantime, a call has loaded the trace and may have extended it, or a new session has reused the id.
             return self.describe(live)
         return self.describe(live or stored, stored.trace)
 
     def describe(self, session: Session, trace: Trace | None = None) -> Description:
-        """Describe a session. Pass its `trace` if it is not in memory."""
+        """Describe a session. Pass `trace` if the session's trace is not in memory."""
         return describe_session(self._store, session, trace, self._sessions.find_live(session.id))
 
 
 def describe_session(
     store: Store, session: Session, trace: Trace | None = None, live: Session | None = None
 ) -> Description:
-    """Describe a session with its counters, roles and forks. If the trace is unreadable, `unreadable` states why."""
+    """Describe a session with its counters, roles and forks. If its trace cannot be read, `unreadable` says why.
+
+    Pass `trace` if the session's trace is not in memory, and `live` if the session is live.
+    """
     row = store.find(session.id)
     if row is None:
         raise NotFound(f"unknown session {redact_known(session.id)!r}")

@@ -1,4 +1,4 @@
-"""Update the lists of the shared store from its events, in short transactions, by one gateway at a time."""
+"""Update the lists of the shared store from its events, in short transactions. Only one gateway at a time does so."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from turngate.views.groups import summarize_group
 from turngate.views.rollout_entry import SILENT_S, RolloutEntry, RolloutRow, Status, decode_or
 from turngate.views.rollout_index import DeliveryEvent, FenceEvent
 
-_EVENTS = 10_000  # per transaction
-_SESSIONS = 200  # per transaction while the lists are filled
+_EVENTS = 10_000  # events per transaction
+_SESSIONS = 200  # sessions per transaction while the lists are being filled
 _LONG = 500  # maximum characters of a message by which failures are counted
 _INDEXED = frozenset({"name", "team", "task", "agent", "model", "mode"})  # columns with names that runners choose
-_MAX_INDEXED = 500  # maximum characters of an indexed name; PostgreSQL's indexes take about 2,700 bytes
+_MAX_INDEXED = 500  # maximum characters of an indexed name; PostgreSQL limits an index entry to about 2,700 bytes
 _delivery_decoder = msgspec.json.Decoder(DeliveryEvent)
 _fence_decoder = msgspec.json.Decoder(FenceEvent)
 _info_decoder = msgspec.msgpack.Decoder(SampledInfo)
 
 
 class ListUpdater:
-    """Updates the lists. It uses its own connection, so that it never delays other writes of the gateway."""
+    """Updates the lists of the shared store. It has its own connection, so it never delays other writes of the gateway."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -42,7 +42,7 @@ class ListUpdater:
         self._store.close()
 
     def update(self, seconds: float) -> bool:
-        """Add new events to the lists until they are complete or the time is over. Return whether they are complete.
+        """Add new events to the lists until the lists are up to date or `seconds` have passed. Return whether they are up to date.
 
         If another process is updating the lists, return immediately.
         """
@@ -73,7 +73,10 @@ class ListUpdater:
         return last == newest
 
     def _fill(self, db: SharedConnection, state: ListState) -> bool:
-        """List the next sessions of a store whose lists are new. Events since then follow."""
+        """Add the next sessions to lists that are being filled for the first time. Return whether the lists are up to date.
+
+        Events that are written in the meantime are added after the last session.
+        """
         assert state.filled is not None
         if not state.filled:
             self._list_gateway_events(db, rollout_list.find_gateway_events(db, 0, state.newest))
@@ -84,7 +87,7 @@ class ListUpdater:
         return not page and state.newest == self._store.events.newest()
 
     def _list(self, db: SharedConnection, ids: Sequence[str]) -> None:
-        """Recompute the rows of rollouts and of their groups."""
+        """Recompute the rows of these rollouts and of their groups."""
         if not ids:
             return
         unique = sorted(set(ids))
@@ -153,7 +156,10 @@ class ListUpdater:
 
 
 def _read_versions(ends: tuple[bytes, bytes] | None) -> tuple[int | None, int | None]:
-    """Return the policy versions of the first and the last turn. Both are None if one of them is damaged."""
+    """Return the policy versions of the first and the last turn, or None for both if one of these turns is damaged.
+
+    `ends` is the stored info of these two turns.
+    """
     if ends is None:
         return None, None
     try:
@@ -208,12 +214,12 @@ def _to_listed(entry: RolloutEntry) -> ListedRollout:
 
 
 def _fit_text(field: str, text: str) -> str:
-    """Return a text that PostgreSQL accepts: without null characters and, in an index, of limited size."""
+    """Return a text that PostgreSQL can store in this column: without null characters and, if the column is indexed, cut to size."""
     return text.replace("\0", "\ufffd")[: _MAX_INDEXED if field in _INDEXED else None]
 
 
 def to_row(listed: ListedRollout, now: float) -> RolloutRow:
-    """Return a listed rollout as a row of the page."""
+    """Convert a listed rollout to the row that the page shows."""
     return RolloutRow(
         id=listed.id,
         name=listed.name,

@@ -24,13 +24,13 @@ from turngate.views.rollout_entry import STATUSES, RolloutRow
 from turngate.views.rollout_index import BUCKET_S, DeliveryRecord
 from turngate.views.shared_index import ListUpdater, to_row
 
-_UPDATE_S = 0.3  # time in which a request adds new events to the lists; the rest is added in the background
+_UPDATE_S = 0.3  # how long a request may add new events to the lists; the remaining events are added in the background
 _BACKGROUND_S = 0.2
-_SILENCE_CHECK_S = 30.0  # interval at which rollouts with silent runners are found even if there are no new events
+_SILENCE_CHECK_S = 30.0  # interval of updates without new events, which find rollouts with silent runners
 
 
 class SharedOverview:
-    """The rollouts of one shared store: lists, groups and changes. It keeps none of them in memory."""
+    """Answers queries about the rollouts of one shared store: lists, groups, changes and trends. It keeps no rollouts in memory."""
 
     def __init__(self) -> None:
         self._updater: ListUpdater | None = None
@@ -44,7 +44,7 @@ class SharedOverview:
     # ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def update(self, store: Store) -> bool:
-        """Add new events to the lists, for a fifth of a second at most. Return whether the lists are complete."""
+        """Add new events to the lists for at most `_BACKGROUND_S`. Return whether the lists are up to date."""
         shared = _require_shared(store)
         state, newest = shared.rollout_pages.state()
         is_due = time.monotonic() > self._updated + _SILENCE_CHECK_S
@@ -54,7 +54,7 @@ class SharedOverview:
         return self._update(shared, _BACKGROUND_S)
 
     def refresh(self, store: Store) -> int:
-        """Add new events to the lists. Return the number of the last event that they contain."""
+        """Add new events to the lists for at most `_UPDATE_S`. Return the number of the last event that the lists include."""
         pages = _require_shared(store).rollout_pages
         state, newest = pages.state()
         if state.filled is not None or state.newest < newest:
@@ -103,7 +103,7 @@ class SharedOverview:
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Return a rollout's row, the key of its session (0 if it has none), and the cursor."""
+        """Return a rollout's row, the key of its session (0 if it has no session), and the cursor."""
         cursor = self.refresh(store)
         listed = self._find(store, session)
         return to_row(listed, time.time()), listed.key, cursor
@@ -115,11 +115,11 @@ class SharedOverview:
         return found[0]
 
     def damage(self, store: Store, session: str) -> str:
-        """Return a description of a rollout's damaged data, or "" if none was found."""
+        """Return a description of a rollout's damaged data, or "" if no damage was found."""
         return self._find(store, session).damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """Return a rollout's row, and the reason why it cannot be retried, or "" if it can."""
+        """Return a rollout's row, and the reason why the rollout cannot be retried, or "" if it can."""
         self.refresh(store)
         listed = self._find(store, session)
         row = to_row(listed, time.time())
@@ -127,7 +127,7 @@ class SharedOverview:
         return row, explain_no_retry(row, listed.damage, lambda: pages.last_attempt(row.name))
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the changes after a cursor: the rows that changed, and the rollouts that were deleted."""
+        """Return the rows that have changed since the cursor `after`, and the ids of rollouts that were deleted since then."""
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         touched = pages.find_changed(after, cursor, MOST_CHANGED)
         shown = touched[:MOST_CHANGED]
@@ -152,13 +152,13 @@ class SharedOverview:
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of a group's graded rollouts."""
+        """Return the id and session key of each rollout in a group that has a reward that counts."""
         self.refresh(store)
         now, rows = time.time(), _require_shared(store).rollout_pages.group([name])
         return [(row.id, row.key) for row in rows if row.key and to_row(row, now).counted_reward is not None]
 
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
-        """Return a group's rollouts with the advantages that a trainer would compute. `trains` is as in `Overview.group`."""
+        """Describe a group and its rollouts, with the advantages that a trainer would compute. See `Overview.group` for `trains`."""
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         rows = pages.group([name]) if name else []
         if not rows:
@@ -167,7 +167,7 @@ class SharedOverview:
         return {"cursor": cursor, **show_group(name, members, trains, map(_to_record, pages.deliveries(name)))}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
+        """Return the id and session key of each rollout in a group that has a session, oldest first."""
         self.refresh(store)
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)
@@ -225,7 +225,7 @@ class SharedOverview:
         }
 
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
-        """Return the messages of failures by class, most frequent first."""
+        """Return the failures of groups whose names start with `prefix`, by class and message, most frequent first."""
         cursor, pages = self.refresh(store), _require_shared(store).rollout_pages
         totals, failures = pages.failures(prefix, MOST_MESSAGES, EXAMPLES)
         newest = {row.id: row for row in pages.find([failure.examples[0] for failure in failures if failure.examples])}
@@ -278,7 +278,7 @@ def _to_record(delivery: ListedDelivery) -> DeliveryRecord:
 def _group_points(
     points: Iterable[TrendPoint], key: Callable[[TrendPoint], int | None]
 ) -> list[tuple[int, list[TrendPoint]]]:
-    """Group points by a key, lowest first. Points without a key are omitted."""
+    """Group points by a key, in ascending order of the key. Points with the key None are omitted."""
     grouped: dict[int, list[TrendPoint]] = {}
     for point in points:
         if (value := key(point)) is not None:

@@ -1,4 +1,7 @@
-"""Decode tokens one by one. In a byte vocabulary, a character may span several tokens, and none of them has text on its own."""
+"""Decode tokens one by one.
+
+If tokens are sequences of bytes, a character may span several tokens. None of these tokens has a text by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from turngate.types import Ids, Json
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
-    """The text of each token of a node, with None for a token that is only part of a character."""
+    """The text of each token of a node. The text of a token is None if it is only part of a character."""
 
     text: list[str | None]
     runs: list[
@@ -26,11 +29,11 @@ class TokenTexts(msgspec.Struct, frozen=True):
 
 
 class TokenDecoder:
-    """A decoder for the tokens of nodes that caches its results. `tokenizer` is None if it is not available on this machine."""
+    """Decodes the tokens of nodes, and caches the results. `tokenizer` is None if it is not available on this machine."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, TokenTexts] = {}  # by node
+        self._texts: dict[int, TokenTexts] = {}  # by node id
 
     @property
     def is_available(self) -> bool:
@@ -63,9 +66,9 @@ class TokenDecoder:
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """Decode each token separately.
+    """Return the text of each token.
 
-    A token that is only part of a character has no text. The run of tokens that forms the character has the text instead.
+    A token that is only part of a character has no text. The text belongs to the run of tokens that together form the character.
     """
     if tokenizer.vocabulary.table is None:
         return _decode_streaming(tokenizer, ids)
@@ -108,7 +111,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
 
 
 def _decode_whole(spelled: bytes) -> str | None:
-    """Decode bytes. Return None for incomplete characters, and for an id outside the vocabulary, which has no bytes."""
+    """Decode bytes as UTF-8. Return None if they contain an incomplete character, or are empty, as for an id outside the vocabulary."""
     try:
         return spelled.decode() or None
     except UnicodeDecodeError:
@@ -116,7 +119,7 @@ def _decode_whole(spelled: bytes) -> str | None:
 
 
 def _incomplete_prefix(spelled: bytes) -> bytes:
-    """Return the bytes if more bytes can complete their last character; otherwise return no bytes."""
+    """Return the bytes if they end inside a character that more bytes may complete. Otherwise, return empty bytes."""
     try:
         spelled.decode()
     except UnicodeDecodeError as error:
@@ -125,7 +128,7 @@ def _incomplete_prefix(spelled: bytes) -> bytes:
 
 
 def _decode_streaming(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """Decode with the tokenizer's own streaming decoder, for vocabularies that do not consist of bytes."""
+    """Decode with the tokenizer's streaming decoder, for vocabularies whose tokens are not sequences of bytes."""
     decoder = tokenizer.decoder()
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []

@@ -1,6 +1,6 @@
 """Parse the JSON of a trace (`GET /admin/sessions/{id}/trace`) into model calls, each with its prompt as ids and as messages.
 
-Used by the gateway and by trainers for formats with one record per model call. `trace/sample.py` decides which turns may be trained.
+The gateway and trainers use this for formats with one record per model call. `trace/sample.py` decides which turns may be trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decoder = msgspec.json.Decoder(DecodedTrace, dec_hook=decode_array)
 
 
 class ContextView(msgspec.Struct, frozen=True):
-    """A context node: the added messages and their ids."""
+    """A context node: the messages that it adds, and their ids."""
 
     id: int
     parent: int | None
@@ -39,21 +39,21 @@ class ContextView(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> Mapping[str, str]:
-        """The old name of `signals`, until 0.2.0."""
+        """Deprecated name of `signals`, which will be removed in 0.2.0."""
         return self.signals
 
 
 class TurnView(msgspec.Struct, frozen=True):
-    """One model call. `untrained` is the reason why it may not be trained, or empty if it may."""
+    """One model call. `untrained` is the reason why the call may not be trained, or an empty string if it may."""
 
     id: int
-    parent: int  # its context
-    root: int  # the first context of its conversation
+    parent: int  # id of its context
+    root: int  # id of the first context of its conversation
     ids: list[int]
     logprobs: list[float] | None  # None unless every id has one
     message: Json  # in OpenAI's format
     role: TurnRole
-    evidence: str  # what decided its role
+    evidence: str  # the evidence that decided its role
     untrained: str
     finish: str
     version_start: int
@@ -113,7 +113,7 @@ class TraceView:
         return ids
 
     def messages(self, turn: TurnView) -> list[Json]:
-        """Return the conversation that a turn answers, in OpenAI's format."""
+        """Return the messages before a turn, which it answers, in OpenAI's format."""
         messages: list[Json] = []
         for node in self.path(turn)[:-1]:
             messages += [node.message] if isinstance(node, TurnView) else node.messages
@@ -124,12 +124,12 @@ class TraceView:
 
 
 def parse_trace(trace: DecodedTrace | Mapping[str, Any], /) -> TraceView:
-    """Build the view of a trace, given as a struct or as the JSON object that the admin API returns."""
+    """Parse a trace, given as a struct or as the JSON object that the admin API returns."""
     return TraceView(trace if isinstance(trace, SessionTrace) else decode_trace(msgspec.json.encode(trace)))
 
 
 def decode_trace(encoded: bytes) -> DecodedTrace:
-    """Decode the JSON of a trace."""
+    """Decode the JSON of a trace. Raise `BadRequest` if it is invalid."""
     try:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
@@ -140,7 +140,7 @@ def decode_trace(encoded: bytes) -> DecodedTrace:
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
-    """Map the role of a turn to one of the three roles in OpenEnv's format."""
+    """Return the role in OpenEnv's format that corresponds to a turn's role."""
     if role in OWN_ROLES:
         return "agent"
     return "auxiliary" if role in ("side", "summary") else "discarded"
@@ -187,12 +187,12 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy, excluded: str
 
 
 def _is_logprob(value: float) -> bool:
-    """Return whether a value is a log-probability: a finite number that is at most 0."""
+    """Return whether a value is a valid log-probability: a finite number of at most 0."""
     return math.isfinite(value) and value <= 0
 
 
 def _to_sampled(turn: TraceTurn) -> Sampled:
-    """Rebuild the parts of the node that `untrainable_reason` reads."""
+    """Build a sampled node with the fields that `untrainable_reason` reads."""
     context = Context(turn.parent, None, NO_IDS, ContextInfo(b"", b"", "", False))
     info = SampledInfo(
         b"",

@@ -1,8 +1,9 @@
-"""Convert a trace to OpenEnv's `TrainingTrace`, version 1, which TRL also reads. It is defined in `openenv.core.harness.training`.
+"""Convert a trace to version 1 of OpenEnv's `TrainingTrace`, which TRL also reads.
 
     TrainingTrace.model_validate(training_trace(await gateway.trace(session)))
 
-This module builds plain data and does not import `openenv`. The tests validate the result with OpenEnv's strict model.
+OpenEnv defines the format in `openenv.core.harness.training`. This module builds plain data and does not import `openenv`. The tests
+validate the result with OpenEnv's strict model.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ SCHEMA_VERSION = 1
 def training_trace(trace: DecodedTrace | Mapping[str, Any], /) -> dict[str, Json]:
     """Build the fields of a `TrainingTrace` from the reply of `GET /admin/sessions/{id}/trace` or `GatewayClient.trace`.
 
-    The result contains every model call once, in recording order. A call that may not be trained has only zeros in its `loss_mask`, and
-    `metadata.untrained` states the reason. If log-probabilities are missing, `completion_token_ids` is empty, because the format requires
-    one for every token, and `metadata.sampled_token_ids` contains the sampled ids. Raises `Conflict` for a trace without ids.
+    The result contains every model call once, in recording order. If a call may not be trained, its `loss_mask` is all zeros, and
+    `metadata.untrained` gives the reason. The format requires a log-probability for each token of `completion_token_ids`. If
+    log-probabilities are missing, `completion_token_ids` is therefore empty, and the sampled ids are in `metadata.sampled_token_ids`. Raise
+    `Conflict` if the trace has no ids.
     """
     return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(trace))}
 
 
 def training_turns(trace: TraceView) -> list[dict[str, Json]]:
-    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained has a mask of zeros and a reason."""
+    """Return every model call as an OpenEnv `TrainingTurn`. A call that may not be trained has a mask of zeros and a reason."""
     return [_training_turn(trace, turn) for turn in trace.turns]
 
 
@@ -39,7 +41,7 @@ def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
         raise Conflict(
             f"turn {turn.id} cannot be trained, because the ids of its prompt are missing ({turn.untrained or 'captured without ids'})"
         )
-    # The format requires log-probabilities for sampled tokens. Without them, the ids are put into the metadata instead.
+    # The format requires a log-probability for each sampled token. Without them, the sampled ids go into the metadata instead.
     scored = turn.logprobs is not None
     completion = turn.ids if scored else []
     trained = int(not turn.untrained)

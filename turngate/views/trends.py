@@ -71,7 +71,10 @@ def list_feeds(store: Store) -> list[Json]:
 def compute_throughput(
     counts: Iterable[tuple[int, Sequence[int]]], first: float, now: float, width: float
 ) -> list[Json]:
-    """Return the turns, tokens and rollouts of the whole gateway over time, without gaps. Counts are given with their interval."""
+    """Return the rates of turns, tokens and rollouts of the whole gateway in each interval from `first` to `now`.
+
+    `counts` are the turns, tokens and outcomes, each with the number of its interval. `width` is the length of an interval in seconds.
+    """
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
     for number, counted in counts:
@@ -100,7 +103,7 @@ def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
     newest = [delivery for delivery in index.deliveries if delivery.group.startswith(prefix)][-MOST_DELIVERIES:]
     points = []
     for delivery in newest:
-        # A group may be delivered in parts. A part contains the rollouts recorded by then.
+        # A group may be delivered in parts. Each delivery is described by the rollouts of the group recorded before it.
         rows = [entry.row for entry in members.get(delivery.group, ()) if (entry.recorded or 0) <= delivery.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [reward for row in rows if (reward := row.counted_reward) is not None]
@@ -112,7 +115,11 @@ def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
 def describe_delivery(
     delivery: DeliveryRecord, version: int | None, oldest: int | None, mean: float | None
 ) -> dict[str, Json]:
-    """Describe a delivery, given the policy version at that time, and the oldest version and mean reward of its rollouts."""
+    """Describe a delivery.
+
+    `version` is the policy version at the time of the delivery. `oldest` and `mean` are the oldest policy version and the mean reward of
+    its rollouts.
+    """
     return {
         "feed": delivery.feed,
         "number": delivery.number,
@@ -127,7 +134,7 @@ def describe_delivery(
 
 
 def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
-    """Count rollouts by staleness: the number of policy versions between the first token and the recorded outcome."""
+    """Count rollouts by staleness: by how many versions the policy advanced from their first token to their recorded outcome."""
     behind: Counter[int] = Counter()
     for entry in entries:
         if entry.recorded is not None and entry.row.version_start is not None:
@@ -149,7 +156,7 @@ def _rewards_over_time(graded: Sequence[tuple[float, RolloutRow]], width: float)
 
 
 def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
-    """Return the mean reward by the policy version of a rollout's first token."""
+    """Return the mean reward of rollouts by the policy version of their first token."""
     rewards: dict[int, list[float]] = {}
     for row in rows:
         if row.version_start is not None and row.reward is not None:
@@ -160,7 +167,7 @@ def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
 
 
 def bucket_width(least: float) -> float:
-    """Return the width of a bucket: a round number of seconds, at least `least`."""
+    """Return the length of an interval for a chart: a round number of seconds that is at least `least`."""
     for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
         if width >= least:
             return float(width)

@@ -1,7 +1,7 @@
-"""Verification by the gateway, of the same rows that it delivers to trainers. `verify/spot_checks.py` chooses the sessions.
+"""Verify sessions together with the rows that the gateway delivers to trainers.
 
-The command line verifies in its own process. A gateway that verifies while it serves starts a separate process,
-`python -m turngate.views.verdict DATA`, because rendering a long session takes seconds and must not delay calls.
+The command line verifies in its own process. A gateway that verifies sessions while it serves (`verify/spot_checks.py` chooses them) starts
+a separate process, `python -m turngate.views.verdict DATA`, because rendering a long session takes seconds and must not delay calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOWEST_PRIORITY = 19  # a `nice` value
 
 @contextmanager
 def open_row_source(data: str | Path) -> Iterator[RowSource]:
-    """Open the rows that the gateway delivers to trainers. Works whether or not a gateway is serving the folder."""
+    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder."""
     store = open_store_for_reading(data)
 
     def build_rows(session_id: str, everything: bool) -> list[Sample]:
@@ -41,14 +41,14 @@ def open_row_source(data: str | Path) -> Iterator[RowSource]:
 
 
 class VerdictReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The verifier process's reply for one session: a verdict, or the reason why there is none."""
+    """The reply of the verifier process for one session: a verdict, or the reason why there is none."""
 
     verdict: Verdict | None = None
     error: str = ""
 
 
 class VerifierProcess:
-    """A low-priority process that verifies sessions. It is started for the first session and restarted if it exits."""
+    """A low-priority process that verifies sessions. It is started for the first session, and restarted after it exits."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
@@ -91,7 +91,7 @@ class VerifierProcess:
         )
 
     def close(self) -> None:
-        """Kill the process immediately and do not restart it. Called from a thread that must not wait for a verdict."""
+        """Kill the process immediately, and never restart it. The calling thread must not wait for a verdict."""
         self._closed = True
         self._kill_process()
 
@@ -108,7 +108,7 @@ class VerifierProcess:
 
 
 class BackgroundVerifier:
-    """A verifier that checks every n-th session that ends while the gateway is serving."""
+    """Verifies every n-th session that ends while the gateway is serving."""
 
     def __init__(self, data: Path, every: int, report: Callable[[Verdict], None]) -> None:
         self._process = VerifierProcess(data)
@@ -121,12 +121,15 @@ class BackgroundVerifier:
         self._checker.submit(session_id)
 
     def stop(self) -> None:
-        """Stop immediately. Sessions that were not verified can be verified later with `turngate verify`."""
+        """Stop immediately. Sessions that have not been verified can be verified later with `turngate verify`."""
         self._checker.stop(self._process.close)
 
 
 def main(data: Path) -> None:
-    """Read session ids from stdin, one JSON string per line, and write replies. Exit at the end of input, when the gateway exits."""
+    """Read session ids from stdin, one JSON string per line, and write a reply for each.
+
+    Exit at the end of the input, which is when the gateway exits.
+    """
     with suppress(OSError, AttributeError):
         os.nice(_LOWEST_PRIORITY)
     renderers = Renderers()  # each tokenizer is loaded once
