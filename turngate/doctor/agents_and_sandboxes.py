@@ -1,4 +1,4 @@
-"""Checks that agents are installed at their pinned versions, and that sandboxes actually start."""
+"""Check that the agents are installed at their pinned versions, and that sandboxes actually start."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
 
 
 def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | None:
-    """Check the Node or Python that runs an agent. Return None if it works."""
+    """Check the Node or Python that runs an agent. Return the problem, or None if there is none."""
     if installed.node:
         try:
             command = [installed.node, "--version"]
@@ -73,7 +73,7 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
         if major < NODE_AT_LEAST:
             return failure(
                 f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
-                "delete it; the next rollout downloads it again",
+                "delete this file; the next rollout downloads Node again",
             )
     if installed.python and installed.host_python is None:
         return warning(
@@ -100,7 +100,7 @@ def _find_version(spec: AgentSpec, folder: Path) -> str:
 
 
 async def check_sandboxes(context: DoctorContext) -> list[CheckOutcome]:
-    """Start one sandbox of each kind, run `true` in it, and check that it has no network."""
+    """Check each kind of sandbox: start one, run `true` in it, and see that it has no network access."""
     names = context.sandboxes or LOCAL_BACKENDS
     return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 

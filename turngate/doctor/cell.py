@@ -1,4 +1,4 @@
-"""Checks of a cell: its shared store and its outbox."""
+"""Check a cell: its shared store, and its outbox of sessions that it has not shipped yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from turngate.errors import ConfigError
 from turngate.store.shared.store import SharedStore
 from turngate.store.sqlite import Store
 
-_LATE_S = 60.0  # a session that has been due for this long is late
+_LATE_S = 60.0  # a session that should have been shipped this long ago is late
 
 
 async def check_shared_store(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the shared store answers, and that this cell ships its sessions."""
+    """Check that the shared store answers, and that no session of this cell has been waiting too long to be shipped."""
     if not context.config.shared:
         return [not_checked("not a cell", "to check one, pass --shared or set TURNGATE_SHARED")]
     return await asyncio.to_thread(_check, context.config)

@@ -1,4 +1,4 @@
-"""The list of all checks. They run concurrently, each with a time limit, and every error becomes a finding."""
+"""List all checks, and run them concurrently, each with a time limit. An error in a check becomes a finding."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ CHECKS = (
 
 
 async def diagnose(context: DoctorContext, only: Sequence[str] = ()) -> list[Finding]:
-    """Run every check that applies, or only those in `only`. Return the findings in the order of `CHECKS`."""
+    """Run all checks that apply to the context, or the checks named in `only`. Return the findings in the order of `CHECKS`."""
     scopes = ("gateway", "anywhere") if context.gateway else ("here", "anywhere")
     checks = [check for check in CHECKS if (check.name in only if only else check.where in scopes)]
     groups = await asyncio.gather(*(_run_check(check, context) for check in checks))
@@ -208,7 +208,7 @@ async def _run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding
 
 
 def _build_finding(check: DoctorCheck, result: CheckOutcome, seconds: float) -> Finding:
-    """Build a finding. Remove secrets and control characters, because parts of the text come from engines and other programs."""
+    """Build a finding. Secrets and control characters are removed, since parts of the text come from engines and other programs."""
     return Finding(
         check=check.name,
         state=result.state,

@@ -1,4 +1,4 @@
-"""The input of the checks: the settings of `turngate serve`, and data that several checks share."""
+"""The input of the checks: the settings of `turngate serve`, and objects that several checks use, such as the renderer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from turngate.engines.base import Engine, Health, Relay
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.engine_factory import build_engine
 
-TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines is free
+TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines costs nothing
 
 
 class DoctorContext:
-    """The settings to check, and shared data that is loaded only once.
+    """The settings to check, and objects that several checks use and that are loaded only once.
 
-    `agents` and `sandboxes` contain the names that the user passed. If there are none, all are checked, and a missing one is not a failure.
+    `agents` and `sandboxes` contain the names that the user passed. Without names, all of them are checked, and one that is missing is not
+    reported as a failure.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DoctorContext:
         self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """Return the renderer of the configured tokenizer. Raise the same errors as `load_renderer`."""
+        """Return the renderer of the configured tokenizer, and its certificate. Raise the same errors as `load_renderer`."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
@@ -56,11 +57,11 @@ class DoctorContext:
         )
 
     def urls(self) -> list[str]:
-        """Return the engine URLs, or one empty string if there are none."""
+        """Return the URLs of the engines. If the engine has no URL, return a list with one empty string."""
         return list(self.config.engine_url) or [""]
 
     async def engine(self, url: str) -> Engine:
-        """Build the engine at a URL as the gateway would. The caller must start and close it."""
+        """Build the engine at a URL in the same way as the gateway. The caller must start and close it."""
         engine, _ = await self._build_engine(url)
         assert engine is not None, "observed engines have no engine object"
         return engine
@@ -71,7 +72,7 @@ class DoctorContext:
         return build_engine(config, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:
-        """Return the health of every engine, with its URL. Each engine is queried only once."""
+        """Return the URL and the health of every engine. Each engine is asked only once, however many checks need the answer."""
         async with self._asking:
             if self._health is None:
                 self._health = [(url, health) for url in self.urls() for health in await self._ask(url)]

@@ -1,4 +1,4 @@
-"""Checks of the engine: whether it is up, serves the model and accepts ids, and which log-probabilities it returns."""
+"""Check the engine: whether it is up, serves the model and accepts ids, and which log-probabilities it returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turngate.render import Renderer, find_tokenizer
 from turngate.types import ID_DTYPE, NEUTRAL, Message, Sampling
 
 _MAX_TOKENS = 4
-_CERTAIN = -1e-3  # a log-probability above this is treated as 0
+_CERTAIN = -1e-3  # a higher log-probability is treated as 0
 _SKEW_S = 5.0
 _PROMPT = (Message("user", "Say any word."),)
 
@@ -78,7 +78,7 @@ def _suggest_fix(engine: str, detail: str) -> str:
 
 
 async def check_call(context: DoctorContext) -> list[CheckOutcome]:
-    """Make a small call to every engine."""
+    """Check that a small call to every engine returns ids with log-probabilities."""
     config = context.config
     if config.engine not in TEST_CALL_ENGINES:
         why = (
@@ -130,9 +130,9 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
 async def _generate(
     context: DoctorContext, url: str, renderer: Renderer, sampling: Sampling, *, echo: bool = False
 ) -> tuple[list[int], list[float | None] | None, bool | None]:
-    """Return the sampled ids, their log-probabilities, and whether the engine received the prompt unchanged.
+    """Make a small call. Return the sampled ids, their log-probabilities, and whether the engine received the prompt unchanged.
 
-    The last is None if the engine did not echo the prompt.
+    The third value is None if the engine did not echo the prompt.
     """
     engine = await context.engine(url)
     request = Generate(
@@ -166,9 +166,9 @@ async def _collect(engine: Engine, request: Generate) -> tuple[list[int], list[f
 
 
 async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
-    """Check whether log-probabilities belong to the sampled distribution.
+    """Check whether the engine returns log-probabilities of the distribution that it sampled from.
 
-    With top-k 1, only one token remains, so its probability is 1 after truncation and less than 1 before.
+    With top-k 1, only one token remains after truncation. Its probability is 1 after truncation, and less than 1 before.
     """
     config = context.config
     if config.engine not in ("vllm", "sglang"):
@@ -204,12 +204,12 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     if np.allclose(truncated, heated, atol=1e-3):
         return warning(
             f"{name}: log-probabilities are from before temperature and truncation (raw), "
-            "which is correct only at temperature 1 without truncation",
+            "so they are correct only at temperature 1 without truncation",
             "start vLLM with --logprobs-mode processed_logprobs" if name.startswith("vllm") else "keep temperature 1",
         )
     return warning(
         f"{name}: log-probabilities are from after temperature but before truncation, "
-        "which is correct only without top-p and top-k",
+        "so they are correct only without top-p and top-k",
         "keep the sessions' default (bias neutral), which turns truncation off",
     )
 
@@ -223,7 +223,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def measure_skew(url: str) -> CheckOutcome:
-    """Compare this machine's clock with a server's Date header, which is in whole seconds."""
+    """Compare this machine's clock with a server's, by the Date header of a response, which has a resolution of one second."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,

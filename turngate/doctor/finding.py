@@ -1,4 +1,4 @@
-"""Checks, their results, and the findings that `turngate doctor` prints."""
+"""The types of checks, of their results, and of the findings that `turngate doctor` prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CheckScope = Literal["here", "gateway", "anywhere"]
 
 
 class CheckOutcome(msgspec.Struct, frozen=True):
-    """The result of a check: one line about what was found, and one about how to fix it."""
+    """One result of a check: what was found and, if there is a problem, how to fix it, in one line each."""
 
     state: CheckState
     message: str
@@ -23,7 +23,7 @@ class CheckOutcome(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check as printed, with the check's name."""
+    """One result of a check as `turngate doctor` prints it, with the name and the duration of the check."""
 
     check: str
     state: CheckState
@@ -33,9 +33,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A check.
+    """One check: its name and description, what it applies to, its time limit, and the function that runs it.
 
-    `where` sets the scope of the check: the machine that will run the gateway (`here`), a running gateway (`gateway`), or both
+    `where` says what the check applies to: the machine that will run the gateway (`here`), a running gateway (`gateway`), or both
     (`anywhere`).
     """
 

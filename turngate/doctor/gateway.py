@@ -1,4 +1,4 @@
-"""Checks of a running gateway: whether it responds, accepts our key and records a call exactly, and how loaded it is."""
+"""Check a running gateway: whether it responds, accepts our key and records a call exactly, and how high its load is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turngate.errors import TurngateError, Unauthorized
 from turngate.types import Json
 
 _METRIC_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-_MAX_LATE = 0.05  # share of measurements in which the event loop may be late
+_MAX_LATE = 0.05  # the event loop may be late in this share of the measurements
 _CALL = {"messages": [{"role": "user", "content": "Say any word."}], "max_tokens": 4}
 
 
@@ -27,7 +27,7 @@ def _client(context: DoctorContext) -> GatewayClient:
 
 
 async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the gateway responds, accepts the key and is not paused."""
+    """Check that the gateway responds, accepts the admin key, and is not holding all calls at its fence."""
     start = time.perf_counter()
     try:
         async with _client(context) as client:
@@ -66,7 +66,7 @@ async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_call(context: DoctorContext) -> list[CheckOutcome]:
-    """Make one small model call in a new session, and delete the session."""
+    """Check that a small model call in a new session can be trained. The session is deleted afterwards."""
     try:
         async with _client(context) as client:
             if (await client.fence()).paused:
@@ -135,7 +135,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_load(context: DoctorContext) -> list[CheckOutcome]:
-    """Check the load in the gateway's metrics."""
+    """Check the gateway's load, as shown by its metrics: the event loop, the workers and failed engine calls."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,

@@ -1,4 +1,4 @@
-"""Checks of the machine: Python, extras, data folder, disk, keys, port, clock, open files and memory."""
+"""Check the machine: Python, extras, data folder, disk, keys, port, clock, open files and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from turngate.store.location import open_store_for_reading
 from turngate.store.sqlite import Store
 from turngate.telemetry.spans import is_enabled
 
-# Extra → module that it installs.
+# Extra → a module that it installs.
 EXTRAS = {
     "families": "renderers",
     "local": "torch",
@@ -83,7 +83,7 @@ async def check_python(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the extras required by the settings are installed."""
+    """Check that the extras that the settings require are installed."""
     installed = {extra for extra, module in EXTRAS.items() if _is_installed(module)}
     needed = {
         "local": context.config.engine == "local",
@@ -108,7 +108,7 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # the module's parent package is missing
         return False
 
 
@@ -116,7 +116,7 @@ def _is_installed(module: str) -> bool:
 
 
 async def check_data(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the data folder is writable and reliable, and that its recordings can be read."""
+    """Check that the data folder is writable, that locks and SQLite work there, and that its recordings can be read."""
     if context.config.is_shared:
         return [await asyncio.to_thread(_check_shared_store, context.config.data)]
     return await asyncio.to_thread(_check_data_folder, Path(context.config.data))
@@ -137,7 +137,7 @@ def _check_shared_store(data: str) -> CheckOutcome:
 
 
 def _check_data_folder(folder: Path) -> list[CheckOutcome]:
-    """Check a data folder in a temporary subfolder, because a gateway may be writing to the folder itself."""
+    """Check a data folder. Tests that write use a temporary subfolder, because a gateway may be using the folder itself."""
     parent = _nearest_folder(folder)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".turngate-doctor-", dir=parent)
@@ -163,7 +163,7 @@ def _check_data_folder(folder: Path) -> list[CheckOutcome]:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
+    """Return the folder if it exists, otherwise its nearest parent that exists."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent
@@ -186,7 +186,7 @@ def _check_locks(folder: Path) -> CheckOutcome:
 
 
 def _check_write_ahead_log(folder: Path) -> CheckOutcome:
-    """Write with one connection, and read with another."""
+    """Check that SQLite's write-ahead log works: what one connection writes, another can read."""
     try:
         with (
             closing(sqlite3.connect(folder / "try.db", isolation_level=None)) as writer,
@@ -220,7 +220,7 @@ def _check_store(folder: Path, kind: str) -> CheckOutcome:
 
 
 def _file_system(folder: Path) -> str:
-    """Return the type of the file system, or an empty string if unknown."""
+    """Return the type of the file system that contains a folder, or an empty string if it is unknown."""
     best, kind = "", ""
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -232,7 +232,7 @@ def _file_system(folder: Path) -> str:
 
 
 async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that there is enough disk space."""
+    """Check that there is enough disk space for the data folder."""
     place = _nearest_folder(context.config.folder)
     free = shutil.disk_usage(place).free
     message = f"{free / _GB:.1f} GB free at {place}"
@@ -244,7 +244,7 @@ async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
-    """Check the admin key and the metrics key, without printing them."""
+    """Check the length of the admin key and the metrics key, and the owner and mode of the key files. Keys are never printed."""
     try:
         metrics = "; a separate metrics key is set" if metrics_key() else ""
         if admin_key := read_key(ADMIN_KEY):
@@ -276,7 +276,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_port(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the port is free."""
+    """Check that the port is free, or used by the gateway of this data folder."""
     config = context.config
     if not config.port:
         return [ok("port 0: the gateway chooses a free port")]
@@ -306,7 +306,7 @@ async def check_port(context: DoctorContext) -> list[CheckOutcome]:
 
 
 def _listener(port: int) -> str:
-    """Return the program that listens on a port, or an empty string if we cannot see it."""
+    """Return the name of the program that listens on a port, or an empty string if it is not visible to this user."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -331,11 +331,11 @@ def _inodes(port: int) -> list[str]:
 
 
 async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
-    """Compare the wall clock with the monotonic clock. Sessions' time limits and events depend on the wall clock."""
+    """Check that the wall clock does not jump relative to the monotonic clock, and that its date is plausible."""
     offsets = []
     for _ in range(6):
         before, now, after = time.monotonic(), time.time(), time.monotonic()
-        if after - before < 0.005:  # otherwise this process was suspended in between
+        if after - before < 0.005:  # otherwise, this process was suspended between the calls
             offsets.append(now - (before + after) / 2)
         await asyncio.sleep(0.05)
     jump = max(offsets, default=0.0) - min(offsets, default=0.0)
@@ -356,7 +356,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
-    """Check the limit on open files."""
+    """Check that the hard limit on open files is high enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     message = f"hard limit of {limit} open files (the gateway raises its soft limit of {soft:,} to the hard limit)"
@@ -391,7 +391,7 @@ async def check_memory(context: DoctorContext) -> list[CheckOutcome]:
 
 
 def _available_memory() -> float | None:
-    """Return the available memory in bytes, of the machine or of the container if that has less. Return None if unknown."""
+    """Return how many bytes of memory are available on the machine or in this container, whichever is less. None means unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,8 +1,7 @@
-"""Checks of the tokenizer and its chat template: whether the template is certified, and whether the engine agrees with both.
+"""Check the tokenizer and its chat template: whether the template is certified, and whether the engine uses the same ones.
 
-The gateway sends ids, so an engine with a different vocabulary would read a different text, which is a failure. An engine with a
-different chat template still receives the gateway's ids, but the model may have been trained with the engine's template, so that is a
-warning.
+The gateway sends ids, so an engine with a different vocabulary would read a different text. This is a failure. An engine with a different
+chat template still receives the gateway's ids, but the model may have been trained with the engine's template. This is a warning.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: st
 
 
 async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the engine encodes text, decodes ids and renders conversations as the gateway does."""
+    """Check that the engine encodes text, decodes ids and renders conversations in the same way as the gateway."""
     config = context.config
     if config.engine not in ("vllm", "sglang"):
         return [not_checked(f"engine {config.engine} uses the gateway's tokenizer")]
@@ -91,7 +90,7 @@ async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
 
 
 class _EngineTokenizer:
-    """The tokenizer of an engine, over HTTP."""
+    """The tokenizer of an engine, used over HTTP."""
 
     def __init__(self, client: EngineClient, model: str, kind: str) -> None:
         self._client = client
@@ -163,7 +162,7 @@ async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Ren
 
 
 def _supports_tools(renderer: Renderer) -> bool:
-    """Return whether the template itself renders tools. If not, the gateway adds them in its own format, which cannot be compared."""
+    """Return whether the template itself renders tools. If not, the gateway renders them in its own format, which cannot be compared."""
     return not isinstance(renderer, TemplateRenderer) or renderer.template.traits.native_tools
 
 
