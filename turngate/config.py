@@ -36,7 +36,7 @@ LIMITS, OUTPUT, CHECKS, CELL = "Limits", "Output", "Checks", "Cell"
 
 
 def _about(description: str, panel: str) -> msgspec.Meta:
-    """Return a setting's description, for `--help` and docs/configuration.md, and the heading under which `--help` shows it."""
+    """Return the metadata of a setting: its description, for `--help` and docs/configuration.md, and its heading in `--help`."""
     return msgspec.Meta(description=description, extra={"panel": panel})
 
 

@@ -45,7 +45,7 @@ class NoRecordings(ConfigError):
     def __init__(self, folder: Path) -> None:
         super().__init__(
             f"data: no recordings in {folder.absolute()}; run this where you ran `turngate run` or `turngate serve`, or pass "
-            "its --data folder",
+            "the same --data folder",
             param="data",
         )
 

@@ -257,7 +257,7 @@ async def test_unreachable_gateway_stops_batch(monkeypatch: pytest.MonkeyPatch) 
     async with open_harness() as harness:
         plan = harness.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as unreachable:
-            with pytest.raises(BatchStopped, match="nothing listens at"):
+            with pytest.raises(BatchStopped, match="nothing is listening at"):
                 _ = [rollout async for rollout in rollouts(plan, unreachable, harness.connector)]
         assert read_ledger(harness.out).finished == {}
         assert (await run_batch(plan, harness.client, harness.connector)).complete

@@ -163,7 +163,7 @@ def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("turngate.cli.gateway.START_S", 0)
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
-    assert line == "gateway: nothing listens at http://127.0.0.1:9; start it with turngate serve"
+    assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
     assert (
         run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key) == "gateway: 'here' is not an http(s) URL"
     )

@@ -31,7 +31,7 @@ def test_only_the_wait_is_reported_for_an_empty_feed_and_after_a_delivery(caplog
     watch.add_incomplete((), 10)
     [message] = caplog.messages
     assert message.startswith(
-        "feed math: waiting for groups, no delivery for 10 s: every rollout that has ended is delivered;"
+        "feed math: waiting for groups, no delivery for 10 s: every rollout that has ended has been delivered;"
     )
     caplog.clear()
     watch.add_incomplete((), 30)

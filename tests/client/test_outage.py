@@ -37,7 +37,7 @@ def test_warnings_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None
     caplog.clear()
     report.add_answer()
     report.add_answer()
-    assert caplog.messages == [f"gateway {NOWHERE} answers again"]
+    assert caplog.messages == [f"gateway {NOWHERE} is answering again"]
     now = 3000
     assert warn_until(3021) == [3010, 3020]
     assert caplog.messages == [

@@ -380,7 +380,7 @@ async def test_unreachable_gateway_is_gateway_fault(harness: Harness) -> None:
     async with GatewayClient("http://127.0.0.1:9", "k" * 20) as unreachable:
         boundary, stage, message = fault(await harness.run("", client=unreachable))
     assert (boundary, stage) == ("gateway", "session")
-    assert message == "gateway: nothing listens at http://127.0.0.1:9; start it with turngate serve"
+    assert message == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
 
 
 async def test_foreign_server_is_not_gateway(harness: Harness) -> None:
@@ -411,7 +411,7 @@ async def test_gateway_lost_before_seal_is_gateway_fault(
         program = SYNCED_TURNS.replace("FOLDER", str(tmp_path))
         outcome = await harness.run(program, client=leaving, watch=lambda progress: touch_turn_file(tmp_path, progress))
     boundary, stage, message = fault(outcome)
-    assert (boundary, stage) == ("gateway", "seal") and "nothing listens at" in message
+    assert (boundary, stage) == ("gateway", "seal") and "nothing is listening at" in message
     assert outcome.turns == 2  # as far as the client knows
     assert any("could not be ended" in note for note in outcome.notes)
     assert any("the recording could not be read from the gateway" in note for note in outcome.notes)

@@ -118,7 +118,7 @@ async def test_session_keeps_its_mode_across_restart(tmp_path: Path) -> None:
         session = await g.open()
     gate = Gate()
     async with gateway(engine=gate, data=tmp_path) as g:
-        with pytest.raises(openai.ConflictError, match="mode 'exact', but this gateway's engine serves 'gate'"):
+        with pytest.raises(openai.ConflictError, match="mode 'exact', but this gateway's engine serves mode 'gate'"):
             await g.ask(session.key, "Hi")
 
 

@@ -13,10 +13,7 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine.
-
-        It first loads the current weights, unless `version` says that it already has the weights of the current version.
-        """
+        """Add an engine, which first loads the current weights. Set `version` if it already has the weights of this policy version."""
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
             "POST", "/admin/engines", EnginesView, {"url": url, "version": version}, within=limit
@@ -27,7 +24,10 @@ class EnginePoolClient(GatewayClient):
         return await self._request("POST", "/admin/engines/drain", EnginesView, {"url": url})
 
     async def remove_engine(self, url: str, *, limit_s: float | None = None, force: bool = False) -> EnginesView:
-        """Remove an engine when its calls have ended, waiting up to `limit_s` seconds. With `force`, remove it now: its calls fail."""
+        """Remove an engine when its calls have ended. If that takes longer than `limit_s` seconds, the request fails.
+
+        With `force`, remove the engine immediately. Its calls in flight then fail.
+        """
         body: dict[str, Json] = {"url": url, "force": force}
         if limit_s is not None:
             body["limit_s"] = limit_s

@@ -348,7 +348,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
                 yield delivery
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None if none arrives within `timeout_s`."""
+        """Return the next delivery, or None if none arrives within `timeout_s` seconds."""
         if self._pending is None:
             self._pending = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
         try:
@@ -407,7 +407,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
 
 def _shorten_traceback(error: TurngateError) -> TurngateError:
-    """Remove the frames of the feed's thread from an error. The message says what to do, and the caller's frames show where it happened."""
+    """Remove the frames of the feed's thread from an error. The message says what to do, and the caller's frames say where."""
     return error.with_traceback(None)
 
 

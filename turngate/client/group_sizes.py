@@ -70,8 +70,8 @@ class GroupSizeWatch:
         self._next_look_s = 2 * waited_s
         if groups and groups == self._last_seen:
             log.warning(
-                "feed %s: no delivery for %.0f s: %s; a group is delivered when it has %d, or when its batch closes it; if the batch "
-                "makes smaller groups, %s",
+                "feed %s: no delivery for %.0f s: %s; a group is delivered when it has %d rollouts, or when its batch closes it; if the "
+                "batch makes smaller groups, %s",
                 *(self._feed, waited_s, self._describe(groups), self._n, _FIX),
             )
         self._last_seen = groups
@@ -85,7 +85,7 @@ class GroupSizeWatch:
     def _describe(self, groups: tuple[IncompleteGroup, ...]) -> str:
         if not groups:
             return (
-                "every rollout that has ended is delivered; if no batch is running, start one, or choose another feed name to read "
+                "every rollout that has ended has been delivered; if no batch is running, start one, or choose another feed name to read "
                 "the groups again"
             )
         more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""

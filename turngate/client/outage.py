@@ -38,5 +38,5 @@ class OutageReport:
 
     def add_answer(self) -> None:
         if self._next_s > _FIRST_S:
-            log.warning("gateway %s answers again", self._url)
+            log.warning("gateway %s is answering again", self._url)
         self._since, self._next_s = None, _FIRST_S

@@ -147,10 +147,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class OutcomeReceipt(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome.
-
-    `excluded` says why the outcome does not count; it is empty if it counts, or from older gateways.
-    """
+    """The reply to recording an outcome. `excluded` says why the outcome does not count. It is empty if the outcome counts."""
 
     excluded: str = ""
 

@@ -1,4 +1,4 @@
-"""Retry policy for the time while a gateway restarts, shared by all its clients."""
+"""Retry policy of all clients for a gateway that is restarting."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Backoff:
         self._attempts = 0
 
     def reset(self) -> None:
-        """Start again with the shortest pause, because the gateway answered."""
+        """Start again with the shortest pause, because the gateway has answered."""
         self._attempts = 0
 
     async def pause(self, at_most_s: float | None = None) -> None:

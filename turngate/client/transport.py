@@ -112,7 +112,7 @@ class GatewayTransport:
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
-            return f"nothing listens at {self.url}; start it with turngate serve"
+            return f"nothing is listening at {self.url}; start a gateway with turngate serve"
         why = error.strerror if isinstance(error, aiohttp.ClientConnectorError) else str(error)
         return f"{self.url} cannot be reached ({why or type(error).__name__})"
 
@@ -135,7 +135,7 @@ class GatewayTransport:
             self._outage.add_failure()
             return GatewayUnreachable(
                 f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway: "
-                "a proxy in front of it cannot reach it, or the address is wrong",
+                "either a proxy in front of the gateway cannot reach it, or the address is wrong",
                 param="gateway",
             )
         if not is_ours:

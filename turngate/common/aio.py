@@ -26,7 +26,10 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def keep_cancellation(work: Awaitable[T]) -> T:
-    """Await work that may swallow a cancellation, then raise the cancellation. Before Python 3.12, `asyncio.wait_for` may swallow one."""
+    """Await work that may swallow a cancellation. Afterwards, raise `CancelledError` if the task was cancelled in the meantime.
+
+    Before Python 3.12, `asyncio.wait_for` can swallow a cancellation.
+    """
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()

@@ -24,10 +24,7 @@ def slot_of(name: str) -> int:
 
 
 def new_secret(session_id: str, project: str = "") -> str:
-    """Return a new secret: the session's slot, 32 random bytes, and its project.
-
-    The slot follows from the id, so it reveals nothing new.
-    """
+    """Return a new secret: the session's slot, 32 random bytes, and its project. The slot reveals no more than the session's id."""
     secret = f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
     return f"{secret}.{project}" if project else secret
 
@@ -44,7 +41,7 @@ def slot_from_head(head: bytes) -> int | None:
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """The part of the sessions that one worker owns. `number` is the worker's index, and `workers` is the number of workers."""
+    """The sessions that one worker owns. `number` is the worker's index, and `workers` is the number of workers."""
 
     number: int = 0
     workers: int = 1

@@ -1,4 +1,4 @@
-"""Check API keys against the keys in the store. A gateway reads these again when its copy is a second old.
+"""Check API keys against the keys in the store. A gateway keeps a copy of these, and refreshes it when it is a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
 only a hash of the whole key.
@@ -46,7 +46,7 @@ def hash_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """A gateway's copy of the projects and keys. It is read again, with `read`, when it is `refresh_s` seconds old."""
+    """A gateway's copy of the projects and keys. It is refreshed with `read` when it is `refresh_s` seconds old."""
 
     def __init__(
         self,

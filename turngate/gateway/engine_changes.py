@@ -92,7 +92,7 @@ class LocalEngines:
 
 
 class EngineChanges:
-    """Changes to the list of engines, carried out one at a time."""
+    """Changes the list of engines, one change at a time."""
 
     def __init__(
         self,
@@ -141,7 +141,10 @@ class EngineChanges:
         return local.describe()
 
     async def remove(self, url: str, limit_s: float = REMOVE_S, *, force: bool = False) -> EnginesView:
-        """Drain an engine for up to `limit_s` seconds, then remove it. With `force`, remove it immediately: its calls in flight fail."""
+        """Drain an engine, and remove it when its calls have ended. Raise `EngineTimeout` if that takes longer than `limit_s` seconds.
+
+        With `force`, remove it immediately. Its calls in flight then fail.
+        """
         local, group = self._require()
         address = self._find(local, url)
         listed = self._listed.read()

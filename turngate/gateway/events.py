@@ -125,7 +125,7 @@ class Events:
                 del self._followers[session]
 
     async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
-        """Call `find` until it returns something other than None, and return that.
+        """Call `find` until it returns a value other than None, and return this value.
 
         `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written. Return None after
         `seconds`, or if the gateway is stopping.

@@ -2,8 +2,8 @@
 
     a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
-An agent may run tests for an hour between two calls, or never call again. If the traces in memory take more than `max_loaded_mb`, those of
-the sessions whose last call was longest ago are evicted sooner.
+An agent may run tests for an hour between two calls, or never call again. If the traces in memory take more than `max_loaded_mb`, the
+traces of the least recently used sessions are evicted sooner.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ fewest running calls. Calls of one group keep their order. So each project with 
 calls of other projects are waiting. The share that a project does not use goes to the others.
 
 Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
-stay equally full. A gateway with only one project lets every call through.
+stay as full as they are. A gateway with only one project lets every call through.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Feeds:
         return self.show(name)
 
     async def _fill(self, feed: int) -> None:
-        """Add earlier outcomes to a feed, from where another process may have stopped. Numbered deliveries can be read in the meantime."""
+        """Add earlier outcomes to a feed, continuing where another process may have stopped. Numbered deliveries can be read meanwhile."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
             await asyncio.sleep(0)  # let turns run in between
@@ -92,7 +92,7 @@ class Feeds:
         self.wake()
 
     def close_group(self, group: str) -> dict[str, int]:
-        """Complete a group that will receive no more rollouts. Return the number of the resulting delivery, by feed."""
+        """Complete a group that will receive no more rollouts. Return the number of the resulting delivery in each feed."""
         closed = dict(self._log.close_group(group))
         self.wake()
         self._events.wake("")
@@ -122,7 +122,7 @@ class Feeds:
         if after is None:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
-                    f"{restored}, in which the last commit is {row.committed} of {row.newest}, and later commits may be lost; open the "
+                    f"{restored}. The last commit in it is {row.committed} of {row.newest}, and later commits may be lost. Open the "
                     f"feed with after= the number in your checkpoint, or with after={row.committed} if nothing later was trained",
                     param="after",
                 )

@@ -14,9 +14,10 @@ _PRUNE_S = 3600.0
 
 
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
-    """Return the followers that may still serve without having carried out the change `epoch`, which was written by `since`.
+    """Return the followers that may still serve without having carried out the change `epoch`.
 
-    Such a follower may serve until `ttl` seconds after its last report from before the change.
+    `since` is a time at which the change was already written. Such a follower may serve until `ttl` seconds after its last report before
+    `since`.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 

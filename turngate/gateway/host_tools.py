@@ -113,7 +113,7 @@ class HostTools:
         return found
 
     def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
-        """Return the calls of a session, oldest first."""
+        """Return up to `limit` calls of a session after number `after`, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
@@ -131,7 +131,7 @@ def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """Check the arguments of a call and return their normalized JSON. The schema is checked in a thread, since that may be slow."""
+    """Check the arguments of a call in a thread, since a schema may be slow to check. Return the arguments as normalized JSON."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

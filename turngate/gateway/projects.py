@@ -28,7 +28,7 @@ from turngate.types import Json
 
 
 class AuditNote(Protocol):
-    """Adds an entry to the audit log."""
+    """A function that adds an entry to the audit log."""
 
     def __call__(self, caller: Caller, action: str, subject: str = "", **details: Json) -> None: ...
 
@@ -131,7 +131,7 @@ class Projects:
         return _view_new_key(key, secret)
 
     def rotate_key(self, caller: Caller, prefix: str, grace_s: float) -> NewKey:
-        """Create a new key that replaces `prefix` and has the same scopes. The old key stays valid for `grace_s` seconds."""
+        """Replace the key with this prefix by a new key with the same scopes. The old key stays valid for `grace_s` seconds."""
         old = self._find_key(caller, prefix)
         if not old.is_valid(now := time.time()):
             raise Conflict(f"key {prefix} is no longer valid; create a new key")

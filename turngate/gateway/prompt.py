@@ -58,7 +58,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def is_rerendered(self) -> bool:
-        """Whether the prompt has the same meaning as a continuation of a recorded turn, but its ids do not extend that turn's ids."""
+        """Whether the prompt continues a recorded turn in meaning, although its ids do not extend the ids of that turn."""
         return self.parent is None and self.location.node is not None
 
 
@@ -145,7 +145,7 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
 
 
 def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:
-    """Place a relayed call in the trace: by its prompt ids if the endpoint returned them, otherwise by meaning alone."""
+    """Build the prompt of a relayed call. It is placed in the trace by its ids if the endpoint returned them, otherwise by its meaning."""
     node, context = location.node, location.context
     if ids is None:
         return Prompt(location, node, context, context.ids if context is not None else NO_IDS, NO_IDS, preamble)

@@ -88,7 +88,7 @@ class ProjectQuota:
         return not self._is_full and (self.max_sessions == inf or self.count_sessions() < self.max_sessions)
 
     async def _wait(self, is_free: Callable[[], bool]) -> bool:
-        """Ask the thread for a part, and wait for its answer. Return the result of `is_free` after that."""
+        """Ask the thread for a part, and wait for its answer. Then return the result of `is_free`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + _WAIT_S
         for _ in range(2):  # the thread may have read the store just before this call
@@ -117,7 +117,7 @@ def _resolve(waiter: asyncio.Future[None]) -> None:
 
 
 class _Parts:
-    """The parts of one project's quotas that this process has taken, and when to renew and measure them."""
+    """The parts of one project's quotas that this process has taken, and when they are next renewed or measured."""
 
     def __init__(self) -> None:
         self.day = 0

@@ -107,7 +107,7 @@ class TurnRecorder:
         return sampled.id
 
     def _report(self, draft: TurnDraft, message: Message, sampled: Sampled, facts: dict[str, Json]) -> None:
-        """Report a recorded turn in metrics, span, events and log."""
+        """Report a recorded turn in the metrics, the span, the events and the log."""
         session, finish, prompt_size = draft.session, sampled.info.finish, sampled.parent.length
         self._metrics.count_turn(draft.call.dialect, session.config.mode, finish, prompt_size, sampled.size)
         if sampled.info.cached >= 0:

@@ -33,7 +33,7 @@ class ReplicaResult(msgspec.Struct, frozen=True):
 
 
 class ReplicaSet:
-    """The replicas of the gateway's engine, if their weights can be updated."""
+    """All replicas of the gateway's engine whose weights can be updated."""
 
     def __init__(self, engine: Engine | None, state: FenceState) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class ReplicaSet:
         self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """Return the replicas. Raise `Conflict` if there are none; `action` is what the engine then cannot do, for the message."""
+        """Return the replicas. Raise `Conflict` if there are none. Its message says that the engine cannot `action`."""
         found = list_updatable_replicas(self._engine)
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
@@ -72,7 +72,7 @@ class ReplicaSet:
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join. Raise an error if it is not ready for calls after that.
+        """Load the current weights into an engine that is about to join. Raise an error if the engine is then not ready for calls.
 
         `claimed` is the version that the engine already has, according to the caller. If another program loads the weights, the gateway
         cannot load them, so `claimed` must be the current version.

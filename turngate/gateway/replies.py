@@ -37,7 +37,7 @@ _message = msgspec.json.Decoder(Message)
 
 
 class _RecentReplies:
-    """The latest replies of one session, and the latest part of a reply that repeats its request, with a digest of that part."""
+    """The latest replies of one session. `echo` is the part of the newest stored reply that repeats its request; `digest` is its digest."""
 
     __slots__ = ("by_id", "digest", "echo")
 
@@ -154,7 +154,7 @@ class SessionReplies:
             self._read_bytes += sum(map(len, items))
             if self._read_bytes > self._max_bytes:
                 raise TooLarge(
-                    f"input: the responses that its items refer to have more than {self._max_bytes} bytes of items (setting "
+                    f"input: its items refer to responses with more than {self._max_bytes} bytes of items (the limit is set by "
                     "max_body_mb); send the items themselves, or continue with previous_response_id",
                     param="input",
                 )

@@ -206,7 +206,7 @@ class Sessions:
         return dict(self._secret_of)
 
     def is_open(self, session_id: str, digest: bytes) -> bool:
-        """Return whether the session with this id, and with this digest of its secret, is still open."""
+        """Return whether a session is still open. `digest` is the digest of its secret."""
         return self._secret_of.get(session_id) == digest
 
     def find_idle(self, now: float, idle_s: float) -> list[str]:
@@ -295,7 +295,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """Build a closed session without its trace. With it, callers learn that the session has ended, not that their key is wrong."""
+    """Build a session without its trace, so that callers get the error that it has ended, and not that their key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

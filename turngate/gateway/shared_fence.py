@@ -135,7 +135,7 @@ class FenceFollower:
         fence.valid_until = 0.0  # hold calls until the first report
 
     async def start(self) -> None:
-        """Start to follow the shared fence. Calls are held until the shared store has answered."""
+        """Start following the shared fence. Calls are held until the shared store has answered."""
         try:
             await self._report()
         except TurngateError as error:

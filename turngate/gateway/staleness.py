@@ -41,7 +41,7 @@ class StaleSessions:
         return bool(self._tasks)
 
     def cancel_in_background(self) -> None:
-        """Start to cancel the sessions that have become stale with the current policy version."""
+        """Start cancelling the sessions that have become stale with the current policy version."""
         for other in self.others:
             other.cancel_in_background()
         try:
@@ -101,7 +101,7 @@ def group_of(config: SessionConfig) -> str | None:
 def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
     """Return the oldest policy version that any feed still accepts in rollouts of this group.
 
-    Return None if some feed has no limit, or if no feed accepts the group.
+    Return None if one of these feeds has no limit, or if no feed accepts the group.
     """
     wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
     known = [bound for bound in wanted if bound is not None]

@@ -1,4 +1,7 @@
-"""Log-probabilities for agents that request them. They come with token texts, without token ids, and only if the session allows it."""
+"""Log-probabilities for agents that request them.
+
+They include token texts but no token ids, and are shown only if the session allows it.
+"""
 
 from __future__ import annotations
 

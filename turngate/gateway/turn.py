@@ -10,8 +10,8 @@
     commit    make the context and the sampled node durable before the last event        (recording.py)
     reply     emit text as it is sampled, each tool call when it is complete, and `Done` when the turn is recorded
 
-`TurnPipeline.run` emits these events in batches. It is independent of wire formats: for a non-streaming reply, the server collects the
-stream. However a call ends, the tokens sampled so far are recorded. A call that is cut off becomes an aborted turn.
+`TurnPipeline.run` emits the events of a reply in batches. It is independent of wire formats: for a non-streaming reply, the server collects
+the stream. However a call ends, the tokens sampled so far are recorded. A call that is cut off becomes an aborted turn.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class TurnPipeline:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
         if session.config.mode != self._settings.mode:
             raise Conflict(
-                f"this session has mode {session.config.mode!r}, but this gateway's engine serves {self._settings.mode!r}"
+                f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}"
             )
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))
@@ -479,7 +479,7 @@ def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class _TimedIterator(Generic[T]):
-    """An iterator with a deadline. Only waiting for the next item can time out: the consumer may take longer, to write to a slow agent."""
+    """An iterator with a deadline. Only waiting for the next item can time out, not the consumer, which may be writing to a slow agent."""
 
     def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
         self._items = items

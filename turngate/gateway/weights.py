@@ -123,7 +123,7 @@ class WeightUpdates:
     async def start(self) -> None:
         """Restore a pause that was active before a restart, since a trainer may still be sending weights.
 
-        If only the engines were frozen, resume them.
+        If the engines were frozen but calls were not held, resume the engines.
         """
         self._replicas.is_frozen = self._state.read_frozen()
         until = self._state.read_hold()

@@ -90,7 +90,7 @@ async def _render_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _render_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Render a validation error without FastAPI's copy of the input, which may be long or contain NaN, which JSON cannot represent."""
+    """Render a validation error without FastAPI's copy of the input. The input may be long, or contain NaN, which is not valid JSON."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": _strip_input(error.errors())}, 422)
 

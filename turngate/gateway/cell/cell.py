@@ -138,7 +138,7 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Get a lease, cancel sessions that belong to an earlier id of this cell, and start to watch the lease."""
+        """Get a lease, cancel sessions that belong to an earlier id of this cell, and start watching the lease."""
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))

@@ -59,7 +59,7 @@ class LeaseKeeper:
     def start(self, name: CellName) -> None:
         """Register the cell, then renew its lease in the background. Raise an error if the shared store cannot be used.
 
-        If the cell is already registered, because only this worker was restarted, the shared store need not answer.
+        If only this worker was restarted, the cell is still registered, and the shared store need not answer now.
         """
         self._name = name
         if not self._lease.registered:
@@ -105,7 +105,7 @@ class LeaseKeeper:
         self._lease.confirm(request)
         self._file.write(self._lease.deadline, registered=True)
         if self._is_away:
-            log.info("the shared store answers again; the lease is renewed")
+            log.info("the shared store is answering again; the lease is renewed")
         self._is_away = False
 
     def _register(self, registry: LeaseRegistry) -> None:

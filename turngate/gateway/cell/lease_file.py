@@ -30,7 +30,7 @@ def create_lease_file(data: Path) -> None:
 
 
 class LeaseFile:
-    """The file: the cell's id, its deadline on `lease_clock`, and its term, which counts the ids that the cell has had since it started."""
+    """The lease file: the cell's id, its deadline on `lease_clock`, and its term, which counts the ids since the cell started."""
 
     def __init__(self, data: Path) -> None:
         with open(data / _NAME, "r+b") as file:

@@ -94,7 +94,7 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """Stops and resumes this worker's sessions as the lease changes, for as long as `run` is running."""
+    """Stops and resumes this worker's sessions as the lease changes, while `run` is running."""
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
         self.permit = permit

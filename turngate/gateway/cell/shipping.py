@@ -38,7 +38,7 @@ class ShipmentTarget(Protocol):
     def find_missing(self, sessions: Sequence[tuple[str, int]]) -> set[str]:
         """Return the ids of the sessions that the shared store lacks.
 
-        Each item of `sessions` is an id and the number of its newest event.
+        Each item of `sessions` is a session id and the number of that session's newest event.
         """
 
 
@@ -126,7 +126,7 @@ class Shipper:
             after = page[-1].key
 
     def announce(self) -> None:
-        """Announce open sessions to the shared store, and record whose attempts are superseded there."""
+        """Announce open sessions to the shared store, and record which of them belong to superseded attempts."""
         opened = self.outbox.find_unannounced(_ANNOUNCED)
         if opened:
             if self._target is None:
