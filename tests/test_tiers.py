@@ -206,6 +206,10 @@ def test_planted(dialect, stream): pass
     assert "6 passed" in run_pytest(tmp_path, source).stdout
 
 
+def test_tiers_with_heavy_parts_look_for_containers() -> None:
+    assert {name for name, one in tier.TIERS.items() if one.uses_docker} == {"test-real", "test-all", "soak"}
+
+
 def test_timeouts_scale_with_slowness() -> None:
     command = [sys.executable, "-c", "from tests.speed import scaled; print(scaled(1))"]
 

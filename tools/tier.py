@@ -83,6 +83,10 @@ class Tier:
     more_workers: int = 1  # more than the machine has cores, because many tests wait
 
     @property
+    def uses_docker(self) -> bool:
+        return self.parts is not LIGHT_PARTS
+
+    @property
     def workers(self) -> int:
         return 1 if NESTED else CORES + self.more_workers
 
@@ -394,7 +398,7 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         f"{name}: this machine takes {slowness:.1f} times as long as the reference; timeouts are scaled to match",
         flush=True,
     )
-    with start_run(uses_docker=tier.parts is ALL_PARTS) as run:
+    with start_run(tier.uses_docker) as run:
         check = run.start(["make", "--no-print-directory", "check"]) if tier.check and not NESTED else None
         made = [run.call(command) == 0 for command in tier.parts] if make_parts else []
         if check is not None and run.wait(check) and not run.interrupted:
@@ -431,6 +435,7 @@ def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[
     report = run.folder / "pytest-of-tier.json"
     env = {"TMPDIR": str(run.folder), MEMORY: str(run.memory), "TURNGATE_TIER_REPORT": str(report)}
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(run.folder / "pytest-of-torch"), "ONEDNN_JIT_PROFILE": "0"}  # torch's files
+    env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin take the cores from the other tests
     return report, run.call(command, **env)
 
 

@@ -57,8 +57,8 @@ async def test_agent_with_coder_is_graded(tmp_path: Path, sandboxes: Path) -> No
         backend=LocalBackend(sandboxes),
         model="coder",
         timeout_s=scaled(900),
-        session={"limits": {"turns": 2}, "max_tokens": 48},
-        model_limits=ModelLimits(context_tokens=8192, max_output_tokens=48),
+        session={"limits": {"turns": 2}, "max_tokens": 16},
+        model_limits=ModelLimits(context_tokens=8192, max_output_tokens=16),
         folder=tmp_path / "rollouts",
     )
     engine = LocalEngine(folder(), dtype="float32", max_context=8192, slots=1)
