@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.sandboxes.upstream import send_raw, upstream
 from tests.speed import scaled
 from turngate.agents import install
 from turngate.errors import AgentError, SandboxError
-from turngate.sandboxes import archive, door, owner, relay, seccomp, tunnel
+from turngate.sandboxes import archive, door, owner, relay, seccomp, supervisor, tunnel
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
@@ -114,6 +115,34 @@ async def test_no_process_survives_kill(root: Path, name: str, how: str) -> None
         await other.kill()
     finally:
         await sandbox.stop()
+
+
+SLOW_GUARD = """
+import json, os, runpy, signal, sys, time
+supervisor = runpy.run_path(sys.argv[1])
+write = os.write
+
+def write_late(fd, data):
+    if data == supervisor["STARTED"]:
+        time.sleep(0.5)  # on a slow machine, the command runs first
+    return write(fd, data)
+
+os.write = write_late
+reading, order = os.pipe()
+write(order, b"{}")
+os.close(order)
+fds = [reading, *(os.open(os.devnull, os.O_RDWR) for _ in range(3)), 1]
+supervisor["run_guard"](fds, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))
+"""
+
+
+def test_command_that_stops_its_guard_at_once_is_reported_as_started() -> None:
+    command = [sys.executable, "-c", SLOW_GUARD, supervisor.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as guard:
+        assert guard.stdout is not None
+        ready, _, _ = select.select([guard.stdout], [], [], scaled(10))
+        guard.kill()
+        assert ready and guard.stdout.read() == supervisor.STARTED
 
 
 # ── downloads ──

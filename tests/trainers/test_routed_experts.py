@@ -27,7 +27,9 @@ def test_trainers_get_one_entry_for_each_input() -> None:
 def test_incomplete_experts_are_rejected(spans: tuple[tuple[int, int], ...]) -> None:
     column = SideColumn(spans, VALUES[: sum(end - start for start, end in spans)])
     for convert in (to_verl, to_miles, to_prime_rl):
-        with pytest.raises(IncompleteExperts, match="of 5 tokens have routed experts; a trainer needs those of all tokens but the last"):
+        with pytest.raises(
+            IncompleteExperts, match="of 5 tokens have routed experts; a trainer needs those of all tokens but the last"
+        ):
             convert(column, 5)
 
 

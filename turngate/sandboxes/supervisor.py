@@ -209,12 +209,22 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
     _prctl(SET_CHILD_SUBREAPER, 1)
     with os.fdopen(order_fd, "rb") as file:
         order = json.load(file)
+    reported, report = os.pipe()
     command = _fork(stderr, status)
     if command < 0:
         return
     if command == 0:
-        _call_and_exit(lambda: run(order, stdin, stdout, stderr), CANNOT_RUN)
+
+        def become_command() -> None:
+            os.close(report)
+            os.read(reported, 1)  # a command that stops its guard at once would otherwise never be reported as started
+            os.close(reported)
+            run(order, stdin, stdout, stderr)
+
+        _call_and_exit(become_command, CANNOT_RUN)
+    os.close(reported)
     os.write(status, STARTED)
+    os.close(report)
     for fd in (stdin, stdout, stderr):
         os.close(fd)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # the guard's own stderr
