@@ -63,7 +63,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Marks:
-    """Marks each URL and key with the name of its variable. Collects the marks from requests, and removes them for the gateway."""
+    """Marks each URL and key with the name of its variable. `wrap` collects the marks in requests, and removes them."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
@@ -102,7 +102,7 @@ class _Marks:
 async def watch_command(
     name: str, command: Sequence[str], env: Mapping[str, str], backend: Backend, *, timeout_s: float
 ) -> WatchedRun:
-    """Run a command once. `command` and `env` may contain placeholders. Without {prompt}, the prompt is sent on standard input."""
+    """Run a command once. `command` and `env` may contain placeholders. If both lack {prompt}, the prompt is sent on standard input."""
     spec = draft_command(name, command, env)
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     engine = Scripted(Playbook(renderer, []), model=MODEL, max_context=131072, keep=1000)
@@ -130,7 +130,7 @@ async def watch_command(
 
 
 def draft_command(name: str, command: Sequence[str], env: Mapping[str, str]) -> AgentSpec:
-    """Return the description of an agent that runs this command. Without {prompt} in it, the prompt is sent on standard input."""
+    """Return the description of an agent that runs this command. If it lacks {prompt}, the prompt is sent on standard input."""
     spec = AgentSpec(name=name, title=name, dialect="any", command=tuple(command), env=dict(env))
     takes_prompt = spec.uses("prompt") or spec.uses("prompt_file")
     return spec if takes_prompt else msgspec.structs.replace(spec, stdin="{prompt}")

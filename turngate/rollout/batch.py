@@ -15,9 +15,9 @@
     lost_attempts   settles the attempts that an earlier run left open
     health          detects when a batch cannot continue: a full disk, no sandboxes, no gateway
 
-A few workers share one schedule, so memory use does not grow with the batch. After an infrastructure fault, the rollout is retried later
-with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same plan on the same folder
-resumes it.
+A few workers share one schedule, so memory use does not grow with the size of the batch. After an infrastructure fault, the rollout is
+retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same plan on the
+same folder resumes the batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BatchStopped(TurngateError):
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The finished rollouts of a batch so far, and their summary."""
+    """The rollouts of a batch that have finished so far, and their summary."""
 
     batch: str
     folder: Path
@@ -84,7 +84,7 @@ async def run_batch(
     throttle: Throttle = no_throttle,
     executor: AttemptExecutor | None = None,
 ) -> BatchResult:
-    """Run a batch until it is complete or must stop. Cancelling ends its running rollouts cleanly. To resume it, run the same plan."""
+    """Run a batch until it is complete or must stop. Cancelling ends its running rollouts cleanly. Run the same plan to resume."""
     return await Batch(plan, gateway, connector, watch, throttle=throttle, executor=executor).run()
 
 

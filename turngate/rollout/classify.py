@@ -7,7 +7,7 @@
     the work is missing    `agent failed` if there was no turn, or if the agent destroyed its work (excluded or scored 0, depending on
                            the policy); otherwise `infrastructure fault`
 
-Only the agent's own work is graded. A rollout that failed for any other reason never has a reward.
+Only the agent's own work is graded. A rollout that failed through no fault of the agent never has a reward.
 """
 
 from __future__ import annotations

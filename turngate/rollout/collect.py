@@ -48,7 +48,7 @@ class Collected(msgspec.Struct, frozen=True):
 async def collect(
     sandbox: Sandbox, launch: Launch, folder: Path, redact: Callable[[bytes], bytes] = bytes
 ) -> Collected:
-    """Copy the agent's output, transcript and logs to `folder`. A file that cannot be copied is listed as missing, without an error.
+    """Copy the agent's output, transcript and logs to `folder`. A file that cannot be copied is listed as missing.
 
     `redact` removes secrets from the agent's output."""
     missing: list[str] = []
@@ -126,7 +126,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
 
 
 async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
-    """Write a file on the host, and return whether that succeeded. It can fail because the name comes from the sandbox."""
+    """Write a file on the host, and return whether that succeeded. The sandbox chose its name, which may conflict with another file."""
     try:
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)

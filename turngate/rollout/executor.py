@@ -68,14 +68,14 @@ class OrderResolver(Protocol):
     """Turns orders into specs, by adding the parts that depend on the machine, such as the agent's installation."""
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
-        """Build the spec of the rollout from an order. Raise `TurngateError` if this machine cannot run it."""
+        """Build the spec of the rollout from an order. Raise `TurngateError` if this machine cannot run the order."""
 
     def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
         """Keep the files of an order's task on this machine for the duration of the block."""
 
     @property
     def backends(self) -> Collection[Backend]:
-        """The sandbox backends that are known to be needed so far."""
+        """The sandbox backends that all orders so far have needed, and any that are known to be needed later."""
 
 
 class LocalExecutor:

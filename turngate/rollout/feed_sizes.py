@@ -28,7 +28,7 @@ class FeedSizeCheck:
             await asyncio.sleep(_EVERY_S)
 
     async def check(self, batch: str) -> None:
-        """Add a note for each feed that accepts groups of this batch but expects a different size. Do this once for each feed."""
+        """Add a note for each feed that accepts groups of this batch but expects a different size. Each feed is noted only once."""
         try:
             feeds = await self._gateway.feeds()
         except TurngateError:  # other requests report a gateway that does not respond

@@ -1,4 +1,4 @@
-"""Settle attempts that ended unseen by the runner, and record outcomes that the gateway does not have yet."""
+"""Settle attempts whose end is unknown to the runner, and record outcomes that the gateway does not have yet."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LostAttempts:
         self._stop = stop
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
-        """Settle an attempt that ended unseen by the runner. Finish the rollout if the gateway has its outcome, else end the attempt."""
+        """Settle an attempt whose end is unknown. If the gateway has its outcome, finish the rollout; otherwise, end the attempt."""
         identity = started.rollout, started.attempt, started.session
         if why == "lost":
             settled = await supersede_after_lease(self._gateway, *identity, self._results.note)

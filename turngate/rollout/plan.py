@@ -1,4 +1,4 @@
-"""The plan of a batch: its tasks, agent, sandbox and limits. Most of its settings identify the batch when it is resumed."""
+"""The plan of a batch: its tasks, agent, sandbox and limits. To resume a batch, most of these settings must be unchanged."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def batch_stream(batch: str) -> str:
 
 
 def group_name(batch: str, task: str, round: int) -> str:
-    """Return the name of a group. It is unambiguous, because task ids do not contain @."""
+    """Return the name of a group. Task ids do not contain @, so different groups have different names."""
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 

@@ -16,7 +16,7 @@ _WINDOW_S = 30.0  # period over which tokens per second are averaged
 
 
 class BatchProgress(msgspec.Struct, kw_only=True):
-    """The progress of a batch, in counters that it keeps up to date. A progress callback receives the same object each time."""
+    """Counters that show the progress of a batch. The batch updates them, and passes the same object to every progress callback."""
 
     total: int
     before: int = 0  # rollouts that finished in earlier runs of the same batch

@@ -23,7 +23,7 @@ class Redactor:
     """Removes the secrets of one agent: those in its environment, its session key, and the host's values that its task uses."""
 
     def __init__(self, env: Mapping[str, str], host_values: Sequence[str] = ()) -> None:
-        """Collect the values in `env` whose names are those of secrets, and all `host_values`."""
+        """Collect the secrets: the values in `env` whose names suggest secrets, and all `host_values`."""
         self._secrets = [value for name, value in env.items() if _SECRET_NAMES.search(name)]
         self._secrets += sorted(host_values, key=len, reverse=True)  # longest first: one may contain another
 
@@ -54,7 +54,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
-    """Return a command without secrets: the values of variables and flags named like secrets, and text that looks like a secret."""
+    """Replace the secrets in a command: values of variables and flags whose names suggest secrets, and text that looks like a secret."""
     words: list[str] = []
     for n, word in enumerate(command):
         flag = command[n - 1] if n and _FLAG.fullmatch(command[n - 1]) else ""

@@ -46,7 +46,7 @@ class RetryListener:
     # ── requests from before this run ───────────────────────────────────────────────────────────────────────────
 
     async def read_earlier(self) -> dict[int, RetryRequest]:
-        """Return the requests that arrived while the batch was not running, or none if the gateway does not respond in time."""
+        """Return the requests that arrived while the batch was not running. If the gateway does not respond in time, return none."""
         try:
             async with asyncio.timeout(health.RESTART_S):
                 return await self._read_pending()
@@ -54,7 +54,7 @@ class RetryListener:
             return {}
 
     async def accept_earlier(self, requests: Mapping[int, RetryRequest]) -> set[int]:
-        """Reopen the rollouts that can be retried. Return the positions of these requests. Call this before counting finished rollouts."""
+        """Reopen the rollouts that can be retried, and return the positions of their requests. Call this before counting rollouts."""
         accepted = set()
         for seq, request in requests.items():
             if request.rollout in self._results.state.finished and not self._find_objection(request):
@@ -95,7 +95,7 @@ class RetryListener:
         return pending
 
     def _consider(self, seq: int, request: RetryRequest) -> None:
-        """Decide on a request in a background task, because its attempt may take a while to end. The batch does not end before that."""
+        """Decide on a request in a background task, because its attempt may take a while to end. The batch waits for the decision."""
         self._schedule.hold()
         task = asyncio.create_task(self._answer(seq, request))
         self.tasks.add(task)

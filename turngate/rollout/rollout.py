@@ -241,7 +241,7 @@ class Rollout:
             self.outcome.calls = connection.generations
 
     async def _seal_session(self) -> TurngateError | None:
-        """Seal the session, so that it allows no more turns. Return an error instead of raising it: the agent's files are saved first."""
+        """Seal the session, so that it allows no more turns. An error is returned, not raised, since the agent's files are saved first."""
         status = self._update_outcome().status
         try:
             async with self._stages.enter("seal"):
@@ -355,7 +355,7 @@ class Rollout:
     # ── grade ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _grade(self) -> None:
-        """Grade the work, which determines the class and the reward. A rollout that is cancelled meanwhile has neither."""
+        """Grade the work, which determines the class and the reward. A rollout that is cancelled before it is graded has neither."""
         try:
             await self._count_turns(_COUNT_S)
             await self._grade_work()

@@ -1,4 +1,4 @@
-"""Decide which rollout of a batch runs next: groups, as the throttle allows, and retries when they are due."""
+"""Decide which rollout of a batch runs next: a retry that is due, or the next rollout of a group that the throttle allows."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Schedule:
         return True
 
     async def notify(self) -> None:
-        """Report the progress, and wake everything that is waiting for a change."""
+        """Report the progress, and wake all tasks that are waiting for the schedule to change."""
         self._progress.retrying = len(self._retries)
         self._report()
         async with self._changed:

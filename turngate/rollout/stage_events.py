@@ -18,7 +18,7 @@ _FIRST: Stage = "sandbox"
 
 
 class StageEvents(AbstractAsyncContextManager["StageEvents"]):
-    """Sends the stage events of one rollout in the background. An event that cannot be sent is dropped, so it never fails the rollout."""
+    """Sends the stage events of one rollout in the background. An event that cannot be sent is dropped; the rollout continues."""
 
     def __init__(self, gateway: GatewayClient, session: str, batch: str = "") -> None:
         self._gateway = gateway

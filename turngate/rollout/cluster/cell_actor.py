@@ -100,7 +100,7 @@ class CellActor:
         self._write(msgspec.json.encode(CancelOrder(session)))
 
     async def progress(self) -> bytes:
-        """Return the progress of the orders that have made progress since this method was last called."""
+        """Return the latest progress of each order that has advanced since this method was last called."""
         found, self._progress = list(self._progress.values()), {}
         return msgspec.json.encode(found)
 

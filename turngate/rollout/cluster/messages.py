@@ -8,7 +8,7 @@ from turngate.rollout.executor import AttemptResult
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the process. They are the first line that it reads."""
+    """The settings of the process that runs orders. They are the first line of its input."""
 
     shared: str  # URL of the shared store, without a password
     name: str  # the name of the cell, shown to people

@@ -69,7 +69,7 @@ def strip_password(url: str) -> str:
 
 
 def collect_settings(config: ServeConfig) -> dict[str, object]:
-    """Return the settings that are sent to all cells. Those with their default values are left out."""
+    """Return the settings that are sent to all cells. A setting that has its default value is left out."""
     defaults = ServeConfig()
     return {
         name: value

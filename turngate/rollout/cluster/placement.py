@@ -22,7 +22,7 @@ _BROKEN_AFTER = 3  # a cell with this many infrastructure faults in a row is use
 
 
 class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A live node of the cluster as Ray describes it."""
+    """A live node of the cluster, with the free resources that Ray reports."""
 
     id: str
     name: str  # host name or address, shown to people
@@ -34,7 +34,7 @@ class RayNodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of a node that each rollout of a batch needs."""
+    """What a node must have to run a rollout of the batch: free CPUs, free memory, and labels."""
 
     cpus: float | None = None  # None: no limit is set; a rollout then takes one CPU on a node that declares no slots
     memory_mb: int | None = None
@@ -52,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[str, str]) -> Demand:
-    """Return the resources that the most demanding task needs. A setting of the batch overrides that of its tasks, as in sandboxes."""
+    """Return what the most demanding task needs. Settings of the batch override those of its tasks, as they do in sandboxes."""
     cpus = [resources.cpus] if resources.cpus else [task.cpus for task in tasks]
     memory = [resources.memory_mb] if resources.memory_mb else [task.memory_mb for task in tasks]
     return Demand(

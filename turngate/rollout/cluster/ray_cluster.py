@@ -58,7 +58,7 @@ class RayCluster:
         max_slots: int,
         note: Callable[[str], None] = lambda text: log.warning("%s", text),
     ) -> None:
-        """Prepare the cluster. No cell gets more than `max_slots` slots, because a batch never uses more than its concurrency."""
+        """Prepare the cluster. No cell gets more than `max_slots` slots, because the batch never runs more rollouts at once."""
         self.connection = connection
         self.note = note
         self._settings = settings

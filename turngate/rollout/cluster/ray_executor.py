@@ -45,7 +45,7 @@ _GATEWAY_S = 3600.0  # how long to wait for a shared store that does not answer
 
 
 class RayExecutor:
-    """Runs attempts in the cells of a Ray cluster. `gateway` serves the shared store. An empty `project` means `default`."""
+    """Runs attempts in the cells of a Ray cluster. `gateway` serves the shared store. An empty `project` means the default one."""
 
     def __init__(self, cluster: RayCluster, gateway: GatewayClient, tasks: tuple[Task, ...], project: str = "") -> None:
         self._project = project
@@ -123,7 +123,7 @@ class SharedAttempts:
         return any(row.attempt == order.attempt and row.state == "superseded" for row in attempts)
 
     async def settle(self, order: RolloutOrder, message: str) -> AttemptResult:
-        """Supersede an attempt once the lease of its cell has ended. Return its recorded outcome or, if it has none, a lost attempt."""
+        """Supersede an attempt once the lease of its cell has ended. Return its recorded result, or a lost result if there is none."""
         settled = await retry_while_unreachable(
             lambda: supersede_after_lease(self._gateway, order.rollout, order.attempt, order.session_id),
             limit_s=_GATEWAY_S,
@@ -190,7 +190,7 @@ class _RayAttempt:
         return await self._confirm(ended.result, cell)
 
     async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
-        """Send the order to the cell, several times if calls fail. Raise `CallFailed` if all of them fail."""
+        """Send the order to the cell. If the call fails, repeat it several times before raising `CallFailed`."""
         data = encode_order(self._order)
         for pause in (*_REPEAT_S, None):
             try:
@@ -204,7 +204,7 @@ class _RayAttempt:
         raise AssertionError("the last try returns or raises")
 
     async def _confirm(self, result: AttemptResult, cell: PlacedCell) -> AttemptResult:
-        """Wait until the shared store has the outcome, because a group must not be closed before. Return the confirmed result."""
+        """Wait until the shared store has the outcome, and return the confirmed result. A group must not be closed before that."""
         outcome = result.outcome
         if result.verdict.kind == "cancelled" and await self._shared.is_superseded(self._order):
             # Not cancelled by the caller: a cell that was taken over cancels its sessions when it reaches the shared store again.

@@ -1,7 +1,7 @@
 """Access to Ray: connect to a cluster, list its nodes, start cell actors, and await calls. The only module that imports Ray.
 
-Two private functions of Ray are used, for the free resources of a node and for the draining nodes, since no documented function returns
-them. Ray's own libraries use the same two functions.
+Ray has no documented function that returns the free resources of each node or the draining nodes. This module uses two private functions
+for that, which Ray's own libraries use, too.
 """
 
 from __future__ import annotations
