@@ -1,7 +1,7 @@
-"""Independent proof that a session's rows are exact. `verify` builds the verdict; `turngate verify` prints it.
+"""Prove independently that a session's rows are exact. `verify` builds the verdict, and `turngate verify` prints it.
 
 This package reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so that a bug there cannot
-hide itself. The caller passes in the rows and the agent's transcript.
+hide itself. The caller passes in the rows and the agent's transcript. The verdict has these parts:
 
     structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: could a gateway have recorded this?
     rows         chains, masks, roles, reasons: does a trainer receive what was sampled?
@@ -81,7 +81,7 @@ _MAX_TRIES = 4  # attempts to read an open session and its rows in the same stat
 
 
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs for verifying a session. Parts whose input is missing are not checked."""
+    """The inputs for verifying sessions. A part of the verdict is skipped if its input is missing."""
 
     rows: RowSource | None = None
     renderers: Renderers | None = None
@@ -92,7 +92,7 @@ class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Verdict:
-    """Verify one session. Raise only if the session does not exist or the engine cannot be reached."""
+    """Verify one session. Raise an error only if the session does not exist or the engine fails."""
     for _ in range(_MAX_TRIES):
         try:
             session = reader.read_session(session_id)
@@ -157,7 +157,7 @@ def _check_transcript(
 
 
 def list_delivered_turns(session: StoredSession, messages: NodeMessages) -> list[DeliveredTurn]:
-    """Return the turns that an agent's transcript is compared with, oldest first."""
+    """Return the delivered turns, oldest first, for comparison with the agent's transcript."""
     role_of = derive_roles(session, messages)
     root_of: dict[int, int] = {}
     for node in session.nodes:  # parents come before their children

@@ -1,6 +1,6 @@
 """Check that the session's attempt agrees with its settings, its outcome and the feeds.
 
-At most one attempt at a rollout counts. An attempt that was superseded, or whose session was cancelled, must not wait in a feed.
+At most one attempt at a rollout counts. A superseded attempt, or one with a cancelled session, must not be waiting in a feed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
-    """Check that the attempt that the settings name is registered. Sessions of older versions name none."""
+    """Check that the attempt that the session's settings name is registered. Sessions of older versions name no attempt."""
     named = (session.config.rollout, session.config.attempt)
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]
@@ -68,7 +68,7 @@ def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: Verify
 
 
 def _expect_state(session: StoredSession) -> str:
-    """Return the state that follows from the outcome, or "" if the outcome cannot be read."""
+    """Return the state that the attempt must have, given the session's outcome, or "" if the outcome cannot be read."""
     if session.related.outcome is None:
         return "running"
     outcome = _decode_outcome(session)
@@ -79,7 +79,7 @@ def _expect_state(session: StoredSession) -> str:
 
 
 def _decode_outcome(session: StoredSession) -> dict[str, Json] | None:
-    """Return the outcome as a JSON object, or None if there is none or another check reports it as unreadable."""
+    """Return the outcome as a JSON object, or None if there is none or it cannot be read, which another check reports."""
     raw = None if session.related.outcome is None else session.related.outcome.raw
     try:
         stored: Json = json.loads(raw) if isinstance(raw, (bytes, str)) else None

@@ -1,8 +1,8 @@
 """Drift by cause: where a call did not continue an existing branch, why, and what that costs.
 
-The gateway records a cause for every fork. The check `cause` compares it with the stored messages. Where the messages reveal more, the
-report is more precise. For example, it states whether a template that rewrote the history dropped thinking, reformatted JSON or trimmed
-text.
+The gateway records a cause for every fork. The check `cause` compares it with the stored messages. If the messages reveal more than the
+recorded cause, the report says so. For example, it says whether a template that rewrote the history dropped thinking, reformatted JSON or
+trimmed text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from turngate.verify.findings import CheckResults, ForkReport
 from turngate.verify.messages import NodeMessages, classify_change, same_meaning
 from turngate.verify.store_reader import StoredContext, StoredNode, StoredSession, StoredTurn, path, path_ids
 
-_AROUND = 6  # tokens shown on either side
+_AROUND = 6  # tokens shown before and after a fork
 _CAUSE_NAMES = {
     "tools": "tools changed",
     "system": "system prompt changed",
@@ -33,7 +33,7 @@ _CAUSE_NAMES = {
     "edited": "edited",
     "template": "template",
 }
-_MAX_TEXT, _MAX_LINES = 9000, 30  # of a message that the gateway compares with earlier questions part by part
+_MAX_TEXT, _MAX_LINES = 9000, 30  # below these limits, the gateway compares every part of a message
 _ASIDE = ("side", "summary")  # roles of calls beside their conversation
 _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
 
@@ -45,7 +45,7 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """Check the recorded causes and collect the session's forks. `trained` are the branches with rows."""
+    """Check the recorded causes, and collect the session's forks. `trained` are the ids of the branches that have rows."""
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
@@ -72,7 +72,7 @@ def _is_fork(context: StoredContext) -> bool:
 
 
 class _CauseCheck:
-    """A check of the recorded cause of one context. Concurrent calls do not see each other, so several causes may be valid."""
+    """A check of the recorded cause of one context. Several causes may be valid, because concurrent calls do not see each other."""
 
     def __init__(self, session: StoredSession, messages: NodeMessages, context: StoredContext) -> None:
         self._session, self._messages, self._context = session, messages, context
@@ -82,7 +82,7 @@ class _CauseCheck:
         self._has_assistant = any(message.role == "assistant" for message in self._own_messages)
 
     def wrong(self) -> str:
-        """Return why the recorded cause cannot be true, or "" if it can."""
+        """Return why the recorded cause cannot be right, or "" if it can."""
         cause = self._context.info.cause
         if cause is None:
             return self._check_no_cause()
@@ -111,12 +111,12 @@ class _CauseCheck:
         return self._signals.role == "subagent" or self._signals.parent not in ("", self._signals.thread)
 
     def _same_first_message(self, root: StoredContext) -> bool:
-        """Return whether another conversation starts with the same message."""
+        """Return whether another conversation starts with the same message as this one."""
         theirs = self._messages.of(root)
         return bool(theirs and self._own_messages) and same_meaning(theirs[0], self._own_messages[0])
 
     def _same_question(self, root: StoredContext) -> bool:
-        """Return whether another conversation has the same first user message."""
+        """Return whether another conversation has the same first user message as this one."""
         ours, theirs = _first_user(self._own_messages), _first_user(self._messages.of(root))
         return ours is not None and theirs is not None and same_meaning(ours, theirs)
 
@@ -136,7 +136,7 @@ class _CauseCheck:
         return ""
 
     def _is_first_with_tools(self) -> bool:
-        """Return whether this is the first conversation with tools. Agents may make other calls first, such as for a title."""
+        """Return whether this is the first conversation with tools. An agent may make calls without tools before, such as for a title."""
         offering = [
             root for root in self._earlier if root.info.signals.role not in _ASIDE and self._messages.tools(root)
         ]
@@ -255,9 +255,9 @@ class _CauseCheck:
         return None
 
     def _contains_question(self, root: StoredContext) -> bool:
-        """Return whether a user message before the first answer has the lines of the earlier first user message, in one piece.
+        """Return whether a user message before the first answer contains all lines of an earlier conversation's first user message.
 
-        The gateway does not compare all parts of long messages, so they are left out here.
+        The lines must be in one piece. Long messages are ignored, because the gateway does not compare all their parts.
         """
         theirs = _first_user(self._messages.of(root))
         if theirs is None or not theirs.content.strip():
@@ -294,7 +294,7 @@ class _CauseCheck:
 
 
 def _resembles(turn: Message, answer: Message) -> bool:
-    """Return whether an answer repeats that turn, apart from changed tool arguments."""
+    """Return whether an assistant message repeats a turn, possibly with different tool arguments."""
     if same_meaning(turn, answer):
         return True
     return turn.content.strip() == answer.content.strip() and [c.name for c in turn.tool_calls] == [
@@ -335,7 +335,7 @@ class _ForkDescriber:
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Return the number of tokens before a fork that a trainer reads twice because both branches have rows."""
+        """Return the number of tokens before a fork if a trainer reads them twice, because both branches have rows. Otherwise, return 0."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf
@@ -345,7 +345,7 @@ class _ForkDescriber:
         return tokens if through and beside else 0
 
     def describe_turn(self, turn: StoredTurn) -> ForkReport:
-        """Describe another answer to the same prompt."""
+        """Describe a fork at a turn, which is another answer to the same prompt."""
         left = max((a for a in turn.parent.children if a.id < turn.id), key=lambda a: a.id)
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
@@ -391,9 +391,9 @@ class _ForkDescriber:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
     def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
-        """Find the branch that shares the most tokens with the context.
+        """Return the end of the branch that shares the most tokens with a context, and the token at which the context leaves it.
 
-        Return the last node of that branch so far, and the token where the two diverge.
+        Only nodes that were recorded before the context are considered.
         """
         best: tuple[int, int, StoredNode | None] = (0, 0, None)
         waiting: list[tuple[StoredNode, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
@@ -412,7 +412,10 @@ class _ForkDescriber:
         return found, token
 
     def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
-        """Return the cause of a fork and a detail, such as the changed message. The messages may reveal more than the recorded cause."""
+        """Return the name of a fork's cause, and a detail such as the changed message.
+
+        The messages may reveal a more precise cause than the recorded one.
+        """
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
             return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why
@@ -432,7 +435,7 @@ class _ForkDescriber:
     def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """Explain how the template rewrote a turn, by comparing the two versions, which start at the same token."""
+        """Return how the template rewrote a turn, and a detail. The sampled turn and its rewritten version start at the same token."""
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:
@@ -458,7 +461,7 @@ class _ForkDescriber:
 
 
 def _common_prefix_size(one: Ids, other: Ids) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Return how many ids two sequences have in common at the start."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

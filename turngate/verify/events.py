@@ -1,8 +1,7 @@
 """Check that a session agrees with its events.
 
-A gateway writes the event for a turn, for the end of a session and for its outcome in the same transaction as the record itself, so the two
-must agree. The contents of events are defined here a second time, independently of the gateway. Events have no checksum, so a change to
-both sides is not detected.
+A gateway writes a turn, the end of a session or an outcome in the same transaction as its event, so the two must agree. The contents of
+events are defined here a second time, independently of the gateway. Events have no checksum, so a change to both sides is not detected.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def check_events(session: StoredSession, results: CheckResults) -> None:
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
     """Return the events since the session was opened, or the reason why they are incomplete.
 
-    An id may have been reused, so only the events of its last session are returned.
+    An id may have been reused, so only the events of the last session with this id are returned.
     """
     if session.related.events is None:
         return [], "this folder was written by a version of Turngate that did not store events"
@@ -71,7 +70,7 @@ def _decode_event(event: StoredEvent, check: VerifyCheck) -> dict[str, Json] | N
 
 
 def _decode_object(raw: object) -> dict[str, Json] | None:
-    """Decode a JSON object, or return None if it is not one."""
+    """Decode a JSON object. Return None if the value is anything else."""
     try:
         data = json.loads(raw.decode() if isinstance(raw, bytes) else raw) if isinstance(raw, (bytes, str)) else None
     except DECODE_ERRORS:
@@ -90,7 +89,7 @@ def _check_opening(session: StoredSession, data: dict[str, Json], check: VerifyC
 
 
 def _check_turns(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
-    """Check that every stored turn has exactly one event, which agrees with it."""
+    """Check that every stored turn has exactly one event, and that the event agrees with the turn."""
     turns = {turn.id: turn for turn in session.turns}
     stored = {row.id for row in session.rows if row.kind == "sampled"}
     seen: set[int] = set()
@@ -137,7 +136,7 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 
 
 def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
-    """Check the superseded attempts against their events."""
+    """Check that the superseded attempts are the ones that events report."""
     attempts = session.related.attempts or ()
     stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)
     reported = sorted(((data.get("rollout"), data.get("attempt")) for _, data in events), key=str)
@@ -149,7 +148,7 @@ def _check_superseded(session: StoredSession, events: list[EventData], check: Ve
 def _check_refusals(
     session: StoredSession, refused: list[EventData], repeated: list[EventData], check: VerifyCheck
 ) -> None:
-    """Check the refused calls, and which of them were repeated successfully, against their events."""
+    """Check that the refused calls, and those repeated successfully, are the ones that events report."""
     stored = [(refusal.call, refusal.status, refusal.message) for refusal in session.related.refused]
     told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
     check.expect(
@@ -164,7 +163,7 @@ def _check_refusals(
 
 
 def _check_outcome(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
-    """Check the stored outcome against its newest event, since replacing an outcome adds another event."""
+    """Check the stored outcome against its newest event. An outcome that was replaced has several events."""
     outcome = session.related.outcome
     if outcome is None:
         check.expect(not events, "an event reports an outcome, but none is stored")

@@ -1,4 +1,4 @@
-"""The verdict on a session, with its findings, notes, forks and differences, and `CheckResults`, which collects them."""
+"""The verdict on a session: its findings, notes, forks and differences. `CheckResults` collects them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_FINDINGS = 20  # findings of one check that are listed individually
 
 
 class VerifyFinding(msgspec.Struct, frozen=True):
-    """A result of one check. A check that passes has a single finding; one that fails has a finding for each problem."""
+    """A result of one check. A check that passes has a single finding. A check that fails has a finding for each problem."""
 
     part: Part
     check: str
@@ -24,7 +24,7 @@ class VerifyFinding(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """An observation that is not an error, but worth knowing."""
+    """An observation that is worth knowing, but not an error."""
 
     check: str
     what: str
@@ -32,7 +32,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class SkippedCheck(msgspec.Struct, frozen=True):
-    """A check that could not be performed, and why."""
+    """A check that could not be performed, and the reason."""
 
     part: Part
     check: str
@@ -40,35 +40,35 @@ class SkippedCheck(msgspec.Struct, frozen=True):
 
 
 class TemplateDifference(msgspec.Struct, frozen=True):
-    """A difference between the ids that were sent and a render of the whole conversation with the chat template."""
+    """A difference between the ids that were sent and the ids that the chat template renders for the whole conversation."""
 
-    branch: int  # the last turn of the branch
-    node: int  # the node that contains the difference
+    branch: int  # id of the last turn of the branch
+    node: int  # id of the node that contains the difference
     token: int  # position, counted from the root
     why: str
-    sent: str  # text around the difference
+    sent: str  # the text that was sent, around the difference
     template: str
 
 
 class ForkReport(msgspec.Struct, frozen=True):
-    """A call that did not continue an existing branch: why, where it diverges, and what that costs."""
+    """A call that did not continue an existing branch: its cause, where it diverges, and what that costs."""
 
     node: int
     recorded: str  # the cause that the gateway recorded
     cause: str  # the cause that the messages show
-    left: int | None  # the node at the end of the branch that it diverges from
+    left: int | None  # id of the node at the end of the branch that the call left
     token: int  # the first token that differs, counted from the root
     before: str  # the text before that token
     was: str  # how the old branch continues
     now: str  # how the new branch continues
-    shared: int  # tokens in the rows of both branches, which a trainer reads twice
+    shared: int  # tokens that are in the rows of both branches, so that a trainer reads them twice
     sent: int  # prompt tokens after the difference, which the engine and the trainer must process again
     wasted: int = 0  # sampled tokens that are not used
     detail: str = ""
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A comparison of recorded log-probabilities with those that an engine now computes for the same tokens."""
+    """A comparison of the recorded log-probabilities with those that an engine computes again for the same tokens."""
 
     engine: str
     tolerance: float
@@ -108,13 +108,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def unreadable_verdict(session: str, why: str) -> Verdict:
-    """Build the verdict on a session that cannot be read."""
+    """Build the verdict on a session that cannot be read. `why` is the reason."""
     finding = VerifyFinding("structure", "readable", False, why)
     return Verdict(session=session, ok=False, status="unreadable", counts=Counts(), findings=(finding,))
 
 
 class VerifyCheck:
-    """A check in progress."""
+    """A check in progress: how many items it has examined, and the problems that it has found."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.part: Part = part
@@ -124,7 +124,7 @@ class VerifyCheck:
         self.skipped = ""
 
     def expect(self, holds: bool, what: str, *, node: int | None = None, where: str = "") -> bool:
-        """Count one examined item. Unless `holds`, record a finding with the problem `what`. Return `holds`."""
+        """Count one examined item. If `holds` is False, record the problem `what` as a finding. Return `holds`."""
         self.examined += 1
         if not holds:
             where = where or (f"node {node}" if node is not None else "")
@@ -147,7 +147,7 @@ class CheckResults:
 
     @contextmanager
     def check(self, part: Part, name: str, promise: str) -> Iterator[VerifyCheck]:
-        """Begin a check. `promise` describes what the check proves if it passes."""
+        """Begin a check. `promise` says what is proved if the check passes."""
         check = VerifyCheck(part, name)
         self._checks.append((check, promise))
         yield check

@@ -1,4 +1,4 @@
-"""The messages and tools of a session's nodes, decoded from their dialect, and an independent comparison of messages."""
+"""Decode the messages and tools of a session's nodes from their dialect, and compare messages independently of the gateway."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Change = Literal["", "thinking", "spelling", "whitespace", "ids", "words"]
 _STANDARD_TEXTS = {
     "[System: Empty message content sanitised to satisfy protocol]",
     "(no content)",
-}  # LiteLLM, Claude Code
+}  # sent by LiteLLM and Claude Code in place of an empty answer
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _message = msgspec.json.Decoder(Message)
 _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
 def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
-    """Compute the digest that identifies a preamble, from the meaning of its tools and its template arguments."""
+    """Compute the digest that identifies a preamble from the meaning of its tools and from its template arguments."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 
 
 class NodeMessages:
-    """The messages of each node, decoded once. Nodes that cannot be decoded are in `errors`."""
+    """The decoded messages of each node. If a node's messages cannot be decoded, the reason is in `errors`."""
 
     def __init__(self, session: StoredSession) -> None:
         self._session = session
@@ -83,7 +83,7 @@ class NodeMessages:
     def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
         """Return the tools that a context offers, or an error message.
 
-        If several dialects sent the same tools, they are stored in the form of the first one.
+        Tools that several dialects sent are stored only once, in the form of the first dialect.
         """
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
@@ -132,18 +132,18 @@ class NodeMessages:
                 stored = self._session.preambles.get(context.info.preamble)
                 if stored is None or stored.tools in (b"", b"[]") or b"tool_" not in context.row.messages:
                     return Messages().read_stored_history(raws)
-                return MessagesHistory(raws, MessagesTools(stored.tools))  # messages may refer to tools
+                return MessagesHistory(raws, MessagesTools(stored.tools))  # messages may refer to tools by name
             case other:
                 raise BadRequest(f"unknown dialect {other!r}")
 
 
 def bare_call_id(call_id: str) -> str:
-    """Return a call's id without the prefixes that wire formats add."""
+    """Return a call id without the prefixes that wire formats add."""
     return call_id.removeprefix("call_").removeprefix("toolu_")
 
 
 def order_results(messages: Sequence[Message]) -> list[Message]:
-    """Sort consecutive tool results by the calls that they answer, as far as ids or names identify them."""
+    """Sort consecutive tool results by the calls that they answer. A call is identified by its id or, failing that, its name."""
     ordered: list[Message] = []
     run: list[tuple[int, Message]] = []
     calls: list[tuple[str, str]] = []
@@ -169,7 +169,7 @@ def order_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
-    """Sort by position. A message without a position stays in place, and others do not move past it."""
+    """Sort messages by position. A message without a position (-1) stays in place, and others do not move past it."""
     out: list[tuple[int, Message]] = []
     for position, message in run:
         at = len(out)
@@ -181,7 +181,7 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 
 
 def same_meaning(was: Message, now: Message) -> bool:
-    """Return whether two messages mean the same. Trimmed ends, JSON formatting, missing thinking and call ids are ignored."""
+    """Return whether two messages mean the same. Differences in trailing whitespace, JSON formatting, thinking and call ids are ignored."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
     trimmed = _answer_text if was.role == "assistant" else str.rstrip
@@ -192,13 +192,13 @@ def same_meaning(was: Message, now: Message) -> bool:
 
 
 def _answer_text(content: str) -> str:
-    """Return the text of an answer. Some agents send a standard text in place of an empty one."""
+    """Return the text of an answer, or "" if it is a standard text that some agents send in place of an empty answer."""
     text = content.strip()
     return "" if text in _STANDARD_TEXTS else text
 
 
 def classify_change(was: Message, now: Message) -> Change:
-    """Return how two messages differ, or "" if there is no visible difference."""
+    """Return how two versions of a message differ, or "" if there is no visible difference."""
     calls = list(zip(was.tool_calls, now.tool_calls, strict=False))
     if not same_meaning(was, now):
         squeezed = msgspec.structs.replace(was, content=now.content)
@@ -220,7 +220,7 @@ def _same_json(one: str, other: str) -> bool:
 
 
 def _plain(value: Json) -> Json:
-    """Convert booleans to text, so that true and 1 compare as different."""
+    """Replace booleans in a JSON value with text, because true and 1 are equal in Python."""
     match value:
         case bool():
             return str(value)

@@ -1,6 +1,6 @@
 """Check that a gateway could have recorded the session's status and outcome.
 
-The fields of an outcome are defined here a second time, independently of the gateway. An outcome has no checksum; only its event confirms
+The fields of an outcome are defined here a second time, independently of the gateway. An outcome has no checksum. Only its event confirms
 the reward.
 """
 
@@ -15,7 +15,7 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession
 
 _STATUSES = ("open", "sealed", "cancelled")
-_JUDGED = ("graded", "agent failed")  # decided by a grader or by the agent's own failure, so a reward is possible
+_JUDGED = ("graded", "agent failed")  # the agent's work was judged, so a reward is possible
 _UNJUDGED = ("invalid task", "infrastructure fault")  # never have a reward
 _MAX_BYTES = 262_144
 _MAX_ATTEMPT = 2_147_483_648
@@ -60,7 +60,7 @@ def _check_stored_outcome(session: StoredSession, raw: object, recorded: object,
 
 
 def _reject_duplicate_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """Build a JSON object. Raise `ValueError` for a duplicate key."""
+    """Build a JSON object from its names and values. Raise `ValueError` if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("an object contains a duplicate key")

@@ -1,4 +1,4 @@
-"""Check the recorded excerpts of turns, and which turns the messages of each context quote, against the stored messages."""
+"""Check the recorded excerpts of turns against their text, and the recorded quotations in contexts against their messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def check_quotes(session: StoredSession, messages: NodeMessages, results: CheckR
             if turn.id in messages.errors:
                 continue  # reported elsewhere
             reply, size = messages.reply(turn), turn.info.text_size
-            check.expect(size in (-1, len(reply.content)), f"its text is recorded with {size} characters", node=turn.id)
+            check.expect(
+                size in (-1, len(reply.content)),
+                f"its recorded length is {size} characters, but its text has {len(reply.content)}",
+                node=turn.id,
+            )
             wrong = [excerpt for excerpt in turn.info.excerpts if excerpt not in _text_of(reply)]
             check.expect(not wrong, f"it does not contain the recorded excerpt {wrong[:1]}", node=turn.id)
         for context in session.contexts:

@@ -1,8 +1,8 @@
-"""Check the stored ids against the stored messages by rendering each whole conversation again with the model's chat template.
+"""Check the stored ids against the stored messages by rendering whole conversations again with the model's chat template.
 
 There are three questions. For every context: are its ids what the template renders for the messages that it adds? For every turn: do its
-ids parse to the message that was recorded and delivered? For every branch: would the template render the whole branch the same way, and if
-not, why? Only in the last case is a difference not an error, because sampled ids are kept unchanged.
+ids parse to the message that was recorded and delivered? For every branch: would the template render the whole branch in the same way, and
+if not, why? Only the last kind of difference is not an error, because sampled ids are kept unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ _LONGEST_STOP = 80  # characters at the end of a turn that are searched for a st
 
 
 class Renderers:
-    """The renderers that sessions were recorded with, each loaded once."""
+    """Loads the renderers that sessions were recorded with, each of them once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        """Use `tokenizer` and `family` instead of the recorded ones, or the renderer `given`. Raise `ConfigError` if one is invalid."""
+        """Use `tokenizer` and `family` in place of the recorded ones, or use the renderer `given` for all sessions.
+
+        Raise `ConfigError` if `tokenizer` or `family` is invalid.
+        """
         self._tokenizer, self._family, self._given = tokenizer, "" if family == "auto" else family, given
         self._loaded: dict[tuple[str, str], Renderer] = {}
         if self._family:
@@ -45,7 +48,7 @@ class Renderers:
             )
 
     def load(self, session: StoredSession) -> Renderer:
-        """Load the renderer of a session. Raise `ConfigError` if that is not possible."""
+        """Return the renderer of a session. Raise `ConfigError` if it cannot be loaded."""
         if self._given is not None:
             return self._require_match(self._given, session)
         folder = self._tokenizer or Path(session.folder)
@@ -92,7 +95,7 @@ def _require_family(family: str) -> None:
 
 
 def _family_for_model(model: str) -> str:
-    """Return the renderer family that a gateway chooses for this model name."""
+    """Return the renderer family that a gateway would choose for this model name."""
     if "/" not in model or find_spec("renderers") is None:
         return "template"
     from turngate.render.families import family_of
@@ -120,7 +123,7 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
 def check_rendering(
     session: StoredSession, messages: NodeMessages, renderers: Renderers, results: CheckResults
 ) -> Renderer | None:
-    """Check contexts and turns against the chat template. Return the renderer, or None if it cannot be loaded."""
+    """Check contexts and turns against the chat template. Return the renderer, or None if it cannot be loaded or is not used."""
     with results.check("structure", "vocabulary", "the tokenizer of the ids is recorded") as vocabulary:
         exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)
@@ -181,7 +184,7 @@ class _RenderCheck:
             check.expect(not wrong, wrong, node=context.id)
 
     def _check_context(self, context: StoredContext) -> str:
-        """Return what is wrong with a context's ids, or "" if they are correct."""
+        """Return a description of what is wrong with a context's ids, or "" if they are correct."""
         if context.parent is None:
             return self._compare(context.ids, self._render_whole(context), context.length - len(context.ids))
         due = self._render_following(context, context.parent)
@@ -205,7 +208,10 @@ class _RenderCheck:
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _render_following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
-        """Render what the template writes between a turn and the next one. A mark replaces the turn's end to show where this starts."""
+        """Render what the template writes after a turn, up to the next one, or return None if the turn was not extended.
+
+        A mark replaces the end of the turn, so that the position after it can be found in the rendered text.
+        """
         before, new = self._messages.up_to(turn.parent), self._messages.of(context)
         if any(message.role == "assistant" for message in new):
             return None  # the agent wrote assistant messages itself, so the turn was not extended
@@ -225,13 +231,13 @@ class _RenderCheck:
         return np.array([*(self._close if closed or self._closes_thinking(turn) else []), *following], np.int32)
 
     def _find_end(self, text: str) -> str | None:
-        """Return the text from the token that closes the marked turn on."""
+        """Return the rendered text from the token that closes the marked turn, or None if there is no such token."""
         start = text.rfind(_MARK)
         ends = [end for i in self._closing_ids if (end := text.find(self._tokenizer.decode(i), start)) >= 0]
         return text[min(ends) :] if start >= 0 and ends else None
 
     def _find_openers(self) -> frozenset[int]:
-        """Return the tokens that close a turn only because the next message starts with them."""
+        """Return the ids of tokens that start the next message and thereby close a turn."""
         if not isinstance(self._renderer, TemplateRenderer):
             return frozenset()
         user, call = Message("user", "x"), ToolCall("call_1", "f", "{}")
@@ -246,13 +252,13 @@ class _RenderCheck:
                 alone = self._find_end(self._renderer.text([user, turn], (), {}, generate=False))
                 followed = self._find_end(self._renderer.text([user, turn, new], (), {}, generate=False))
             except BadRequest:
-                continue  # no such turn is recorded
+                continue  # the template rejects such a turn, so none is recorded
             if alone is None and followed is not None:
                 openers.add(int(self._encode(followed)[0]))
         return frozenset(openers)
 
     def _closes_thinking(self, turn: StoredTurn) -> bool:
-        """Return whether the renderer always closes truncated thinking. Ours does; a hand-written renderer may not."""
+        """Return whether the renderer must have closed this turn's truncated thinking. A renderer of a family may leave it open."""
         return turn.info.reasoning_open and isinstance(self._renderer, TemplateRenderer)
 
     def _render_text(self, messages: list[Message], context: StoredContext) -> str:
@@ -302,7 +308,7 @@ class _RenderCheck:
                 )
 
     def _parse(self, turn: StoredTurn, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
-        """Parse the turn's ids. Also return what ended the turn early: `one call`, `stop string` or nothing."""
+        """Parse a turn's ids. Also return what ended the turn early: `one call`, `stop string` or ""."""
         message = self._messages.reply(turn)
         shape = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
         kind = shape.removesuffix(" after reasoning")
@@ -392,7 +398,7 @@ class _RenderCheck:
             if at < end:
                 break
         if isinstance(node, StoredContext) and node.parent is not None and at == end - len(node.ids):
-            node = node.parent  # the template's version of the turn is longer than ours
+            node = node.parent  # the template's version of the turn is longer than the sampled one
         why = (
             self._explain_turn(node, whole)
             if isinstance(node, StoredTurn)
@@ -401,7 +407,7 @@ class _RenderCheck:
         return TemplateDifference(leaf.id, node.id, at, why, self._around(sent, at), self._around(whole, at))
 
     def _explain_turn(self, turn: StoredTurn, whole: Ids) -> str:
-        """Explain a difference by comparing the turn with the template's version, which starts at the same token."""
+        """Explain a difference by comparing the sampled turn with the template's version of it. Both start at the same token."""
         message = self._messages.reply(turn)
         rest = whole[turn.parent.length :].tolist()
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
@@ -440,7 +446,7 @@ class _RenderCheck:
 
 
 def _mark_end(message: Message) -> Message:
-    """Replace the end of a turn with a mark that can be found in the rendered text."""
+    """Return the message of a turn with its end replaced by a mark, which can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", _MARK)
     *others, last = message.tool_calls
@@ -468,12 +474,12 @@ def _matches(parsed: Parsed, message: Message) -> bool:
 
 
 def _encode_calls(message: Message) -> str:
-    """Encode calls by name and arguments, without their ids, which do not come from the model."""
+    """Encode the names and arguments of tool calls. Call ids are omitted, because they do not come from the model."""
     return msgspec.json.encode([(call.name, call.arguments) for call in message.tool_calls]).decode()
 
 
 def _first_difference(one: Ids, other: Ids) -> int:
-    """Return the index at which two sequences first differ."""
+    """Return the index at which two sequences first differ, or the length of the shorter one."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

@@ -1,7 +1,7 @@
-"""Score every sampled token again, in its own context, and compare with the recorded log-probabilities.
+"""Score every sampled token again in its context, and compare the scores with the recorded log-probabilities.
 
 This is the only check that a consistent forgery cannot pass. A forger who changes an id, a log-probability or a parent can correct every
-checksum, but cannot change the model's scores for the tokens.
+checksum, but cannot change the scores that the model gives the tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TOLERANCE = 0.02  # allows for bfloat16 engines, where prefill and sampling use 
 def check_replay(
     session: StoredSession, scorer: Scorer, results: CheckResults, *, tolerance: float, version: int | None = None
 ) -> None:
-    """Compare the session's log-probabilities with those of `scorer`.
+    """Compare the session's log-probabilities with those that `scorer` computes.
 
-    If `version` is set, score only turns of this policy version, which the engine must serve.
+    If `version` is set, score only turns of this policy version. The engine must be serving that version.
     """
     with results.check(
         "replay", "logprobs", "the engine assigns the recorded log-probabilities to the recorded tokens"
@@ -69,13 +69,13 @@ def check_replay(
 
 
 def _most_common_reason(reasons: Iterable[str]) -> str:
-    """Return the most common reason why none of a session's turns can be scored."""
+    """Return the most common reason why the turns of a session cannot be scored."""
     counted = Counter(reasons).most_common(1)
     return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
 
 
 def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str:
-    """Return the condition that a turn fails to meet, phrased to follow "no turn", or "" if the turn can be scored."""
+    """Return the condition that a turn does not meet, as a phrase that follows "no turn", or "" if the turn can be scored."""
     info, scores = turn.info, turn.logprobs
     if version is not None and not info.version_start == info.version_end == version:
         return f"has policy version {version}"

@@ -1,4 +1,4 @@
-"""Check stored replies, which agents may refer to by id, against the turns that they delivered."""
+"""Check stored replies, to which agents may refer by id, against the turns that they delivered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_replies(session: StoredSession, messages: NodeMessages, results: Check
 
 
 def _find_problem(row: StoredReplyRow, turn: StoredTurn | None, messages: NodeMessages) -> str:
-    """Return what is wrong with a reply, or ""."""
+    """Return a description of what is wrong with a reply, or "" if nothing is."""
     if turn is None:
         return f"belongs to node {row.node}, which is not a turn of this session"
     if turn.info.finish == "abort":

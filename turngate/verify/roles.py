@@ -1,6 +1,6 @@
 """Derive the role of each turn a second time, from the stored nodes and messages, with independent code.
 
-The order of evidence is that of `turngate/trace/roles.py`: delivery, the agent's signals and rules, then structure.
+Evidence is considered in the same order as in `turngate/trace/roles.py`: delivery, the agent's signals and rules, then structure.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from turngate.types import Message
 from turngate.verify.messages import NodeMessages
 from turngate.verify.store_reader import StoredCallSignals, StoredContext, StoredSession, StoredTurn
 
-_DIGEST = 16  # bytes
+_DIGEST = 16  # bytes of a digest
 _SHORT = 120  # characters of a title or a commit message
 _CONTINUING = ("compaction", "system", "tools", "template", "edited", "handoff")
 
 
 def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
-    """Derive the role of each turn, by node."""
+    """Return the role of each turn, by node id."""
     roots = _Roots(session, messages)
     return {turn.id: _derive_role(turn, roots, messages) for turn in session.turns}
 
@@ -44,7 +44,7 @@ def _read_stated_role(signals: StoredCallSignals) -> str:
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether the turn has no continuation and was undelivered, retried, or replaced by another answer to its prompt."""
+    """Return whether a turn has no continuation and was not delivered, was retried, or lost to another answer to its prompt."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -59,7 +59,10 @@ def offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
 
 
 class _Roots:
-    """The conversations of a session and their roles. `heads` maps each to the first one of the same line."""
+    """The conversations of a session, one per root, and their roles.
+
+    A *line* is a conversation together with the later ones that continue it. `heads` has the first root of each root's line.
+    """
 
     def __init__(self, session: StoredSession, messages: NodeMessages) -> None:
         self.all = session.roots
@@ -92,14 +95,14 @@ class _Roots:
         return max(earlier, key=lambda r: (_resemblance(r, root, r.id in alike), r.id), default=None)
 
     def _only_looks_shorter(self, root: StoredContext, earlier: list[StoredContext]) -> bool:
-        """Return whether an old trace without tools recorded a compaction only because the request was shorter."""
+        """Return whether a shorter request is the only evidence of a recorded compaction, as may be the case in older traces."""
         if offers_tools(root, self._messages) or root.info.quotes is not None or "a" in root.info.roles:
             return False
         thread = root.info.signals.thread
         return not any(_question(r) == _question(root) or (thread and r.info.signals.thread == thread) for r in earlier)
 
     def _goes_on(self, source: StoredContext, root: StoredContext) -> bool:
-        """Return whether the line of `source` has a turn after the last one of `root`."""
+        """Return whether the line of `source` has a turn after the last turn of `root`."""
         last = max((turn.id for turn in self._of_root[root.id]), default=root.id)
         return any(turn.id > last for turn in self._of_line(self.heads[source.id]))
 
@@ -126,7 +129,7 @@ class _Roots:
         best = max(heads, key=rank)
         equals = [by_id[head] for head in heads if rank(head) == rank(best)]
         if len(equals) > 1 and self._is_short(by_id[best]):
-            # Short answers to different system prompts: nothing tells a title from the answer to the user.
+            # If these are short answers to different system prompts, nothing distinguishes a title from the answer to the user.
             prompts = {(root.info.preamble, root.info.meanings[:_DIGEST]) for root in equals}
             if len(prompts) > 1 or by_id[best].info.roles[:1] != "s":
                 return None
@@ -134,7 +137,7 @@ class _Roots:
 
     @cached_property
     def summaries(self) -> set[int]:
-        """The turns with whose text a shortened conversation begins."""
+        """The ids of turns whose summaries begin shortened conversations."""
         found: set[int] = set()
         for root in self.all:
             quoted = [self._turns[n] for n in root.info.quotes or () if n in self._turns]
@@ -154,7 +157,10 @@ class _Roots:
         return found
 
     def _may_summarize(self, turn: StoredTurn, shortened: StoredContext) -> bool:
-        """Return whether the first turn of a conversation may summarize an earlier one: it quotes it, or has no tools."""
+        """Return whether the first turn of a conversation may summarize an earlier conversation.
+
+        Its conversation must quote the earlier one, or lack the tools that the shortened conversation has.
+        """
         lacks_tools = offers_tools(shortened, self._messages) and not offers_tools(turn.parent, self._messages)
         for root in self.all:
             before = [t for t in self._of_root[root.id] if t.id < turn.id] if root is not turn.root else []
@@ -166,7 +172,7 @@ class _Roots:
 
     @cached_property
     def roles(self) -> dict[int, str]:
-        """The role of each conversation, by root. Those that continue another one come last."""
+        """The role of each conversation, by the id of its root."""
         roles: dict[int, str] = {}
         for root in sorted(self.all, key=lambda r: self.heads[r.id] is not r):
             head = self.heads[root.id]
@@ -187,7 +193,7 @@ class _Roots:
         return roles
 
     def _judge(self, root: StoredContext, roles: dict[int, str]) -> str:
-        """Judge a conversation without tools that continues no other one."""
+        """Return the role of a conversation that has no tools and continues no other conversation."""
         short = self._is_short(root)
         alike = self._alike(root)
         if any(self.heads[r.id] is self.main for r in alike):
@@ -208,7 +214,7 @@ class _Roots:
         return "subagent" if root.info.cause == "handoff" else "unknown"
 
     def _alike(self, root: StoredContext) -> list[StoredContext]:
-        """Return the conversations with the same tools and system prompt. Without either, they cannot be matched."""
+        """Return the other conversations with the same tools and system prompt, or none if this one has neither."""
         others = [r for r in self.all if r is not root and not _is_helper(r)]
         if root.info.roles[:1] == "s":
             return [r for r in others if _same_start(r, root)]
@@ -224,7 +230,8 @@ class _Roots:
         if offers_tools(self.main, self._messages) or len(self._of_line(self.main)) > 1:
             return True
         if _question(root) != b"" and _question(root) == _question(self.main):
-            return root.id < self.main.id  # a title; after a longer answer, it may be the answer to the user
+            # Before the longer answer, a short one is a title. After it, the short one may be the answer to the user.
+            return root.id < self.main.id
         return longest >= 4 * own
 
     def _is_used(self, root: StoredContext) -> bool:
@@ -252,7 +259,7 @@ def _is_helper(root: StoredContext) -> bool:
 
 
 def _has_past(turn: StoredTurn) -> bool:
-    """Return whether a turn follows another one, or a summary."""
+    """Return whether a turn has earlier turns in its conversation, or begins a shortened conversation."""
     return turn.parent.parent is not None or turn.root.info.cause == "compaction"
 
 
@@ -261,7 +268,7 @@ def _same_start(one: StoredContext, other: StoredContext) -> bool:
 
 
 def _question(root: StoredContext) -> bytes:
-    """Return the digest of the user's first message, or nothing."""
+    """Return the digest of a conversation's first user message, or empty bytes if it has none."""
     before, user, _ = root.info.roles.partition("u")
     return root.info.meanings[_DIGEST * len(before) :][:_DIGEST] if user else b""
 
@@ -271,9 +278,9 @@ def _split(meanings: bytes) -> Iterable[bytes]:
 
 
 def _resemblance(earlier: StoredContext, root: StoredContext, is_alike: bool) -> int:
-    """Return a score of how likely `root` continues an earlier conversation, given its recorded cause.
+    """Return a score for how likely it is that `root` continues the conversation of `earlier`, given its recorded cause.
 
-    `is_alike` says whether both have the same tools and system prompt, or the same tools and none.
+    `is_alike` says whether both have the same tools and the same system prompt, or the same tools and no system prompt.
     """
     same_question = _question(earlier) == _question(root)
     match root.info.cause:

@@ -1,7 +1,7 @@
 """Check the rows that a trainer receives against the stored nodes.
 
-The caller passes in the rows, which the gateway's own code built. Reasons and chains are derived here a second time, and roles in
-`roles.py`, from the nodes and the agent's signals, by independent code.
+The caller passes in the rows, which the gateway's code has built. Chains and reasons are derived here a second time, and roles in
+`roles.py`, with independent code.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class TrainerRow(Protocol):
     def side(self) -> Mapping[str, TrainerColumn]: ...
 
 
-# Takes a session id, and whether to include rows with nothing to train. Returns the rows.
+# Takes a session id, and whether to include rows without trained tokens. Returns the rows.
 RowSource = Callable[[str, bool], Sequence[TrainerRow]]
 
 
 def check_rows(
     session: StoredSession, messages: NodeMessages, given: RowSource, results: CheckResults, *, sound: bool
 ) -> dict[int, int]:
-    """Check a session's rows. Return the number of trained tokens of each row, by branch.
+    """Check a session's rows. Return the number of trained tokens of each row that a trainer receives, by branch.
 
-    `given` builds the rows. `sound` means that the checks of the trace itself found no errors.
+    `given` builds the rows. `sound` says whether the checks of the trace have found no errors.
     """
     names = ("rows", "masks", "once", "reasons", "roles")
     try:
@@ -224,7 +224,7 @@ def _check_reasons(
 
 
 def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSession) -> list[str]:
-    """Return every reason not to train a turn. The wording must match the gateway's."""
+    """Return every reason not to train a turn, worded exactly as by the gateway."""
     info, policy = turn.info, session.config.policy
     why = [info.fault] if info.fault else []
     if info.capture != "tokens":

@@ -1,4 +1,4 @@
-"""Engines that score recorded tokens again: the scripted engine's formula, and a vLLM server."""
+"""Engines that compute the log-probabilities of recorded tokens again: the scripted engine's formula, and a vLLM server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from turngate.types import Ids, Logprobs
 
 
 class Scorer(Protocol):
-    """An engine that computes the log-probabilities of tokens, given the tokens before them."""
+    """An engine that computes the log-probabilities of tokens in their context."""
 
     name: str
     any_temperature: bool  # whether it can score turns sampled at any temperature, not only at 1
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
-        """Score the tokens in each span of `ids`."""
+        """Return the log-probabilities of the tokens in each span of `ids`. A span is a start and an end."""
 
 
 class ScriptedScorer:
-    """A scorer for the scripted engine, whose log-probabilities are derived from the ids."""
+    """Computes the log-probabilities of the scripted engine, which are derived from the ids."""
 
     name = "scripted"
     any_temperature = True
@@ -37,7 +37,7 @@ class ScriptedScorer:
 
 
 class VLLMScorer:
-    """A scorer that uses the prompt log-probabilities of a vLLM server, which are those at temperature 1."""
+    """Computes log-probabilities with a vLLM server, as prompt log-probabilities at temperature 1."""
 
     name = "vllm"
     any_temperature = False

@@ -1,4 +1,4 @@
-"""Read a shared store in PostgreSQL with independent code: own connection, own rows, no code of the gateway's store."""
+"""Read a shared store in PostgreSQL with independent code, which shares nothing with the gateway's store."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from turngate.common.database_url import ENCODE_HINT, is_database_url, parse_dat
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
-SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)  # later versions add tables that are not read here
+SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)  # versions 2 to 9 add only data that is not read here
 _BEFORE_SIDE_DATA = 9  # the last version without side data
 
 
 def open_session_reader(data: str | Path) -> SessionReader:
-    """Open the reader of a data folder or, for `postgresql://…`, of a shared store."""
+    """Open a reader for a data folder, or for the shared store of an address such as `postgresql://…`."""
     return SharedSessionReader(str(data)) if is_database_url(str(data)) else SessionReader(Path(data))
 
 
 class SharedSessionReader(SessionReader):
-    """A reader of the sessions in a shared store."""
+    """Reads the sessions in a shared store."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -58,7 +58,7 @@ class SharedSessionReader(SessionReader):
             ) from None
         if version not in SHARED_SCHEMAS:
             raise ConfigError(
-                f"data: {self._name} has version {version}, but this version of Turngate verifies {SHARED_SCHEMAS[-1]}",
+                f"data: {self._name} has version {version}, but this version of Turngate verifies versions up to {SHARED_SCHEMAS[-1]}",
                 param="data",
             )
         return int(version)
@@ -75,7 +75,7 @@ class SharedSessionReader(SessionReader):
 
 
 class _NamedRow(tuple[Any, ...]):
-    """A row whose cells are found by number or by name."""
+    """A row whose cells can be accessed by index or by column name."""
 
     names: tuple[str, ...]
 
@@ -92,7 +92,10 @@ def _name_columns(cursor: Any) -> Any:
 
 
 class _PostgresRows:
-    """A connection that takes `?` for values and returns named rows. `schema` is a project's schema; empty means the user's own."""
+    """A connection that accepts `?` as a placeholder and returns named rows.
+
+    `schema` is a project's schema. If it is empty, the user's default schema is used.
+    """
 
     def __init__(self, connection: Any, schema: str = "") -> None:
         self._connection = connection

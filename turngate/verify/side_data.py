@@ -1,6 +1,6 @@
 """Check side data: the stored values against the turns that list them, and the columns of rows against the stored values.
 
-A session without side data skips these checks.
+These checks are omitted for a session without side data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES = {"uint8": "|u1", "uint16": "<u2", "int32": "<i4", "float32": "<f4"}
 
 
 class TrainerColumn(Protocol):
-    """Side data of a row as a trainer receives it."""
+    """The side data of a row under one name, as a trainer receives it."""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]: ...
@@ -38,7 +38,7 @@ class RowWithSideData(Protocol):
 
 
 class StoredSideArrays:
-    """The intact side data of a session, by turn."""
+    """The stored side data of a session. `unlisted` are the nodes with side data that no turn lists."""
 
     def __init__(self, session: StoredSession) -> None:
         self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}
@@ -48,7 +48,7 @@ class StoredSideArrays:
         self.unlisted = {node for node, _ in self._pieces} - {turn.id for turn in session.turns if turn.info.side}
 
     def read(self, turn: StoredTurn, facts: SideFacts) -> np.ndarray | str:
-        """Return the values that a turn lists, or what is wrong with them."""
+        """Return the values of one array that a turn lists, or a description of what is wrong with them."""
         key = turn.id, facts.name, facts.first
         if key not in self._read:
             self._read[key] = self._join(turn, facts)
@@ -80,7 +80,7 @@ def has_side_data(session: StoredSession) -> bool:
 
 
 def check_side_data(session: StoredSession, results: CheckResults) -> None:
-    """Check that side data is stored as it was recorded, and that each token of a path has at most one value of each name."""
+    """Check that all side data is stored unchanged, and that each token on a path has at most one value of each name."""
     if not has_side_data(session):
         return
     stored = StoredSideArrays(session)
@@ -93,7 +93,7 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
                 values = stored.read(turn, facts)
                 check.expect(isinstance(values, np.ndarray), values if isinstance(values, str) else "", node=turn.id)
                 if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-                    check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all numbers", node=turn.id)
+                    check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all finite", node=turn.id)
     if stored.unlisted:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
         results.note(
@@ -116,7 +116,7 @@ def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None
 
 
 def check_columns(session: StoredSession, every: Sequence[RowWithSideData], results: CheckResults) -> None:
-    """Check that the side data in a session's rows is at the tokens for which it was stored."""
+    """Check that each row has the stored side data, at the tokens for which it was recorded."""
     if not has_side_data(session):
         return
     stored, leaves = StoredSideArrays(session), {leaf.id: leaf for leaf in session.leaves}

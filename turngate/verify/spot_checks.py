@@ -1,4 +1,4 @@
-"""Spot checks in a running gateway: verify every n-th session that ends, in a low-priority thread."""
+"""Spot checks in a running gateway: a low-priority thread verifies every n-th session that ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turngate.errors import TurngateError
 from turngate.verify.findings import Verdict
 
 log = logging.getLogger("turngate")
-_MAX_WAITING = 64  # sessions in the queue; any others are not verified
+_MAX_WAITING = 64  # sessions in the queue; while it is full, further sessions are not verified
 _LOWEST_PRIORITY = 19  # a `nice` value
 
 
 class SpotChecker:
-    """A background verifier of every n-th submitted session. `verify` and `report` run in its own thread."""
+    """Verifies every n-th submitted session in a thread. The thread calls `verify`, then `report` with the verdict."""
 
     def __init__(self, every: int, verify: Callable[[str], Verdict], report: Callable[[Verdict], None]) -> None:
         self._every = max(1, every)
@@ -29,14 +29,14 @@ class SpotChecker:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.verified = 0
-        self.dropped = 0  # because the queue was full
+        self.dropped = 0  # sessions that were not verified because the queue was full
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="turngate-verify", daemon=True)
         self._thread.start()
 
     def stop(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Stop after the current session, or immediately if `interrupt` aborts it. Waiting sessions are dropped."""
+        """Stop after the current session, or immediately if `interrupt` aborts its verification. Sessions in the queue are dropped."""
         self._stopping = True
         interrupt()
         if self._thread is not None:
@@ -45,7 +45,7 @@ class SpotChecker:
             self._thread.join()
 
     def submit(self, session_id: str) -> None:
-        """Submit a session that ended. Only every n-th one is queued."""
+        """Submit a session that has ended. Only every n-th session is queued."""
         self._seen += 1
         if self._seen % self._every:
             return
@@ -81,6 +81,6 @@ class SpotChecker:
 
 
 def summarize_verdict(verdict: Verdict) -> dict[str, object]:
-    """Build the data of the event that reports a verdict."""
+    """Return the data of the event that reports a verdict."""
     wrong = [{"check": f.check, "what": f.what, "node": f.node} for f in verdict.wrong[:5]]
     return {"ok": verdict.ok, "wrong": wrong, "notes": len(verdict.notes), "forks": len(verdict.forks)}

@@ -1,7 +1,7 @@
 """Read the store with independent code, so that a bug in the gateway's reader cannot hide itself.
 
-This module depends only on the SQLite schema and the encoding of a node's facts. It opens the file read-only and reads one snapshot per
-session, whether or not a gateway serves the folder.
+This module depends only on the SQLite schema and on the encoding of a node's info. It opens the file read-only, and reads each session in
+one snapshot, even while a gateway is serving the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turngate.common.session_id import resolve_session_id
 from turngate.errors import ConfigError, NoRecordings, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)  # versions 4, 7 and 8 add tables that are not read here
+SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)  # versions 7 and 8 add only tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
 _BEFORE_ATTEMPTS = 5  # the last schema without attempts
 _BEFORE_REFUSALS = 4  # the last schema without refused calls and stored replies
@@ -44,7 +44,7 @@ class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
-    """The stored facts about a context, besides its ids."""
+    """The stored info of a context node, which is everything except its ids and messages."""
 
     preamble: bytes
     meanings: bytes
@@ -58,7 +58,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SideFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What a turn records about its side data: the tokens, counted from its start, and the type and shape of a value."""
+    """A range of tokens for which a turn stores side data, counted from its first token, and the type and shape of each value."""
 
     name: str
     first: int
@@ -68,7 +68,7 @@ class SideFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """The stored facts about a turn, besides its ids and log-probabilities."""
+    """The stored info of a turn, which is everything except its ids, log-probabilities and message."""
 
     meaning: bytes
     reasoning: bytes
@@ -151,7 +151,7 @@ class NodeRow(msgspec.Struct, frozen=True):
     checksum: int
 
     def compute_checksum(self, session: int) -> int:
-        """Compute the checksum that the row must have."""
+        """Compute the checksum that an undamaged row has. `session` is the session's key."""
         value = 0
         place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
         for blob in (place, self.ids, self.logprobs, self.info, self.messages):
@@ -173,7 +173,7 @@ _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 
 
 def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
-    """Parse a node's row. Also return which cells have the wrong type, or "" if none has."""
+    """Parse the row of a node. Also return a description of the cells that have the wrong type, or "" if none has."""
     damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
     row = NodeRow(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
     wrong = ", ".join(f"`{name}` is stored as {_describe_type(cells[name])}" for name in damaged)
@@ -245,15 +245,15 @@ class StoredSideData(msgspec.Struct, frozen=True):
 
 
 class RelatedRecords(msgspec.Struct, frozen=True):
-    """Records about a session outside its own tables, read in the same snapshot."""
+    """Records that belong to a session but not to its trace, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
     refused: tuple[StoredRefusal, ...] = ()
     replies: tuple[StoredReplyRow, ...] = ()
     side: tuple[StoredSideData, ...] = ()
     attempts: tuple[StoredAttempt, ...] | None = None  # None: not stored in this folder
-    deliveries: tuple[int | None, ...] = ()  # its number in each feed that has it; None: it waits for its group
-    events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
+    deliveries: tuple[int | None, ...] = ()  # delivery number in each feed that has it; None: its group is incomplete
+    events: tuple[StoredEvent, ...] | None = None  # by session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
     version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
 
@@ -289,7 +289,7 @@ StoredNode = StoredContext | StoredTurn
 
 
 class StoredSession:
-    """A session as stored, and as much of its tree as its rows allow."""
+    """A session as stored, with the part of its tree that can be built from its rows."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class StoredSession:
         damaged: dict[int, str],
         related: RelatedRecords,
     ) -> None:
-        """`damaged` describes the problems of nodes whose cells have the wrong type, by node."""
+        """Build the session's tree. `damaged` describes the cells that have the wrong type, by node id."""
         self.key: int = record["key"]
         self.id: str = record["id"]
         self.opened: float = record["opened"]
@@ -307,8 +307,8 @@ class StoredSession:
         self.status: str = record["status"]
         self.stop: str = record["stop"]
         self.vocabulary: str = record["vocabulary"]
-        self.folder: str = record["folder"] or ""  # of the tokenizer
-        self.renderer: str = record["renderer"] or ""  # the renderer that used it, if recorded
+        self.folder: str = record["folder"] or ""  # folder of the tokenizer
+        self.renderer: str = record["renderer"] or ""  # the renderer that used the tokenizer, if recorded
         self.config_error = ""
         try:
             self.config = msgspec.json.decode(record["config"], type=StoredConfig)
@@ -324,7 +324,7 @@ class StoredSession:
         self._build_tree()
 
     def _build_tree(self) -> None:
-        """Build the tree from rows ordered by id, in which a valid parent precedes its children."""
+        """Build the tree from the rows. They are ordered by id, so a valid parent comes before its children."""
         nodes: dict[int, StoredNode] = {}
         for row in self.rows:
             node = self._build_node(row, nodes)
@@ -384,7 +384,7 @@ class StoredSession:
 
     @property
     def leaves(self) -> list[StoredTurn]:
-        """Turns that no other turn follows."""
+        """The turns that no other turn follows."""
         return [turn for turn in self.turns if not any(context.children for context in turn.children)]
 
 
@@ -431,7 +431,7 @@ _NO_WAL = "; if it is a copy, also copy turngate.db-wal from the same folder as 
 
 
 class SessionReader:
-    """A reader of the sessions in a data folder."""
+    """Reads the sessions in a data folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -465,13 +465,13 @@ class SessionReader:
         self.close()
 
     def session_ids(self, *, sealed: bool = False) -> list[str]:
-        """Return session ids, newest first."""
+        """Return the ids of all sessions, newest first. With `sealed`, open sessions are omitted."""
         where = " WHERE status != 'open'" if sealed else ""
         found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
         return [str(row[0]) for row in found]  # an id that is not text matches no session, which is reported later
 
     def resolve_id(self, wanted: str) -> str:
-        """Find a session's id, given the id, a prefix of it, or `last`."""
+        """Return the id of a session, given the id, a prefix of it, or `last`."""
         return resolve_session_id(wanted, self.session_ids())
 
     def read_session(self, session_id: str) -> StoredSession:
@@ -516,7 +516,7 @@ class SessionReader:
         )
 
     def _read_number(self, setting: str) -> int | None:
-        """Read a numeric setting. Return 0 if it was never set, None if it is not a number."""
+        """Return a numeric setting, 0 if it was never set, or None if its value is not a number."""
         row = self._db.execute(_SETTING, (setting,)).fetchone()
         try:
             return 0 if row is None else int(row[0])
@@ -524,7 +524,7 @@ class SessionReader:
             return None
 
     def has_changed(self, session: StoredSession) -> bool:
-        """Return whether something was recorded since the session was read."""
+        """Return whether the session's nodes have changed since it was read."""
         state = self._db.execute(_PROGRESS, (session.key,)).fetchone()
         rows = session.rows
         return tuple(state) != (
@@ -551,7 +551,7 @@ def _decode_text(raw: bytes) -> str:
 
 
 def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a session's row, or raise if its cells have the wrong types."""
+    """Return a session's row. Raise `UnreadableSession` if one of its cells has the wrong type."""
     for name in ("status", "stop", "vocabulary"):
         if not isinstance(record[name], str):
             raise UnreadableSession(f"session {record['id']} is damaged on disk: `{name}` is not text")
@@ -567,7 +567,10 @@ def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Open the database read-only. If not even a lock file can be written next to it, open it as an immutable file."""
+    """Open the database read-only.
+
+    If SQLite cannot create its lock file, for example in a read-only folder, open the database as immutable.
+    """
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)
         try:

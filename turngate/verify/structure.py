@@ -1,4 +1,7 @@
-"""Check, from the store's rows alone, that a gateway could have recorded the trace: bytes, tree, turns, times, tools and messages."""
+"""Check, from the store's rows alone, that a gateway could have recorded the trace.
+
+This covers the bytes, the tree, turns, times, tools, messages and signals.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,10 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 
 def _has_consistent_runs(turn: StoredTurn) -> bool:
-    """Return whether the policy versions that the engine reported per token, if any, cover all tokens and only rise."""
+    """Return whether the policy versions that the engine reported per token cover all tokens and only increase.
+
+    Also return True if the engine did not report them.
+    """
     runs = turn.info.version_runs
     if not runs:
         return True
@@ -178,7 +184,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 -1 <= info.cached <= turn.parent.length,
-                f"{info.cached} of its prompt tokens were cached, but it has {turn.parent.length}",
+                f"{info.cached} of its prompt tokens were cached, but its prompt has {turn.parent.length}",
             )
             hold(info.finish != "abort" or bool(info.fault), "it was aborted, but no fault is recorded")
             hold(info.capture != "text" or not len(turn.ids), "it was captured as text only, but has ids")
@@ -336,7 +342,10 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
 def _check_answers(
     context: StoredContext, messages: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
 ) -> None:
-    """Check that tool results are on the branch of their calls. Call ids are unique, so an id identifies the turn that made the call."""
+    """Check that tool results are on the same branch as their calls.
+
+    Call ids are unique, so an id identifies the turn that made the call.
+    """
     own_messages = messages.of(context)
     own = {call.id for message in own_messages for call in message.tool_calls}
     branch = {node.id for node in path(context)}
@@ -401,7 +410,10 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
 
 
 def _rule_matches(source: str, match: str, context: StoredContext, messages: NodeMessages) -> bool | None:
-    """Return whether a signal rule matches, or None if unknown, since headers, bodies and model names are not stored."""
+    """Return whether a signal rule matches a context, or None if that is unknown.
+
+    Headers, request bodies and model names are not stored, so rules about them cannot be checked.
+    """
     kind, _, name = source.partition(":")
     if not messages.is_readable(context):
         return None
