@@ -37,7 +37,7 @@ NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
-    """Side data: one value for each of several consecutive tokens. Token 0 is the first of the reply, and prompt tokens are negative."""
+    """Side data: one value for each of several consecutive tokens. Token 0 is the first one of the reply; prompt tokens are negative."""
 
     name: str
     first: int  # the first token that has a value
@@ -324,7 +324,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Newly sampled text. A `signature` ends the reasoning that precedes it (observe mode)."""
+    """Newly sampled text. In observe mode, a delta of kind `signature` ends the reasoning before it."""
 
     kind: Literal["content", "reasoning", "signature"]
     text: str

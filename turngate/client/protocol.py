@@ -119,7 +119,7 @@ class SessionDescription(
 class NewSession(
     SessionDescription[ConfigT, OutcomeT], Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True
 ):
-    """The reply to opening a session."""
+    """The reply to a request that opens a session."""
 
     api_key: str
 
@@ -147,7 +147,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class OutcomeReceipt(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome. `excluded` says why the outcome does not count. It is empty if the outcome counts."""
+    """The reply to a request that records an outcome. `excluded` says why the outcome does not count; it is empty if it counts."""
 
     excluded: str = ""
 
@@ -341,7 +341,7 @@ EngineState = Literal["active", "draining", "failed"]  # failed: it could not lo
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One engine of the pool. `running`, `waiting` and `kv_use` are what the engine reports, for the calls of all gateways that use it."""
+    """One engine of the pool. The engine itself reports `running`, `waiting` and `kv_use`, which include the calls of other gateways."""
 
     url: str
     state: EngineState
@@ -471,7 +471,7 @@ class FeedList(msgspec.Struct, frozen=True):
 
 
 class FeedReader(msgspec.Struct, frozen=True):
-    """The reply to taking over a feed. `reader` is the token for fetching and committing."""
+    """The reply to a request that takes over a feed. `reader` is the token for fetching and committing deliveries."""
 
     reader: str
 
@@ -562,7 +562,7 @@ class LeasedCalls(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A chunk of an answer, starting at token `at`. The last chunk, which may be the only one, has `finish`."""
+    """A chunk of an answer, starting at token `at`. The last chunk, which may be the only one, sets `finish`."""
 
     lease: str
     ids: bytes

@@ -81,7 +81,7 @@ class KeyRing:
         """Return the stored record of the valid key with this prefix, or None. The caller must verify that the request has the full key."""
         found = self._refresh().keys.get(prefix)
         if found is None and _UNKNOWN_S <= self._clock() - self._read_at < self._refresh_s < float("inf"):
-            self.update()  # another process may have just created it
+            self.update()  # another process may have just created the key
             found = self._known.keys.get(prefix)
         return found if found is not None and found.is_valid(time.time()) else None
 

@@ -128,7 +128,7 @@ def _judge(
     truncated: bool,
     timed_out: bool,
 ) -> tuple[bool, str]:
-    """Return whether a rollout's reward counts in its group's baseline, and why the rollout is not trained (empty if it is)."""
+    """Return whether a rollout's reward counts in its group's baseline, and why it is not trained (an empty string if it is)."""
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
@@ -166,7 +166,7 @@ def _is_truncated(session: Session, member: DeliveryMember, rows: list[Sample]) 
 
 
 def _agent_status(member: DeliveryMember) -> str:
-    """Return how the agent ended, as recorded by Turngate's own runner; empty if unknown."""
+    """Return how the agent ended, as recorded by Turngate's own runner, or an empty string if that is unknown."""
     data = member.outcome.data
     status = data.get("status") if isinstance(data, dict) else None
     return status if isinstance(status, str) else ""

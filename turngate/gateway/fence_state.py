@@ -56,7 +56,7 @@ class FenceState:
         return self._read_load(_LOADING)
 
     def write_loading(self, load: PolicyWeights) -> None:
-        """Record weights before the engines load them. Until calls resume, some engines may have these weights and others not."""
+        """Record weights before the engines load them. Until calls resume, some engines may have these weights and others may not."""
         encoded = msgspec.json.encode(load).decode()
         self._store.set_settings({f"weights:{load.version}": encoded, _LOADING: encoded})
 

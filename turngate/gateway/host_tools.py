@@ -131,7 +131,7 @@ def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """Check the arguments of a call in a thread, since a schema may be slow to check. Return the arguments as normalized JSON."""
+    """Check the arguments of a call in a thread, since a complex schema makes this slow. Return the arguments as normalized JSON."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -18,7 +18,7 @@ _PRUNE_S = 3600.0  # interval between removals of old events
 
 
 class Housekeeper:
-    """Maintains a gateway until `run` is cancelled.
+    """Performs the periodic maintenance until `run` is cancelled.
 
     Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps all events.
     """

@@ -68,9 +68,7 @@ class _ToolSet(msgspec.Struct):
     tools: tuple[Tool, ...]
     digest: bytes
     preamble: Preamble | None = None
-    hints: dict[str, Json] | None = (
-        None  # compared by identity: calls that differ only in their messages share this object
-    )
+    hints: dict[str, Json] | None = None  # compared by identity; shared by calls that differ only in their messages
     renderer: Renderer | None = None
 
 

@@ -35,7 +35,7 @@ _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clo
 
 
 class SharedBarrier:
-    """The fence of all cells, as the gateway on the shared store changes it. `local` is that gateway's own fence."""
+    """The fence of all cells, which the gateway on the shared store controls. `local` is that gateway's own fence."""
 
     def __init__(
         self, local: LocalBarrier, fence: Fence, state: FenceState, replicas: ReplicaSet, table: FenceTable

@@ -365,7 +365,7 @@ class Metrics:
             self._reward.observe(min(max(reward, -MAX_REWARD), MAX_REWARD))
 
     def snapshot(self, gauges: Mapping[str, Iterable[tuple[Labels, float]]]) -> MetricsSnapshot:
-        """Return all metrics of this process. `gauges` are values that the caller has just read."""
+        """Return all metrics of this process, including the values in `gauges`, which the caller has just read."""
         families: dict[str, list[MetricSeries]] = {
             name: [MetricSeries(labels, value) for labels, value in values.items()]
             for name, values in self._counters.items()

@@ -40,9 +40,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 _TRACEPARENT_FORMAT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 # Our names for providers that have different names in OpenTelemetry's conventions.
 _PROVIDERS = {"gemini": "gcp.gemini", "responses": "openai"}
-_MODEL_NAME = re.compile(
-    r"[\w.:/@+-]{1,100}", re.ASCII
-)  # other text is omitted: it could be content that the agent wrote
+_MODEL_NAME = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # other text could be content that the agent wrote
 _OPERATIONS = {"gemini": "generate_content"}  # by dialect; the default is chat
 _current: RolloutTracer | None = None
 

@@ -50,7 +50,7 @@ class Cell:
         self._store = store
         self._url = config.shared
         data = Path(config.data)
-        if shard.workers == 1:  # otherwise the front process creates it
+        if shard.workers == 1:  # otherwise the front process creates the lease file
             create_lease_file(data)
         self._file = LeaseFile(data)
         self.permit = ServingPermit(self._file)
