@@ -398,7 +398,7 @@ def to_plain_text(what: RenderableType) -> str:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a notebook kernel. IPython is not loaded for this."""
+    """Return whether this process is a notebook kernel. This does not load IPython."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython

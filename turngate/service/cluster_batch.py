@@ -78,7 +78,7 @@ class ClusterBatch:
                     yield finished
 
     def build_result(self, finished: FinishedRollout) -> RolloutResult:
-        """Build the result of a rollout, without its turns. Blocks."""
+        """Build the result of a rollout, without its turns. This blocks."""
         outcome = self._read_outcome(finished)
         result = report.build_minimal_result(self.build_state(finished), outcome, ())
         result = msgspec.structs.replace(result, seconds=dict(finished.seconds))
@@ -92,7 +92,7 @@ class ClusterBatch:
         )
 
     def build_state(self, finished: FinishedRollout) -> RolloutState:
-        """Build the final state of a rollout. Blocks."""
+        """Build the final state of a rollout. This blocks."""
         outcome = self._read_outcome(finished)
         error = report.error_from_outcome(outcome) if outcome is not None else None
         if outcome is None and finished.message:

@@ -53,7 +53,7 @@ def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
 
 
 def _prompt_lengths(view: TraceView) -> dict[int, int]:
-    """Return the length of each prompt in ids, by the id of the context node that ends the prompt."""
+    """Return how many token ids each prompt has, by the id of the context node with which the prompt ends."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
     for context in view.contexts.values():  # parents precede their children

@@ -190,7 +190,7 @@ class DirectModeClient(GatewayClient):
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> SessionInfo:
-        """Return a session in which every completed generation counts as a turn, since an agent without turns is not graded."""
+        """Return a session with one turn for each completed generation. An agent that fails before its first turn is not graded."""
         forwarder = self._forwarder
         return SessionInfo(
             id=session,

@@ -106,7 +106,7 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """Return the state with an error that ended the rollout: one from before it started, or a bug in Turngate."""
+    """Return the state of a rollout that ended with an error, either before it started or because of a bug in Turngate."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:

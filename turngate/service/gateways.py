@@ -121,7 +121,7 @@ class Gateways:
                 await self._block_start(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
 
     async def _block_start(self, name: str, work: Coroutine[None, None, None]) -> None:
-        """Await `work`, which uses a gateway's folder. A gateway with this name does not start before it is done."""
+        """Await `work`, which uses a gateway's folder. A gateway with this name does not start before `work` is done."""
         stopping = self._stopping[name] = asyncio.create_task(work)
         await asyncio.wait([stopping])
         if self._stopping.get(name) is stopping:

@@ -1,4 +1,4 @@
-"""Rollouts that have ended: their states are in memory, their results on disk. Includes those that an earlier process left unfinished."""
+"""Rollouts that have ended: states in memory, results on disk. Rollouts that an earlier process left unfinished are ended here."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RolloutHistory:
             log.error("the result of rollout %s is lost because it could not be written", rollout)
 
     async def delete_oldest(self) -> None:
-        """Delete the oldest rollouts, so that `config.keep` remain."""
+        """Delete the oldest rollouts, so that at most `config.keep` remain."""
         surplus = list(self._states)[: max(0, len(self._states) - self._config.keep)]
         if not surplus:
             return
@@ -116,7 +116,7 @@ class RolloutHistory:
     # ── after a restart ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> None:
-        """Load the states of earlier processes. Rollouts that were running when the last process ended are ended as lost."""
+        """Load the states of earlier processes. An unfinished rollout is ended: as lost, unless its result or grade was recorded."""
         for state, gateway in self._storage.read_states():
             if not state.done:
                 state = await self._end_interrupted(state, gateway)

@@ -150,7 +150,7 @@ def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dic
 
 
 def choose_model_limits(request: AnyRequest, choice: EndpointChoice) -> ModelLimits:
-    """Return the model's context and output limits for which the agent is configured."""
+    """Return the model's context and output limits, which become part of the agent's configuration."""
     context = choice.endpoint.context_tokens or choice.endpoint.max_context or ModelLimits().context_tokens
     max_output = min(request.max_tokens_cap or ModelLimits().max_output_tokens, context)
     return ModelLimits(context_tokens=context, max_output_tokens=max_output)

@@ -39,7 +39,7 @@ class ConversationToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call: the model's reply, with its log-probabilities and what was recorded of it."""
+    """One model call: the model's reply, its log-probabilities, and how much of the call was recorded."""
 
     node: int  # number of the turn's node in the trace
     role: str  # main, subagent, side, summary, unknown, superseded, aborted

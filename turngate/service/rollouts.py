@@ -11,8 +11,8 @@ survive a restart. A rollout that was running when the process was killed is rep
 API use only the methods of `Rollouts`.
 
     runner          the work of a rollout, up to its outcome
-    event_log       its events while it is active
-    finalization    its result
+    event_log       the events of active rollouts
+    finalization    the results of rollouts
     history         rollouts that have ended
 """
 
