@@ -1,9 +1,9 @@
 """One fence for many cells, in the shared store.
 
-The gateway on the shared store changes the fence (`SharedBarrier`), and every cell follows it (`FenceFollower`). A change returns when each
-follower has carried it out or can no longer serve. A follower may serve only for `ttl_s` seconds after it sent its last report, so a change
-waits at most that long for a cell that cannot be reached. By the time the change returns, that cell holds new calls and has aborted its
-calls in flight.
+The gateway on the shared store changes the fence (`SharedBarrier`), and every cell follows it (`FenceFollower`). After a change, the
+gateway waits until each follower has carried it out or can no longer serve. A follower may serve only for `ttl_s` seconds after it sent its
+last report, so the gateway waits at most that long for a cell that cannot be reached. By then, that cell holds new calls and has aborted
+its calls in flight.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def _check_exposure(host: str, is_open: bool) -> None:
 class OpenEnvAccess:
     """Middleware that checks access and limits the size of request bodies.
 
-    If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access, but pages of other
-    sites do not. Otherwise, any page in a browser on this machine could call a local server.
+    If a key is set, callers must send it, except to `/health`. If no key is set, programs and our own pages have access. Pages of other
+    sites have none, so that a page in a browser on this machine cannot call a local server.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
