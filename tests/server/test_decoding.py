@@ -67,5 +67,5 @@ def test_errors_name_the_parameter(text: str, message: str) -> None:
 
 
 def test_missing_parameter_is_named() -> None:
-    with pytest.raises(BadRequest, match="rollout is missing; add it to the address"):
+    with pytest.raises(BadRequest, match="rollout is missing; add it to the URL"):
         decode_query(QueryParams(""), RequiredQuery)

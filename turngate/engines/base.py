@@ -68,7 +68,7 @@ class Chunk(msgspec.Struct, frozen=True):
     log-probabilities, if requested. `cached` is the number of prompt tokens that were in the engine's cache, if the engine reports it.
     `version_runs` lists the policy versions of all tokens of the reply so far as (version, number of tokens), if the engine reports them.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
-    `side` contains side data for tokens of the prompt and of the reply so far.
+    `side` contains further data for tokens of the prompt and of the reply so far, such as routed experts.
     """
 
     ids: Sequence[int]

@@ -1,8 +1,8 @@
 """Extract one long base64 string from a JSON reply as it arrives.
 
 The string may be a hundred megabytes long. Parsing it together with the rest of its event would block the event loop for a second. A thread
-would not help, because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives takes about a millisecond at a
-time.
+would not help, because JSON and base64 decoders hold the interpreter lock. Decoding each read as it arrives blocks the loop for about a
+millisecond at a time.
 """
 
 from __future__ import annotations

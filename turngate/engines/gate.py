@@ -189,8 +189,8 @@ class Gate:
     ) -> list[GateCall]:
         """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s` seconds, or if the gateway stops.
 
-        A taken call without progress for `lease_s` seconds returns to the queue. With None, meant for a trainer in the gateway's process,
-        it never does.
+        A taken call without progress for `lease_s` seconds returns to the queue. If `lease_s` is None, it never does; this is meant for a
+        trainer in the gateway's process.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s

@@ -35,7 +35,7 @@ class GateBackend(Protocol):
 class GateCall:
     """A call that the trainer has taken. Answer it once, whole or in parts, from one task at a time.
 
-    When it is used as a context manager, a call that is not finished on exit is given back, or failed if part of its answer was sent.
+    As a context manager, it gives an unfinished call back on exit, or fails the call if part of its answer was sent.
     """
 
     def __init__(self, backend: GateBackend, call_id: str, lease: str, request: GateRequest) -> None:

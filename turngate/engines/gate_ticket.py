@@ -83,7 +83,7 @@ class Ticket:
             return self.version, current
         if not 0 <= version <= current:
             raise BadRequest(
-                f"version must be between 0 and the gateway's current version {current}, not {version}; resume at the new version first",
+                f"version must be between 0 and the gateway's current version {current}, not {version}; first resume at the new version",
                 param="version",
             )
         return version, version

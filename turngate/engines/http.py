@@ -127,12 +127,12 @@ def parse_overflow(text: str, words: str) -> ContextOverflow:
 
 
 def make_abort_error(engine: str) -> EngineBusy:
-    """Build the retryable error for a call that the engine aborted before its first token, as it does during a weight update."""
+    """Build the retryable error for a call that the engine aborted before its first token, for example during a weight update."""
     return EngineBusy(f"{engine} aborted the call before its first token")
 
 
 class map_errors:  # lower case, because it is used like a function
-    """Map other libraries' exceptions to `TurngateError`s.
+    """A context manager that maps other libraries' exceptions to `TurngateError`s.
 
     Never use it around a `yield`, because it would also map the exceptions of the code that reads the generator. It is a class because it
     is entered several times per turn, and `@contextmanager` is ten times slower.

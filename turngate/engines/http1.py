@@ -1,8 +1,8 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
-Every turn uses this client, and a general-purpose one would take as much time as the rest of the turn. It has no cookies, redirects,
-proxies or compression, because engines that accept token ids do not need them. Relays use aiohttp (`http.py`). Like the server, this client
-parses with httptools.
+Engines that accept token ids use this client in every turn, and a general-purpose client would take as much time as the rest of the turn.
+It has no cookies, redirects, proxies or compression, because these engines do not need them. Relays use aiohttp (`http.py`). Like the
+server, this client parses with httptools.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ConnectionPool:
 
 
 class Response:
-    """A reply, read as it arrives."""
+    """A reply that can be read as it arrives."""
 
     def __init__(self, connection: _Connection, silence_s: float | None) -> None:
         self.status = 0

@@ -27,7 +27,8 @@ RUNNING_PER_WAITING = 4
 class LaneLoad(msgspec.Struct):
     """The load of one lane.
 
-    `in_flight` and `sessions` count only this gateway's. `report` is the engine's last report, which includes the calls of all gateways.
+    `in_flight` and `sessions` count only this gateway's calls and sessions. `report` is the engine's last report, which includes the calls
+    of all gateways.
     """
 
     in_flight: int = 0

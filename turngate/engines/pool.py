@@ -2,13 +2,13 @@
 
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
-- A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when it moves.
+- A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when the session moves.
 - An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
 - A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
   there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
 - If all replicas are busy or draining, a call waits up to `wait_s` for one of them. The agent sees a slow call, not a failed one.
 - All other errors, and every error after the first chunk, are raised.
-- Replicas are added, drained and removed while the pool serves calls.
+- Replicas can be added, drained and removed while the pool serves calls.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Pool:
         return _Call(self, request)
 
     def place(self, session: str) -> Lane:
-        """Choose the lane for a session's call. Raise `EngineBusy` if no replica accepts calls at the moment."""
+        """Choose the lane for a session's call. Raise an error if no replica can take calls at the moment."""
         home = self._placed.get(session)
         if home is not None and home.accepts_calls:
             if not home.load.is_crowded:
@@ -163,8 +163,8 @@ class Pool:
     def _guess(self, home: Lane | None) -> Lane:
         """Choose a lane when all replicas seem to be down.
 
-        One of them may be up again, and a failed call costs nothing. A replica with the wrong weights is never chosen, because that would
-        cost data.
+        One of them may be up again, and a failed call costs nothing. A replica with the wrong weights is never chosen, because its samples
+        would be unusable.
         """
         lanes = [lane for lane in self._lanes if not lane.replica.is_draining]
         usable = [lane for lane in lanes if not lane.replica.is_wrong]

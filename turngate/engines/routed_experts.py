@@ -78,7 +78,7 @@ class RoutedExpertsReply:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None
 
     def _read_numbers(self, data: bytearray) -> np.ndarray:
-        """Read numbers without a shape of their own, and give them the configured shape."""
+        """Read numbers that are sent without a shape, and apply the configured shape."""
         if self._shape is None:
             raise EngineError(
                 f"{self._engine} sent routed experts without their shape; set routed_experts to LAYERSxEXPERTS, such as 48x8"
@@ -87,7 +87,7 @@ class RoutedExpertsReply:
         if len(data) % size:
             raise EngineError(
                 f"{self._engine} sent {len(data) // 4} routed experts, which is not a multiple of {_format_shape(self._shape)}; "
-                "correct routed_experts"
+                "correct the setting routed_experts"
             )
         return np.frombuffer(data, "<i4").reshape(-1, *self._shape)
 

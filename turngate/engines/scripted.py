@@ -54,7 +54,7 @@ Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
-    """Compute a log-probability in (-5, 0) for each id, from the prompt and all ids up to this one. The values are exact in float32."""
+    """Compute a log-probability in (-5, 0) for each id, from the prompt and the ids up to and including it. Values are exact in float32."""
     state = _hash(prompt)
     values = []
     for token in ids:

@@ -252,8 +252,8 @@ class VLLM:
     async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
         """Reload the weights, and set the weight version to `mark`.
 
-        Until the reload has succeeded, the version says that the weights are being loaded. After a failed reload, the engine would crash at
-        its next call, and this version tells the health check not to use it.
+        During the reload, the version is a marker that makes the health check reject the engine. After a failed reload, the marker stays,
+        because the engine would crash at its next call.
         """
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
         await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
@@ -370,7 +370,7 @@ class VLLM:
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
         """Return the `count` most likely ids at each position of the events.
 
-        vLLM also lists the sampled token if it is not one of them. It is left out here.
+        vLLM also lists the sampled token if it is not one of these. Such a token is left out.
         """
         found: list[dict[int, float]] = []
         for event in self._client.decode_all(_decode_top, batch):

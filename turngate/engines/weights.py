@@ -46,7 +46,7 @@ class UpdatableReplica(Protocol):
     async def health(self) -> list[Health]: ...
 
     async def pause(self) -> None:
-        """Pause sampling. Calls in flight are kept. After `resume`, they continue with the weights that are loaded then."""
+        """Pause sampling. Calls in flight are kept. After `resume`, they continue with the weights that have been loaded by then."""
 
     async def resume(self) -> None:
         """Resume sampling. Do nothing if sampling is not paused."""
@@ -67,11 +67,11 @@ class UpdatableReplica(Protocol):
         """Unload an adapter. Calls in flight may still use it."""
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        """Report the replica as unhealthy unless it has these weights. `None` accepts any weights."""
+        """From now on, report the replica as unhealthy unless it has these weights. None accepts any weights."""
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens `start` to `end` of a reply, and the version label of the weights that sampled them, as vLLM and SGLang report it."""
+    """Tokens `start` to `end` of a reply, with the label that vLLM or SGLang reports for the weights that sampled them."""
 
     version: str
     start: int
@@ -120,6 +120,6 @@ def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int
 
 
 def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:
-    """List the replicas of an engine whose weights can be changed."""
+    """List those replicas of an engine that allow their weights to be changed."""
     members: list[object] = list(engine.engines()) if isinstance(engine, Pool) else [engine]
     return [member for member in members if isinstance(member, UpdatableReplica)]

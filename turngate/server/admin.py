@@ -113,7 +113,7 @@ class DeletedSession(msgspec.Struct, frozen=True):
 
 
 class OutcomeReply(msgspec.Struct, frozen=True):
-    """The reply to recording an outcome. `excluded` says why the outcome is not counted, or is empty if it is."""
+    """The reply to recording an outcome. `excluded` says why the outcome is not counted, or is empty if it is counted."""
 
     id: str
     outcome: RecordedOutcome
@@ -203,14 +203,14 @@ class AdminRoutes:
         )
 
     async def seal(self, request: Request, body: SealBody) -> JsonReply[Description]:
-        """End a session. Calls in flight are aborted and recorded."""
+        """Seal a session, which ends it. Calls in flight are aborted and recorded."""
         if "\0" in body.stop:
             raise BadRequest("stop must not contain null characters", param="stop")
         session = await self._sessions.seal(request.path_params["id"], body.stop)
         return json_response(self._directory.describe(session))
 
     async def cancel(self, request: Request) -> JsonReply[Description]:
-        """End a session as cancelled."""
+        """End a session, and mark it as cancelled."""
         session = await self._sessions.cancel(request.path_params["id"])
         return json_response(self._directory.describe(session))
 

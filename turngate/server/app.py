@@ -156,7 +156,7 @@ class Gateway(ProjectGateway):
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        """Create the weight updates that pause calls with `barrier` or, on the shared store, in all cells."""
+        """Create the `WeightUpdates`, which pause calls with `barrier` or, on the shared store, in all cells."""
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
             shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
@@ -182,7 +182,7 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Create the object that changes the engine list, through `group` or, on the shared store, in all cells."""
+        """Create the `EngineChanges`, which change engines through `group` or, on the shared store, in all cells."""
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)
@@ -213,7 +213,10 @@ class Gateway(ProjectGateway):
             self.quota_keeper.start()
 
     async def _apply_context_limit(self) -> None:
-        """Limit the context to what the engines support, unless a limit is configured. In a cell, engines may be added later."""
+        """Limit the context to what the engines support, unless a limit is configured.
+
+        A cell calls this again later, because its engines may be added after it starts.
+        """
         if self._has_context_limit or self.engine is None:
             return
         limits = [health.max_context for health in await self.engine.health() if health.max_context is not None]
@@ -253,7 +256,7 @@ class Gateway(ProjectGateway):
 
     def _interrupt_stores(self) -> None:
         """Interrupt all requests to the shared store, because it does not answer and the gateway must stop."""
-        log.warning("the shared store does not answer; stopping without it")
+        log.warning("the shared store is not answering; stopping without it")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
                 project.store.database.interrupt()

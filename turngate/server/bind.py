@@ -1,6 +1,6 @@
 """Listen for connections, and publish the gateway's address in the data folder.
 
-The front process imports this module, so it must stay light.
+The front process imports this module, so it imports no heavy modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTE = "gateway.json"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
-    """The address of a running gateway, which it publishes in its data folder for other processes on the machine."""
+    """The address and process id of a running gateway, published in its data folder for other processes on the machine."""
 
     url: str
     pid: int
@@ -92,7 +92,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
 def raise_file_limit() -> None:
     """Raise the limit on open files to the maximum that the system allows.
 
-    Each session uses two files. Child processes inherit the limit.
+    Each session uses two open files. Child processes inherit the limit.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):

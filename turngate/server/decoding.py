@@ -82,7 +82,7 @@ def decode_query(params: QueryParams, kind: type[T]) -> T:
             values[field.name] = _read_values(field.encode_name, texts, field.type)
         elif field.required:
             name = field.encode_name
-            raise BadRequest(f"{name} is missing; add it to the address as ?{name}=…", param=name)
+            raise BadRequest(f"{name} is missing; add it to the URL as ?{name}=…", param=name)
     return kind(**values)
 
 

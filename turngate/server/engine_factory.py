@@ -131,7 +131,10 @@ def read_engine_key(config: ServeConfig) -> str | None:
 
 
 def _load_script(path: str, renderer: Renderer) -> Script:
-    """Load the scripted engine's replies from a JSON file. Each turn of a session gets the next reply; after the last, they start over."""
+    """Load the scripted engine's replies from a JSON file.
+
+    Each turn of a session gets the next reply. After the last one, the replies start over.
+    """
     texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
     if path:
         try:

@@ -29,8 +29,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` declares that the engine already has the weights of this version, which must be the current one. It is required if another
-    program loads the weights.
+    `version` declares that the engine already has the weights of this version. If another program loads the weights, `version` is required
+    and must be the current version.
     """
 
     version: Version | None = None

@@ -114,6 +114,6 @@ class FeedRoutes:
         return json_response(self._feeds.commit(request.path_params["name"], body.reader, body.number))
 
     async def close_group(self, request: Request) -> JsonReply[ClosedGroup]:
-        """Deliver a group although it is incomplete."""
+        """Deliver a group even though it is incomplete."""
         group = request.path_params["group"]
         return json_response(ClosedGroup(group, self._feeds.close_group(group)))

@@ -50,7 +50,7 @@ class HostToolRoutes:
 
     @property
     def call_operations(self) -> list[Operation]:
-        """The operations of the calls that `serve` handles."""
+        """The operations that `serve` handles."""
         return [_describe(f"{area}/v1/tools/{{name}}", "POST", self.serve) for area in ("", "/s/{id}", "/rollout/{id}")]
 
     async def listing(self, request: Request) -> Response:

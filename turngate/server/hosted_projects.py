@@ -107,7 +107,7 @@ class HostedProjects:
         """End the requests, sessions and tasks of a deleted project, and remove its data from this machine."""
         project = self._open.pop(name, None)
         if project is not None:
-            log.warning("project %s was deleted; its sessions end, and its data is removed", name)
+            log.warning("project %s was deleted; ending its sessions and removing its data", name)
             await asyncio.to_thread(self._host.detach_project, project)  # waits until a shipment in progress has ended
             await project.end_requests()
             await project.close()

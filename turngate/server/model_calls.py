@@ -144,7 +144,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Apply to a call that samples nothing the same checks as to a call that starts a turn, except for limits."""
+        """Check a call that samples nothing in the same way as a call that starts a turn, but without applying limits."""
         self._pipeline.admit(session, call)
 
     def count_error(
@@ -247,7 +247,7 @@ class ModelCalls:
                 await stream.write(encoder.error(error), last=True)
 
     def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
-        """Record a refused call if a model call to an unknown route belongs to a session. Return the error to answer with."""
+        """Record a model call to an unknown route as refused, if it belongs to a session. Return the error to answer with."""
         named = SESSION_PATH.match(request.url.path.encode("utf-8", "surrogatepass"))
         session_id = named[1].decode("utf-8", "surrogatepass") if named is not None else None
         try:

@@ -113,7 +113,7 @@ def _read_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def describe_operation(path: str, method: str, endpoint: Callable[..., Any], access: Access, **more: Any) -> Operation:
-    """Build the operation of an endpoint from its signature and docstring. `more` contains further fields."""
+    """Build the operation of an endpoint from its signature and docstring. `more` contains further fields of the operation."""
     hints = _read_hints(getattr(endpoint, "__func__", endpoint))
     reply = hints.get("return")
     kind = get_origin(reply) or reply

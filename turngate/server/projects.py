@@ -74,7 +74,7 @@ class AuditQuery(msgspec.Struct, frozen=True):
 
 
 class ProjectRoutes:
-    """The routes under one project. The operator can manage every project through the routes of any project."""
+    """The routes for projects, keys and the audit log, served within one project. The operator can manage all projects through them."""
 
     def __init__(self, projects: Projects, auth: Auth, project: str) -> None:
         self._projects = projects
@@ -118,7 +118,7 @@ class ProjectRoutes:
         return json_response(DeletedProject(name))
 
     async def list_keys(self, request: Request, query: KeysQuery) -> JsonReply[KeyList]:
-        """List keys by their prefix, without the secret keys themselves."""
+        """List keys by their prefixes. The secret keys themselves are not returned."""
         return json_response(KeyList(self._projects.list_keys(_caller(request), query.project)))
 
     async def create_key(self, request: Request, body: CreateKeyBody) -> CreatedReply[NewKey]:

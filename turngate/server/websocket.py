@@ -57,7 +57,7 @@ _UPGRADE_HEADERS = ("idempotency-key", "x-turngate-attempt", "x-stainless-retry-
 
 
 class TooManyLanes(BadRequest):
-    """A connection has too many lanes, or too many or too large calls are waiting on it."""
+    """A connection has too many lanes, too many waiting calls in one lane, or too many bytes in waiting and running calls."""
 
     kind = "websocket_stream_limit_reached"
 
@@ -73,7 +73,7 @@ async def serve_socket(
     *,
     prime: bool = False,
 ) -> None:
-    """Serve a connection until the client closes it. The session's secret is checked when it opens, and again for every call."""
+    """Serve a connection until the client closes it. The session's secret is checked at the start, and again for every call."""
     headers, query = parse_headers(scope), parse_query(scope)
 
     def find_session() -> Session:

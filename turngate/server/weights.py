@@ -25,7 +25,7 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/pause`.
 
-    If calls are not resumed within `limit_s` seconds, they continue at the old version. The trainer that paused them is then presumed gone.
+    If calls are not resumed within `limit_s` seconds, the trainer is presumed gone, and calls continue at the old version.
     """
 
     mode: PauseMode = "hold"
@@ -35,7 +35,7 @@ class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/resume`.
 
-    `model` is the name under which the engine serves this version. `null` means that the weights of the engine's model were replaced.
+    `model` is the name under which the engine serves this version. `null` means that the engine's weights were replaced in place.
     """
 
     version: Version | None = None

@@ -53,7 +53,7 @@ class KeyValues:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
     def prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
-        """Return the attention function for several pieces in one batch. Each piece attends only to its own slot."""
+        """Return the attention function for several pieces of prompts in one batch. Each piece attends only to its own slot."""
         masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class KeyValues:
         return attend
 
     def step_attention(self, slots: Places, positions: Places) -> Attend:
-        """Return the attention function for one id in each of `slots`, in ascending order. Adjacent slots are read without a copy."""
+        """Return the attention function for one id per slot. `slots` is in ascending order, and adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
         for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
@@ -110,7 +110,7 @@ def _round_up(length: int) -> int:
 
 
 def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
-    """Build the causal mask for `size` ids that start at position `start`: (size, start + size)."""
+    """Build the causal mask for `size` ids that start at position `start`. Its shape is (size, start + size)."""
     places = torch.arange(start + size, device=device)
     return places <= places[start:, None]
 

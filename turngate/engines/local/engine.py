@@ -106,7 +106,7 @@ class LocalEngine:
 
     @property
     def reused_tokens(self) -> int:
-        """Number of prompt tokens that were found in the cache."""
+        """The number of prompt tokens that were found in the cache."""
         return self._table.reused
 
     async def start(self) -> None:

@@ -1,11 +1,11 @@
 """The network: dense Llama, Qwen2 and Qwen3, one class for trainer and engine.
 
-The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. Trainer and engine share `Model.run`, which runs
-the layers over tokens in any arrangement, with the caller's attention function. The engine's attention function reads and writes its
-cache (`cache.py`), so sampling and training use the same parameters without a copy.
+The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. Trainer and engine share `Model.run`, which runs the
+layers over ids of any shape, with the caller's attention function. The engine's attention function reads and writes the engine's cache
+(`cache.py`), so sampling and training use the same parameters without a copy.
 
-Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small
-model depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.
+Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small model
+depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, segments: Tensor | None = None, at: Tensor | None = None) -> Tensor:
         """Compute scores (rows, length, vocabulary) for `ids` (rows, length).
 
-        Rows may be padded at their end with any ids. `segments` (rows, length) separates samples packed into one row: tokens see
-        only their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; only their scores are
+        Rows may be padded at their end with any ids. `segments` (rows, length) separates samples packed into one row: tokens attend
+        only to their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; only their scores are
         then computed, as (positions, vocabulary).
         """
         hidden = self.compute_hidden(ids, segments)
@@ -76,7 +76,7 @@ class Model(nn.Module):
         return self.embedding.weight if self.output is None else self.output.weight
 
     def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run all layers over tokens in any arrangement; `attend` computes the attention."""
+        """Run all layers over `ids`, which may have any shape. `attend` computes the attention."""
         x = self.embedding(ids)
         cos, sin = (table[positions].to(x.dtype)[..., None, :] for table in self.angles(x.device))
         again = self.recompute and torch.is_grad_enabled()

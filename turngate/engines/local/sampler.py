@@ -21,7 +21,7 @@ _BLOCKS = (256, 128, 64)
 
 
 class Adjustment(msgspec.Struct, frozen=True):
-    """An adjustment of a row's scores: the row's sampling settings, and its tokens so far."""
+    """The input for adjusting one row's scores: the row's sampling settings, and its tokens so far."""
 
     row: int
     sampling: Sampling

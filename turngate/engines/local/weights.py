@@ -1,7 +1,7 @@
 """Load and save models as Hugging Face folders.
 
 The network joins matrices that have the same input (see `model.py`), but a folder stores them separately. `list_weights` yields a model's
-parameters under the folder's names without a copy, to send weights to another engine.
+parameters under their names in a folder, without a copy, to send weights to another engine.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
 
 
 class _Folder:
-    """The tensors in all files of a folder, by name."""
+    """The tensors of a model folder by name, whichever file contains them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -147,7 +147,7 @@ def _join(tensors: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tenso
 
 
 def _names(model: Model) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each parameter's name, and the names of its parts in a folder."""
+    """Yield the name of each parameter, and the names under which a folder stores its parts."""
     for name, _ in model.named_parameters():
         part, _, rest = name.partition(".")
         if part == "layers":

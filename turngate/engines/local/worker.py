@@ -123,7 +123,7 @@ class Worker:
         self._commands.put(self._abort_all)
 
     def hold(self, drain: bool) -> Future[None]:
-        """Pause sampling. The future is done when sampling has paused. The caller must call `resume`."""
+        """Pause sampling. Return a future that is done once sampling has paused. The caller must call `resume`."""
         hold = _Hold(Future(), drain)
         self._commands.put(lambda: self._holds.append(hold))
         if self._over or not self._thread.is_alive():
@@ -210,7 +210,7 @@ class Worker:
             hold.signal()
 
     def _is_draining(self) -> bool:
-        """Return whether sampling pauses only after started calls, including any that an update interrupted, have ended."""
+        """Return whether started calls must end before sampling pauses. These include calls that an update has interrupted."""
         started = bool(self._running) or any(call.was_interrupted for call in self._waiting.values())
         return self._holds[0].drain and started
 

@@ -91,7 +91,8 @@ class _Models(msgspec.Struct):
 class OpenAIRelay:
     """A relay to one OpenAI-compatible endpoint. `url` is the base URL; `/v1` is added if the URL has no path.
 
-    `capture="auto"` first requests all token data, and then less whenever the endpoint's rejection names a field. Any other level is fixed.
+    `capture="auto"` first requests all token data, and then less each time the endpoint rejects one of the fields by name. Any other level
+    is fixed.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the fields for thinking. OpenAI has no field to disable it; servers of open models do."""
+    """Build the fields for thinking. OpenAI has no field that disables thinking, but servers of open models have one."""
     effort = reasoning_effort(request.call)
     fields: dict[str, Json] = {}
     if effort:

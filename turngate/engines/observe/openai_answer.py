@@ -99,9 +99,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAIAnswer:
-    """A collector of one reply, event by event.
+    """A collector that turns the events of one reply into chunks.
 
-    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send reasoning back.
+    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send reasoning
+    back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -116,7 +117,7 @@ class OpenAIAnswer:
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """Return the chunk for an event, or None if it adds nothing. The finish is left to `end`, because usage arrives after it."""
+        """Return the chunk for an event, or None if it adds nothing. `end` reports the finish reason, because usage arrives after it."""
         event = self._client.decode(_decode, data)
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)

@@ -341,9 +341,10 @@ def _thinking(
 
 
 class _Answer:
-    """A collector of one reply, event by event.
+    """A collector that turns the events of one reply into chunks.
 
-    `keep_verbatim` keeps the turn in the endpoint's format as well, because an agent of a different dialect may not send all of it back.
+    With `keep_verbatim`, the turn is also kept in the endpoint's format, because an agent of a different dialect may not send all of it
+    back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:

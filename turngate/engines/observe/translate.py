@@ -153,7 +153,7 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """List the thinking and verbosity settings and template arguments in the call that are not in `supported`."""
+    """List which of thinking budget, verbosity and template arguments are set in the call but are not in `supported`."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]
@@ -206,7 +206,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
-    """Select the agent's headers to forward, if the endpoint has the call's dialect. Keys are never forwarded."""
+    """Select the agent's headers to forward, if the endpoint speaks the call's dialect. Keys are never forwarded."""
     if request.call.dialect != dialect:
         return {}
     return {

@@ -96,7 +96,10 @@ class PageLogin:
         self._store.change_setting(_LOGGED_OUT, add_digest)
 
     def require(self, request: Request, scopes: Scopes = _SCOPES) -> float:
-        """Return the expiry time of the client's cookie. Raise an error if the cookie is missing or invalid, or lacks the scopes."""
+        """Return the expiry time of the client's cookie.
+
+        Raise an error if the cookie is missing or invalid, or if its API key lacks the scopes.
+        """
         cookie = request.cookies.get(COOKIE, "")
         end = self.expiry_of(cookie)
         if end is None:

@@ -132,7 +132,7 @@ class WebPage:
         return RedirectResponse("/page/", 307)
 
     async def file(self, request: Request) -> Response:
-        """Return a file of the page."""
+        """Return one of the page's static files."""
         return self._files.serve(request, request.path_params["name"])
 
     async def log_in(self, request: Request, body: LoginBody) -> Response:

@@ -54,7 +54,7 @@ class WorkerMetricsQuery(msgspec.Struct, frozen=True):
 
 
 class Coordinator:
-    """The part of a worker that acts for all workers. It is the `Barrier` of weight updates and the `EngineGroup` of engine changes."""
+    """The part of a worker that acts for all workers, as the `Barrier` for weight updates and the `EngineGroup` for engine changes."""
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
@@ -173,7 +173,10 @@ class Coordinator:
         return msgspec.json.decode(answer, type=WorkerFence)
 
     async def _collect_metrics(self, project: str | None) -> dict[int, MetricsSnapshot | None]:
-        """Return each other worker's metrics, for one project or for all. A worker that does not answer has None."""
+        """Return the metrics of every other worker, for one project or for all projects.
+
+        The value is None for a worker that does not answer.
+        """
         target = "/worker/metrics" if project is None else f"/worker/metrics?project={project}"
 
         async def ask(number: int) -> MetricsSnapshot | None:

@@ -171,7 +171,7 @@ class Front:
 
 
 class PendingConnection:
-    """A connection whose first request has not arrived up to the end of its head."""
+    """A connection that has not yet sent the complete head of its first request."""
 
     def __init__(self, connection: socket.socket, front: Front) -> None:
         self.connection = connection
@@ -210,7 +210,7 @@ class PendingConnection:
 
 
 class WorkerProcess:
-    """One worker as the front sees it. It outlives restarts of the worker's process."""
+    """One worker as the front sees it. It persists when the worker's process is restarted."""
 
     def __init__(self, number: int, config: ServeConfig, held: IO[bytes], sockets: Path, run: str) -> None:
         self._number = number
@@ -377,7 +377,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
                 raise
             if not waiting:
                 waiting = True
-                log.warning("the workers of a killed gateway still use the data folder; waiting until they exit")
+                log.warning("the workers of a killed gateway are still using the data folder; waiting until they exit")
             time.sleep(0.1)
     with held:
         yield held
@@ -385,7 +385,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _socket_folder(data: Path) -> Iterator[Path]:
-    """Create a folder for the workers' private sockets, which only this user can enter."""
+    """Create a folder for the workers' private sockets, accessible only to this user."""
     folder = (data / "sockets").absolute()
     if len(os.fsencode(folder)) > PATH_BYTES - 5:
         folder = Path(tempfile.mkdtemp(prefix="turngate-"))
