@@ -207,7 +207,7 @@ def _split_path(name: str) -> list[str]:
 
 
 def stays_inside(depth: int, target: str) -> bool:
-    """Return whether a link that is `depth` folders below the root cannot leave it. Its target may only go up first, then down."""
+    """Return whether a link `depth` folders below the root stays inside the root. Its target may go up only before it goes down."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ups <= depth and ".." not in parts[ups:]

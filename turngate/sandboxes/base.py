@@ -117,7 +117,7 @@ class Sandbox(Protocol):
 
     @property
     def disk_error(self) -> SandboxError | None:
-        """The reason why the sandbox's commands were killed because of disk space, or None if they were not.
+        """The disk space error because of which the sandbox's commands were killed, or None if there was none.
 
         It is `SandboxTooLarge` if the sandbox used too much disk space, and another `SandboxError` if the machine's disk was nearly full.
         """

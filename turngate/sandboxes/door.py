@@ -109,7 +109,7 @@ def _compile_route(path: str) -> re.Pattern[str]:
 
 
 def _socket_mode(folder: Path) -> int:
-    """Return the mode for a socket in `folder`: 0o666 if other users, such as a container's, may enter the folder, and 0o600 otherwise.
+    """Return the mode for a socket in `folder`: 0o666 if other users, such as the user of a container, may enter the folder, else 0o600.
 
     The parent of a folder that other users may enter is private.
     """

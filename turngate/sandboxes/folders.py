@@ -1,4 +1,4 @@
-"""The private host folder of a sandbox on this machine. It is named after the sandbox, and the file `owner` in it names its owner.
+"""The private host folder of a sandbox on this machine. It is named after the sandbox, and its file `owner` names the owning process.
 
 `sweep_folders` removes the folders of owners that have ended, and kills the processes that they left behind.
 """

@@ -5,8 +5,8 @@ to import. The server refuses to serve if an import has an effect that forked pr
 handlers, child processes, output, files, or traces of the server's own HOME, TMPDIR and working folder. It reports which environment
 variables the imports have read, so that only processes with the same values are forked. Then it forks on request:
 
-- {"do": "supervise"}: another supervisor of a local sandbox, whose guards can run the agent without an exec
-- {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox, whose supervisor becomes the guard's parent
+- {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
+- {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
 - {"do": "hold"}: no process; the server does not exit as idle while the other end of the passed descriptor is open
 
 The server itself never reads the orders of commands; only the forked processes do. It exits when the other end of FD closes, or when it has
@@ -96,7 +96,7 @@ class WatchedEnvironment(type(os.environ)):  # type: ignore[misc]
 
 
 def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, Any]:
-    """Import modules, and report which variables they have read and why processes must not be forked, if so.
+    """Import modules. Report the variables that they have read, and every fault that makes forking unsafe.
 
     Meanwhile, the folders `home`, `tmp` and `work` in `scratch` take the place of a rollout's folders.
     """
@@ -171,7 +171,7 @@ def _forget_folders() -> None:
 
 
 def _find_traces(scratch: str) -> List[str]:
-    """Find every text that contains a path below `scratch`, and return those that are faults.
+    """Find every text in memory that contains a path below `scratch`. Return a description of those that are faults.
 
     A trace in a variable of a module is not a fault, because the variable can be changed in the forked process.
     """

@@ -1,4 +1,4 @@
-"""The process that owns a sandbox. It tells the leftovers of a process that has ended from sandboxes that are in use.
+"""The process that owns a sandbox. Its state shows whether the sandbox is in use or was left behind.
 
 A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
 its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or in labels

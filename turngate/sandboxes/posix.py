@@ -70,7 +70,10 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command with three host descriptors, which the caller must close. Raise an error only if the sandbox has ended."""
+        """Start a command with three host descriptors as its standard streams. The caller must close them.
+
+        Raise an error only if the sandbox has ended.
+        """
 
     async def exec(
         self,
@@ -240,7 +243,7 @@ async def unpack_in_thread(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
 
 
 class CapturedOutput:
-    """The output of a command, read from a pipe. If it exceeds `limit` bytes, that is an error or, with `cut`, the excess is discarded."""
+    """The output of a command, read from a pipe. More than `limit` bytes are an error, unless `cut` is set, which discards the excess."""
 
     def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
         self._read_end, self.write_end = os.pipe()

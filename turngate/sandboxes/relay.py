@@ -232,7 +232,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into its first line and its headers. Strict, because a request that two programs parse differently can be an attack."""
+    """Split a head into its first line and its headers. Parsing is strict, because programs may parse a malformed request differently."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -260,7 +260,7 @@ def chunk_size(line: bytes) -> Optional[int]:
 
 
 class HttpRelay:
-    """A relay that looks up its target before each attempt. With `give_up_s=0`, it makes only one attempt and forwards whatever it returns.
+    """A relay that looks up its target before each attempt. With `give_up_s=0`, it makes only one attempt.
 
     Subclasses may set limits and override `check_route`, `admit` and `log`. The first two may raise `RequestRefused`.
     """
@@ -480,7 +480,7 @@ async def pass_socket(reply: HttpReply, reader: StreamReader, upstream: StreamWr
 
 
 async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional[int]) -> None:
-    """Forward `count` bytes or, if it is None, everything until the connection closes."""
+    """Forward `count` bytes or, if `count` is None, everything until the connection closes."""
     while count is None or count > 0:
         data = await reader.read(CHUNK_BYTES if count is None else min(CHUNK_BYTES, count))
         if not data and count is None:
@@ -530,7 +530,7 @@ def reset(writer: StreamWriter) -> None:
 
 
 async def run_until_first(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run coroutines until one of them ends, then cancel the others. Return the tasks of all of them."""
+    """Run coroutines until one of them ends, then cancel the others. Return the tasks of all coroutines."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -433,7 +433,7 @@ true
 
 
 def folder_script(folder: str) -> str:
-    """Return a script that creates a writable folder. If necessary, for example in /, it uses sudo if that is available."""
+    """Return a script that creates a writable folder. Where the user may not create folders, such as in /, it uses sudo if available."""
     name = shlex.quote(folder)
     return (
         f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "
@@ -514,7 +514,7 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of sandboxes created on this machine. Only the owners of these can be checked."""
+    """Return the label of sandboxes created on this machine. Whether an owner has ended can be checked only for these sandboxes."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 

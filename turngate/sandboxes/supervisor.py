@@ -239,7 +239,7 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
 
 
 def exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Replace this process with a command, after resetting what the command would inherit (see `prepare_process`)."""
+    """Replace this process with a command. What the command would inherit is reset first (see `prepare_process`)."""
     prepare_process(order, stdin, stdout, stderr, session=session)
     command = order["command"]
     try:
@@ -364,7 +364,7 @@ def descendants(*roots: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """Map the id of every process that has children to their ids."""
+    """Map the id of each process to the ids of its children."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""A tunnel: a command that prints a public URL and forwards it to a local port while it runs (cloudflared, ngrok, ssh -R …).
+"""A tunnel: a command that prints a public URL and forwards its requests to a local port while it runs (cloudflared, ngrok, ssh -R …).
 
 The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` at its URL must answer with the gateway's header. A
 tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to listeners. Providers limit how
@@ -70,7 +70,7 @@ class Tunnel:
 
     @asynccontextmanager
     async def notify(self, listener: UrlListener) -> AsyncIterator[None]:
-        """Call `listener` with each new URL while the block runs. If it raises `SandboxError`, it still receives the next URL."""
+        """Call `listener` with each new URL while the block runs. If the listener raises `SandboxError`, it still receives the next URL."""
         self._listeners.append(listener)
         try:
             yield
@@ -220,7 +220,7 @@ def _led_command(command: Sequence[str]) -> list[str]:
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
     """Open a tunnel to `url`, an address of 127.0.0.1, while the block runs.
 
-    `{port}` and `{url}` in the command are replaced with the port and the whole of `url`. `options` are passed to `Tunnel`.
+    In the command, `{url}` is replaced with `url`, and `{port}` with its port. `options` are passed to `Tunnel`.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     port = url.rpartition(":")[2].strip("/")

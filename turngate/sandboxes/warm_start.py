@@ -2,8 +2,8 @@
 
 The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
 server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or when it
-is idle. If it cannot start a program, the program gets a plain start. `counts` contains the number of warm starts, and of plain ones by
-reason.
+is idle. A program that it cannot start gets a plain start. `counts` contains the number of warm starts, and the number of plain starts for
+each reason.
 """
 
 from __future__ import annotations

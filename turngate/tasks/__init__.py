@@ -1,4 +1,4 @@
-"""Tasks: the instructions for an agent, and how the outcome is graded."""
+"""Tasks: what an agent is asked to do, and how the outcome is graded."""
 
 from pathlib import Path
 

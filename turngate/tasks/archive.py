@@ -139,9 +139,9 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
 
 
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
-    """Return the task with each of its paths changed by `move`, and the paths of its grading functions by `move_function`.
+    """Return the task with its paths changed by `move`, and the names of its grading functions changed by `move_function`.
 
-    Both receive the path and a name for it in the archive.
+    Both also receive a name for the path in the archive.
     """
 
     def move_script(script: Script, name: str) -> Script:
@@ -163,7 +163,7 @@ def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Cal
 
 
 def function_names(grader: Grader | None) -> list[str]:
-    """Return the names of a grader's functions."""
+    """Return the names of all functions in a grader, such as `file.py:grade`."""
     graders = [part.grader for part in grader.parts] if isinstance(grader, Rubric) else [grader]
     return [one.name for one in graders if isinstance(one, Function)]
 

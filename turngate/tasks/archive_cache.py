@@ -152,7 +152,7 @@ class ArchiveCache:
 
     @contextmanager
     def _write_file(self) -> Iterator[IO[bytes]]:
-        """Create a temporary file that `_keep` can move into place. It is removed after the block otherwise."""
+        """Create a temporary file that `_keep` can move into place. If it was not moved, it is removed after the block."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_NEW, delete=False) as new:
@@ -300,7 +300,7 @@ def _remove(path: Path) -> None:
 
 
 class _BoundedWriter:
-    """Writes to a file and hashes the data. Raises `TaskError` if there is more than `limit` bytes of it."""
+    """Writes data to a file and hashes it. Raises `TaskError` if the data exceeds `limit` bytes."""
 
     def __init__(self, file: IO[bytes], limit: int, task: str) -> None:
         self._file, self._limit, self._task = file, limit, task
@@ -337,7 +337,7 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
 
 
 def _read_state(folder: Path) -> bytes | None:
-    """Return a hash of a folder's state that changes with every change in it, without reading its files.
+    """Return a hash of a folder's state, without reading its files. It is different after every change in the folder.
 
     Return None if the folder has just changed. The hash includes the change time of each file (`ctime`). No program can set it, but its
     clock may be coarse.

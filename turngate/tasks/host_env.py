@@ -55,7 +55,7 @@ def find_host_values(task: Task) -> list[str]:
 
 
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
-    """Return the value of a variable of this machine. `user` is what needs the variable, for error messages."""
+    """Return the value of a variable of this machine. Error messages name `user` as the one that needs the variable."""
     if name.startswith(RESERVED_PREFIXES):
         raise ConfigError(
             f"{user} must not use the environment variable {name}, because names that start with "
@@ -65,8 +65,8 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
     value = environment.get(name, default)
     if value is None:
         raise ConfigError(
-            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment in which "
-            "its cell starts",
+            f"{user} needs the environment variable {name}, which is not set on this machine; set it in the environment of the "
+            "machine's cell",
             param=name,
         )
     return value

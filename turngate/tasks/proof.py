@@ -85,7 +85,7 @@ def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
 
 
 def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironment:
-    """Return the environment with a separate log file, whose name ends with `name`."""
+    """Return the environment with a separate log file. `name` is appended to the name of the log."""
     if environment.log is None:
         return environment
     return msgspec.structs.replace(

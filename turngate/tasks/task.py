@@ -41,7 +41,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
 
 
 class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
-    """A repository's tests, which grade the work: failing tests must pass, and passing tests must still pass."""
+    """A repository's tests, which grade the work: those that failed before must pass, and those that passed before must still pass."""
 
     repo: str
     base_commit: str  # empty if the task's files are not a git repository

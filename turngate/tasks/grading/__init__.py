@@ -1,1 +1,1 @@
-"""Grading of an agent's work by the host. `grade` is the only source of rewards."""
+"""Grading of an agent's work by the host. Only the function `grade` in `grade.py` decides rewards."""

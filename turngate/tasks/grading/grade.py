@@ -1,4 +1,4 @@
-"""Grading of one agent's work on one task, in a fresh sandbox. `grade` is the only source of rewards.
+"""Grading of one agent's work on one task, in a fresh sandbox. The function `grade` is the only source of rewards.
 
     the grader returns a reward                 → graded
     it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process
@@ -179,7 +179,7 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Return the size and modification time of each of a task's files. A task may be edited during a run, and this is a cheap check."""
+    """Return the size and modification time of each of a task's files. They reveal cheaply that a task was edited during a run."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

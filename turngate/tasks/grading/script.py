@@ -122,7 +122,7 @@ async def _run_script(
     env: Mapping[str, str],
     probed: Path | None = None,
 ) -> float:
-    """Run the script and return its reward. Raise `Undecided` if it gives none."""
+    """Run the script and return its reward. Raise `Undecided` if the script gives no reward."""
     tests, logs = await _prepare(sandbox, environment, grader.files)
     if probed is not None:
         await sandbox.upload(probed, f"{logs}/probe")

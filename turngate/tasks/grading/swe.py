@@ -1,4 +1,4 @@
-"""Grading with a repository's tests: the failing ones must pass, and the passing ones must still pass.
+"""Grading with a repository's tests: those that failed before must pass, and those that passed before must still pass.
 
     fresh checkout → its tests at the base commit → the test patch → the work, without test files → install → run the tests
 
@@ -181,8 +181,9 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
 class _TestFiles:
     """A predicate that returns whether a file belongs to the tests.
 
-    These are the files that the test patch touches, the test folders around them, the files that the cases name, and files that control the
-    runner. Without a test patch, the test folders around the cases also belong to them. `base` lists the files of the base commit.
+    The tests include the files that the test patch touches, the test folders around them, the files that the cases name, and files that
+    control the runner. Without a test patch, they also include the test folders around the cases. `base` lists the files of the base
+    commit.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
@@ -204,7 +205,7 @@ class _TestFiles:
         )
 
     def _shadows_module(self, parts: Sequence[str]) -> bool:
-        """Return whether a file would be imported as part of pytest or Python. A module inside a package of the work would not."""
+        """Return whether a file would be imported in place of a module of pytest or Python. A module inside a package would not."""
         for part, prefix in _shadowing_parts(parts):
             inside = part in STARTUP_MODULES and prefix.rpartition("/")[0] in self.packages
             if prefix not in self._known and not inside:
@@ -497,9 +498,9 @@ def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
 def _weigh_doubts(
     grader: Swe, evidence: RunEvidence, doubt: frozenset[str], base: RunEvidence | None
 ) -> tuple[RunEvidence, tuple[str, ...]]:
-    """Decide the doubtful cases, and return the evidence with their outcomes, and notes.
+    """Decide the outcomes of the doubtful cases. Return the evidence with these outcomes, and notes.
 
-    `base` is the evidence from the untouched task. If its tests cause doubts too, the doubts are ignored.
+    `base` is the evidence from the untouched task. If the tests of the untouched task cause doubts too, the doubts are ignored.
     """
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):

@@ -98,7 +98,7 @@ def _make_signed_writer(key, path):
 
 
 def _snapshot():
-    """Return the name, owner, attribute, current value and code of each guarded name."""
+    """Return each guarded name, with its owner, attribute, current value and code."""
     known = []
     for module, names in GUARDED:
         try:
@@ -208,7 +208,7 @@ class _Plugin(object):
 
 
 def _tampering_checks(record, plugin, place):
-    """Return two functions that report changes since now: one checks pytest itself, and the other the hooks around a test."""
+    """Return two functions that report later changes: one checks pytest itself, and the other the hooks around a test."""
     known, hooks, most = _snapshot(), HOOKS, MAX_REPORTED
     folders = (os.path.realpath(place) + os.sep, place.rstrip(os.sep) + os.sep, os.getcwd() + os.sep)
     variables, code_of, name_of, sep = vars, _code_of, os.path.basename, os.sep
@@ -220,7 +220,7 @@ def _tampering_checks(record, plugin, place):
             record(odd=what)
 
     def check_pytest(config):
-        """Report everything that determines outcomes and has changed."""
+        """Report each guarded name that has changed, and each hook that is defined in the working folder."""
         for name, owner, attribute, value, code in known:
             if variables(owner).get(attribute) is not value or code_of(value) is not code:
                 report(name)
@@ -385,7 +385,7 @@ def _read_test_list():
 
 
 def start_witness():
-    """Prepare the witness if this process runs pytest and there is a key, which is deleted."""
+    """If this process runs pytest and there is a key, delete the key and prepare the witness."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
         return
     with open(HERE + "/key", "rb") as file:

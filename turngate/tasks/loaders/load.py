@@ -156,7 +156,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. Messages call the file `display_name` or, if that is empty, by its path."""
+    """Yield the tasks of a file. In messages, the file is called `display_name` or, if that is empty, by its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
@@ -226,7 +226,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _drop_nulls(value: Json) -> Json:
-    """Return a value without null fields.
+    """Return a value without its null fields, which come from the table format.
 
     In a table, every row has every column, and every object has the fields of all objects in its column.
     """
@@ -260,7 +260,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
 def _select_split(folder: Path, where: str, split: str) -> list[Path]:
     """Return the files of one split of a data set.
 
-    Such files are `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`.
+    Examples are `data/train-00000-of-00002.parquet`, `train.jsonl` and `config/train/0.parquet` for the splits `train` and `config/train`.
     """
     by_split: dict[str, list[Path]] = {}
     for file in _find_row_files(folder):

@@ -173,7 +173,7 @@ class SweRow:
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Return a field with a list of names, which may be encoded as JSON. Any other string is rejected, never split."""
+        """Return the list of names in a field, which may be encoded as JSON. Any other string is rejected, never split."""
         value = self._fields.get(field)
         if value is None:
             raise self.error(field, "is missing; set it to a list of test names, or [] for none")
@@ -189,7 +189,7 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return a field with an object, which may be encoded as JSON, as a row. Its field names start with `field` and a dot."""
+        """Return the object in a field, which may be encoded as JSON, as a row. The row's field names start with `field` and a dot."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -204,7 +204,7 @@ class SweRow:
         return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
-        """Return a field with a shell command or a list of commands, as a tuple. Return an empty tuple if there is none."""
+        """Return the shell commands in a field, which is one command or a list of them. Return an empty tuple if there are none."""
         value = self._fields.get(field)
         if value is None:
             return ()
@@ -287,9 +287,9 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 
 
 def _image(row: SweRow, data_set: DataSet) -> str:
-    """Return the image that the row names, or derive it from the instance id.
+    """Return the image that the row names, or derive its name from the instance id.
 
-    Registries reject `__` in names, so each data set replaces it with something else.
+    Registries reject `__` in names, so each data set replaces it with its own separator.
     """
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):

@@ -103,7 +103,7 @@ class Bench:
         await self._sandbox.upload(files, self._sandbox.workdir)
 
     async def run_tests(self, changed: Mapping[str, str], limit_s: float) -> TestRun:
-        """Run all tests with the files in `changed` replaced."""
+        """Run all tests with the content of the files in `changed` replaced."""
         await self._write(changed)
         began = time.monotonic()
         command = build_test_command(self._package, options=GRADING_OPTIONS)
@@ -122,9 +122,9 @@ class Bench:
     async def measure_distance(
         self, changed: Mapping[str, str], path: str, line: int, cases: Sequence[str], limit_s: float
     ) -> int | None:
-        """Return the smallest number of calls between a failing test and the function at `line`: 1 if a test calls it directly.
+        """Return the smallest number of calls from a failing test to the function at `line`: 1 if a test calls it directly.
 
-        Return None if no test calls the function while it runs, for example if only imports or fixtures call it.
+        Return None if no test calls the function while the test runs, for example if only imports or fixtures call it.
         """
         await self._write(changed)
         home, out = self._sandbox.home, f"{self._sandbox.home}/distance"
@@ -179,7 +179,7 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
             tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]
             raise TaskError(
                 f"repairs: the tests of {package.name} do not run in this sandbox (exit code {run.exit_code}): {tail}; "
-                "check that its python3 has pytest and the other packages that they need",
+                "check that the sandbox's python3 has pytest and the other packages that the tests need",
                 param="sources",
             )
         runs.append(run)

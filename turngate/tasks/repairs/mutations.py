@@ -1,4 +1,4 @@
-"""Mutations: small edits that break Python code in ways in which programmers break it by mistake.
+"""Mutations: small edits that break Python code as a programmer's mistake would.
 
 `find_mutations` lists every mutation of a file. A mutation replaces one piece of the text, so the formatting and the comments of the file
 stay unchanged. It is inside a function, changes what the code does (not just annotations or docstrings), and leaves the code syntactically

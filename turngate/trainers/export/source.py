@@ -49,7 +49,7 @@ class Exclusions:
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects rollouts. Names may contain the wildcards * and ?.
+    """Selects rollouts by name and by outcome. Names may contain the wildcards * and ?.
 
     A tuple of names matches a rollout if any of the names does. An empty tuple matches every rollout.
     """
@@ -79,7 +79,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def may_match(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
-        """Return whether a damaged session could match, based on the fields that can still be read."""
+        """Return whether a damaged session could match the filter, based on the fields that can still be read."""
         names = ((find_group(row, outcome), self.groups), (find_task(row, outcome), self.tasks))
         return _matches(row.id, self.sessions) and all(not name or _matches(name, patterns) for name, patterns in names)
 
@@ -261,7 +261,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         return RecordedRollout(self._store, row, session, outcome)
 
     def _explain_empty(self) -> str:
-        """Explain why no rollout matches."""
+        """Explain why no rollout can be exported."""
         if not self._seen:
             return "the folder contains no rollouts; pass the --data folder of a gateway that has recorded some"
         filters, left = self._filter.filters, str(self._exclusions)

@@ -1,6 +1,6 @@
 """Detect the synthetic log-probabilities of the scripted engine.
 
-The store does not record which engine was used, but the scripted engine derives its log-probabilities from the ids.
+The store does not record which engine was used. The scripted engine derives its log-probabilities from the ids, so they can be recognized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `verl` format: the fields of its `AgentLoopOutput`, and the `uid` that verl uses to group rollouts for advantages."""
+"""The `verl` format: the fields of verl's `AgentLoopOutput`, and the `uid` by which verl groups rollouts to compute advantages."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """The reference trainer (extra `local`), which trains the in-process engine's model with GRPO on the groups of a feed.
 
-    loss        importance ratios, clipping, weights
-    grpo        one update: check the recorded log-probabilities, compute gradients, update the weights behind the fence
-    checkpoint  weights, optimizer state, and the number of the last trained delivery
-    training    the whole loop: gateway, engine, agents and trainer in one process
-    run         a whole run: evaluate, train, evaluate again, write the result
-    report      the reward curve, as an image and for a terminal
-    display     progress and result on a terminal
+    loss           importance ratios, clipping, weights
+    grpo           one update: check the recorded log-probabilities, compute gradients, update the weights inside the fence
+    checkpoint     weights, optimizer state, and the number of the last trained delivery
+    training       the whole loop: gateway, engine, agents and trainer in one process
+    cluster        the same loop with agents on a Ray cluster
+    engine_server  the in-process engine as an HTTP server, for the cells of a cluster
+    run            a whole run: evaluate, train, evaluate again, write the result
+    report         the reward curve, as an image and for a terminal
+    display        progress and result on a terminal
 
 Importing this package imports torch.
 """

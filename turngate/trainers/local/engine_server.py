@@ -164,7 +164,7 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
 
 
 def build_request(body: _GenerateBody) -> Generate:
-    """Convert a request body in SGLang's format. Raise `EngineRejected` if it asks for an adapter."""
+    """Convert a request body in SGLang's format to a `Generate` request. Raise `EngineRejected` if it asks for an adapter."""
     params = body.sampling_params
     if body.lora_path:
         raise EngineRejected(

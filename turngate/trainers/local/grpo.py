@@ -87,7 +87,7 @@ class NonFiniteGradient(TurngateError):
 
 
 class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics over the rows of an update."""
+    """Metrics of an update, computed over its rows."""
 
     rows: int
     tokens: int  # trained tokens

@@ -132,7 +132,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
         self._done = self._newest = done
 
     def add(self, number: int, rows: tuple[QueuedRow, ...], trained: list[RowName]) -> None:
-        """Add the rows of a delivery that are not trained yet. `trained` names the rows of the delivery that are already trained."""
+        """Add the rows of a delivery that are not trained yet. `trained` names its other rows, which are already trained."""
         with self._lock:
             self._open[number] = len(rows)
             self._newest = number
