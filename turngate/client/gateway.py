@@ -139,7 +139,7 @@ class GatewayClient(GatewayTransport):
         return (await self._request("POST", "/admin/events", EventReceipt, body)).seq
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> str:
-        """Record the outcome of a rollout. Recording the same outcome again is allowed. Replacing it by another one requires `replace`.
+        """Record the outcome of a rollout. Recording the same outcome again is allowed. Replacing it with another one requires `replace`.
 
         Return why the outcome does not count, such as `superseded by attempt 2`, or an empty string if it counts.
         """

@@ -115,7 +115,7 @@ class Feeds:
         return _view(row, history), row.reader
 
     def _check_position(self, row: FeedRow, history: str, after: int | None, mark: str) -> None:
-        """Raise `Conflict` if the store was restored, and the trainer's position may be lost or may refer to other deliveries."""
+        """Raise `Conflict` if the store was restored from a backup and the trainer's position may be lost or refer to other deliveries."""
         if not history:
             return
         restored = f"feed {row.name!r}: the store was restored from a backup"

@@ -148,7 +148,7 @@ class ReplicaSet:
     async def roll_back(
         self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
-        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced by the previous one."""
+        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced with the previous one."""
         if load.version == before.version:
             return results
 

@@ -92,7 +92,7 @@ class Shipper:
                 self.announce()
                 pause = 0.0 if self.ship() else _IDLE_S
                 if self._failures:
-                    log.info("shipping sessions works again")
+                    log.info("shipping of sessions has resumed")
                 self._failures = 0
             except TurngateError as error:
                 pause = self._back_off(error.message)
