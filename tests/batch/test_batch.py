@@ -269,7 +269,7 @@ async def test_feed_that_wants_other_groups_is_noted_once() -> None:
             await harness.client.open_feed(name, FeedConfig(n=n, groups=groups))
         batch = harness.batch(harness.plan("well-0", n=2))
         assert (await batch.run()).complete
-        assert batch.progress.notes == ["feed large wants groups of 8, this batch runs groups of 2"]
+        assert batch.progress.notes == ["feed large expects groups of 8, but this batch runs groups of 2"]
         assert [(feed.name, feed.newest) for feed in await harness.client.feeds()] == [
             ("large", 1),  # closed by the batch, so it is delivered anyway
             ("same", 1),

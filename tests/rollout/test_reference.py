@@ -111,7 +111,7 @@ def test_note_for_a_gateway_that_was_already_running() -> None:
     replay = play_reference(TASK, MINI, get_backend("local"), ServeConfig())
     note = replay.note_for_running("http://127.0.0.1:8700")
     assert note.startswith(
-        f"{SYNTHETIC_NOTE}; the gateway at http://127.0.0.1:8700 chose the replies, and not the task's"
+        f"{SYNTHETIC_NOTE}; the gateway at http://127.0.0.1:8700 chose the replies; to replay the task's"
     )
     assert note.endswith("stop this gateway, or choose a different --data folder")
     other = play_reference(Task(id="x", instruction="Do it."), MINI, get_backend("local"), ServeConfig())

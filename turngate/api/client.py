@@ -63,7 +63,7 @@ _CLAMP = Clamp(
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """A rollout that is to be run."""
+    """One rollout to run."""
 
     index: int  # position in the order of the tasks
     task: Task

@@ -60,7 +60,7 @@ class ReferenceReplay:
         note = f"{SYNTHETIC_NOTE}; the gateway at {gateway} chose the replies"
         if not self.commands:
             return note
-        return f"{note}, and not the task's reference solution; to replay that, stop this gateway, or choose a different --data folder"
+        return f"{note}; to replay the task's reference solution instead, stop this gateway, or choose a different --data folder"
 
     def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine | None:
         """Return an engine that replays the solution, or None if there is nothing to replay."""
