@@ -352,7 +352,7 @@ class Reply:
             return self._response
         self.finished = False
         response = await self._post()
-        if self._closed:  # by another task while this one was connecting
+        if self._closed:  # another task closed the reply while this one was connecting
             response.close()
             raise EngineUnavailable(f"the call to {self._client.engine} was cancelled while connecting")
         if response.status != 200:
@@ -460,7 +460,7 @@ class EngineClient:
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
     async def fetch(self, path: str) -> bytes:
-        """Fetch a document of any kind, with a short timeout."""
+        """Fetch a document as bytes, with a short timeout."""
         return await self._probe("GET", path, b"")
 
     async def ping(self, path: str) -> None:

@@ -208,7 +208,7 @@ class _Call:
         self._pool = pool
         self._request = request
         self._lane: Lane | None = None  # the lane that counts this call as in flight
-        self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # entered on that lane
+        self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # on that lane
         self._chunks: AsyncIterator[Chunk] | None = None
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:

@@ -132,7 +132,7 @@ class SGLang:
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
         self._expected = ExpectedWeights()
-        self.reports_weights = False  # only new SGLang versions do, and only for whole models
+        self.reports_weights = False  # only new SGLang versions report them, and only for whole models
         self._has_loads = True  # whether the server has the route /v1/loads
 
     def __repr__(self) -> str:

@@ -97,8 +97,8 @@ class ExpectedWeights:
 def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int) -> VersionRuns | None:
     """Return (version, number of tokens) for each version in the spans, or None if the labels are not policy versions up to `newest`.
 
-    An engine has a label of its own, such as "default", for the weights that it was started with. These tokens get the version `begun_at`,
-    at which the call began.
+    An engine has a label of its own, such as "default", for the weights that it was started with. Tokens with this label get the version
+    `begun_at`, at which the call began.
     """
     runs: list[tuple[int, int]] = []
     at = 0

@@ -19,7 +19,7 @@ from turngate.server.scopes import MODEL_CALLS, Scopes
 from turngate.store.projects import DEFAULT_PROJECT, OPERATOR_CALLER, SCOPE_NAMES, ApiKey, Caller
 from turngate.telemetry.logs import register_secrets
 
-if TYPE_CHECKING:  # the front process imports this module and must stay light
+if TYPE_CHECKING:  # the front process imports this module, and must not load heavy ones
     from turngate.gateway.api_keys import KeyRing
     from turngate.gateway.sessions import Sessions
     from turngate.trace.session import Session

@@ -60,7 +60,7 @@ class MetricsQuery(msgspec.Struct, frozen=True):
 
 
 class MetricsEndpoint:
-    """The metrics endpoint of one gateway. It measures the event loop's delay between `start` and `stop`."""
+    """The metrics endpoint of one gateway. Between `start` and `stop`, it also measures the event loop's delay."""
 
     def __init__(
         self,

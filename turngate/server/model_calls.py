@@ -1,6 +1,6 @@
 """Model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
 
-Only this module renders errors of model calls in the dialect's format. A reply that is not streamed is a collected stream.
+Errors of these calls are rendered here, in the dialect's format. A reply that is not streamed is a collected stream.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
-ANSWER_S = 10.0  # how long the event loop waits for an answer of the shared store
+ANSWER_S = 10.0  # how long the event loop waits for an answer from the shared store
 _SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
 _TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 

@@ -328,7 +328,7 @@ class LocalGeneration:
         self._logprobs: list[float] = []
         self._versions: tuple[int | None, int | None] = (None, None)
         self._end: End | None = None
-        self._done = False  # the last chunk was returned
+        self._done = False  # whether the last chunk was returned
         self._waiter: asyncio.Future[None] | None = None
         self._echo = request.echo_prompt
         self._in_pieces = request.stream or bool(request.stop)  # a stop string may end the call early

@@ -51,7 +51,7 @@ class Outbox:
         self._flushed = clock
         samples, self.samples = self.samples, []
         ends, self.ends = self.ends, {}
-        # Nothing may have been sampled: concatenate needs at least one array.
+        # Perhaps nothing was sampled, but concatenate needs at least one array.
         samples.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))
         serials, ids, logprobs = (np.concatenate([part[n] for part in samples]) for n in range(3))
         order = np.argsort(serials, kind="stable")

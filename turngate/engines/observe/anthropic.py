@@ -55,7 +55,7 @@ _REDACTED = "redacted_thinking:"
 
 
 class _Block(msgspec.Struct):
-    """The initial content of a block."""
+    """A content block, as described by the event that starts it."""
 
     type: str
     text: str = ""

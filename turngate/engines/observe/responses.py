@@ -213,7 +213,7 @@ def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """Restore an item's id and encrypted content as the endpoint sent them."""
+    """Restore the id and the encrypted content that the endpoint sent for an item."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)
