@@ -82,7 +82,7 @@ class BlockingClient:
             return self._loop.run(self._client.run_with_board(task, given, board), screen.refresh)
 
     def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> BlockingResultStream:
-        """Run n rollouts of one task. Iterate over the returned stream to get results as they finish, or call its `all()`."""
+        """Run n rollouts of one task. Iterate over the returned stream to get results as they finish, or call `all()` on it."""
         return self.batch([task], n, **how)
 
     def batch(
@@ -168,7 +168,7 @@ async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tupl
 
 
 def open(model: AnyModel = "", **where: Unpack[ClientArguments]) -> BlockingClient:
-    """Open a client that runs several rollouts on one gateway. Use it in a `with` block, or call its `close()`."""
+    """Open a client that runs several rollouts on one gateway. Use it in a `with` block, or call `close()` when done."""
     return BlockingClient(model, **where)
 
 

@@ -214,7 +214,7 @@ class Ledger:
             self._fd = -1
 
     async def _write(self) -> None:
-        """Write the waiting entries. Entries that were added during one sync are written and synced together in the next."""
+        """Write the waiting entries. Entries that are added during a sync are written together afterwards, with a single sync."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             data = b"".join(msgspec.json.encode(entry) + b"\n" for entry, _ in batch)

@@ -32,13 +32,13 @@ class Redactor:
         self._secrets.insert(0, secret)
 
     def redact_text(self, text: str) -> str:
-        """Return text without the secrets, and without anything that looks like one of Turngate's keys. For text that people see."""
+        """Return text without the secrets, and without anything that looks like one of Turngate's keys. Use it for text that people see."""
         for secret in self._list_secrets():
             text = text.replace(secret, REDACTED)
         return redact(text)
 
     def redact_bytes(self, data: bytes) -> bytes:
-        """Return data without the secrets. For output that is stored."""
+        """Return data without the secrets. Use it for output that is stored."""
         for secret in self._list_secrets():
             data = data.replace(secret.encode("utf-8", "surrogatepass"), REDACTED.encode())
         return data

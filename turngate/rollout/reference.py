@@ -33,7 +33,7 @@ class ReferenceReplay:
     """The scripted replies of one rollout. If there are no commands to replay, the default replies of the scripted engine are used."""
 
     def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
-        """Prepare a replay. If there are no commands, `reason` says why. It is empty if the user did not expect a replay."""
+        """Prepare a replay. If there are no commands, `reason` says why, or is empty if the user did not expect a replay."""
         self._instruction = instruction
         self._agent = agent
         self.commands = commands

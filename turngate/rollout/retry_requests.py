@@ -37,7 +37,7 @@ class RetryRequest(msgspec.Struct, frozen=True):
 
 
 def parse_request(event: GatewayEvent) -> RetryRequest | None:
-    """Return the retry request in an event, or None if it is a different event."""
+    """Return the retry request in an event, or None if the event is not a valid retry request."""
     if event.kind != "retry":
         return None
     try:

@@ -93,7 +93,7 @@ class RayCluster:
 
     @asynccontextmanager
     async def take_slot(self) -> AsyncIterator[PlacedCell]:
-        """Wait for a free slot, and hold it for the duration of the block. Yield its cell."""
+        """Wait for a free slot, yield its cell, and hold the slot for the duration of the block."""
         async with self._changed:
             while (name := choose_cell({key: cell.load for key, cell in self._cells.items()})) is None:
                 await self._changed.wait()
