@@ -1,4 +1,4 @@
-"""Chat templates ⇄ token ids. `load_renderer` loads and certifies the renderer of a tokenizer folder. Needs no network and no engine."""
+"""Rendering: messages to token ids, and sampled ids to messages. `load_renderer` loads and certifies the renderer of a tokenizer folder."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin"
 def load_renderer(
     folder: Path, *, model: str = "", family: str = "auto", recertify: bool = False
 ) -> tuple[Renderer, Certificate]:
-    """Load the renderer of a tokenizer folder.
+    """Load the renderer of a tokenizer folder, and its certificate.
 
-    A `family` of `auto` uses a hand-written renderer if the `renderers` package has one for the exact model name. `template` always derives
-    a renderer from the chat template. Any other value is the name of a family. With `recertify`, ignore the cached certificate and probe
-    the renderer again.
+    If `family` is `auto`, use the hand-written renderer that the `renderers` package has for this exact model name, or else derive one from
+    the chat template. If it is `template`, always derive the renderer from the chat template. Any other value is the name of a family in
+    the package. If `recertify` is set, ignore the cached certificate and probe the renderer again.
     """
     name = record_name(folder, model, family)
     record = None if recertify else load_record(name)
@@ -49,7 +49,7 @@ def load_renderer(
     certificate = certify(renderer) if record is None else record.certificate
     if record is None:
         save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
-    # If a hand-written renderer fails certification, that is only reported: we trust its author's bridge.
+    # A hand-written renderer is used even where it fails certification, because we trust its author. The failure is only reported.
     if derived is not None:
         if derived.template.without_tools is derived.template:
             derived.uncertified = certificate.uncertified
@@ -60,7 +60,7 @@ def load_renderer(
 
 
 def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
-    # All model names in the package have the form owner/model. For any other name, skip the slow import.
+    # In the package, every model name has the form owner/model. For any other name, skip the import, which is slow.
     if family == "template" or (family == "auto" and "/" not in model):
         return None
     if find_spec("renderers") is None:
@@ -76,10 +76,10 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 
 def find_tokenizer(name: str) -> Path:
-    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Never downloads."""
+    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Never download one."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return folder  # problems are reported when the folder is read
+        return folder  # if there is a problem with the folder, reading it raises an error
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
     snapshots = sorted(

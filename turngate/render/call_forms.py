@@ -1,7 +1,7 @@
 """Parse calls that models do not write as JSON: Python calls (LFM2), and Gemma 4's own notation.
 
-Each function takes the text between the call markers and returns names and arguments as JSON. It raises `ValueError` if the text is not
-a call.
+Each public function takes the text between the call markers. It returns the name of each call and its arguments as JSON text, or raises
+`ValueError` if the text is not a call.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import orjson
 from turngate.types import Json
 
 _JSON_NAMES: dict[str, Json] = {"true": True, "false": False, "null": None}
-GEMMA_QUOTE = '<|"|>'  # a token
+GEMMA_QUOTE = '<|"|>'  # a special token that Gemma uses as a quotation mark
 _MAX_DEPTH = 50
 
 
 def parse_python_calls(text: str) -> list[tuple[str, str]]:
-    """Parse `[name(key="value"), …]`."""
+    """Parse Python calls: `[name(key="value"), …]`, or a single call without brackets."""
     try:
         tree = _parse_expression(text.strip())
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -31,7 +31,7 @@ def _parse_expression(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError:
-        # Some templates write line breaks in strings as they are.
+        # Some templates do not escape line breaks in strings.
         return ast.parse(text.replace("\n", "\\n"), mode="eval").body
 
 
@@ -58,7 +58,7 @@ def _read_python_value(value: ast.expr) -> Json:
 
 
 def parse_gemma_call(text: str) -> list[tuple[str, str]]:
-    """Parse `name{key:<|"|>text<|"|>,other:3}`."""
+    """Parse a call in Gemma's notation: `name{key:<|"|>text<|"|>,other:3}`."""
     name, brace, _ = text.strip().partition("{")
     if not brace or not name or any(c.isspace() for c in name):
         raise ValueError("not a call with arguments in braces")
@@ -69,7 +69,7 @@ def parse_gemma_call(text: str) -> list[tuple[str, str]]:
 
 
 def _read_gemma_value(text: str, at: int, depth: int) -> tuple[Json, int]:
-    """Read the value that starts at `at`. Return it with the index after it."""
+    """Read the value that starts at index `at`. Return the value and the index after its end."""
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     if text.startswith(GEMMA_QUOTE, at):

@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
-Reading a tokenizer and probing its template takes longer than the rest of the start-up. The name of a record is a digest of everything
-that its contents depend on: the folder's files, the model, the family, our rendering code and the versions of the packages it uses.
-A record can therefore be missing, but never stale.
+Reading a tokenizer and probing its template would take up most of the start-up time. A record is named by a digest of everything that its
+contents depend on: the tokenizer's files, the model, the family, our rendering code, and the versions of the packages that this code uses.
+A record can therefore be missing, but never be out of date.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from turngate.render.certify import Certificate
 from turngate.render.tokenizer import TOOL_TEMPLATE_FILE
 from turngate.render.vocabulary import Vocabulary
 
-_VERSION = 2  # of the record's format; raise it when the meaning of a record changes
+_VERSION = 2  # of the record format; increase it when the meaning of a record changes
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TOOL_TEMPLATE_FILE)
-_MAX_RECORDS = 64  # a record of a large vocabulary takes 2 MB
+_MAX_RECORDS = 64  # a record with a large vocabulary has about 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
 class CertificateRecord(msgspec.Struct, frozen=True):
-    """The cached facts about a tokenizer folder."""
+    """What is cached about a tokenizer folder."""
 
     vocabulary: Vocabulary
     fast: bool  # whether the fast encoder agrees with the reference encoder
@@ -34,13 +34,13 @@ class CertificateRecord(msgspec.Struct, frozen=True):
 
 
 def record_name(folder: Path, model: str, family: str) -> str:
-    """Compute a record's name, even for an unreadable folder. Loading that folder reports the problem."""
+    """Return the name of the record for a tokenizer folder, a model and a family. Files that are missing are ignored."""
     purpose = blake2b(f"{model}\0{family}".encode(), digest_size=8)
     return f"{_tokenizer_digest(folder)}-{purpose.hexdigest()}"
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Compute a digest of the tokenizer's files, our rendering code and the versions of the packages it uses."""
+    """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses."""
     digest = blake2b(f"{_VERSION} {sys.version}".encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")
@@ -54,12 +54,12 @@ def _tokenizer_digest(folder: Path) -> str:
 def load_record(name: str) -> CertificateRecord | None:
     try:
         return _read_record(_cache_folder() / f"{name}.msgpack")
-    except RuntimeError:  # no home folder
+    except RuntimeError:  # the home folder is unknown
         return None
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Load a record of the folder for any model and family, since they all have the same vocabulary."""
+    """Load any record of a tokenizer folder, for a caller that only needs its vocabulary, which does not depend on the model and family."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
         return next((record for record in records if record is not None), None)
@@ -78,7 +78,7 @@ def _read_record(path: Path) -> CertificateRecord | None:
 
 
 def save_record(name: str, record: CertificateRecord) -> None:
-    """Save a record. If the cache cannot be written, the next start probes again."""
+    """Save a record, and delete the oldest records. If this fails, do nothing: the next start probes the renderer again."""
     try:
         _cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         part = _cache_folder() / f"{name}.{os.getpid()}"
@@ -88,7 +88,7 @@ def save_record(name: str, record: CertificateRecord) -> None:
         newest = sorted(_cache_folder().glob("*.msgpack"), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in newest[_MAX_RECORDS:]:
             old.unlink(missing_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: no home folder
+    except (OSError, RuntimeError):  # RuntimeError means that the home folder is unknown
         return
 
 

@@ -1,8 +1,9 @@
-"""Certify a renderer, one kind of transition at a time: extending the sampled ids must match rendering the whole conversation.
+"""Certify a renderer: check that extending the sampled ids with a bridge matches rendering the whole conversation.
 
-In each probe conversation, for each assistant turn, the bridge must have the ids that the template writes after that turn, and the template
-must leave the text before the turn as it was (`transition.py`). The turn itself may differ: templates drop past thinking or spell calls in
-their own way, and we keep what was sampled. Where a transition fails, only that transition renders the whole conversation.
+After each assistant turn of each probe conversation, the bridge must consist of the ids that the template writes there. The template must
+also leave the text before the turn unchanged (`transition.py`). The turn itself may differ, because templates drop past thinking or write
+calls in another form; the sampled ids are kept. Each kind of transition gets its own verdict. At a transition that fails, the whole
+conversation is rendered instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from turngate.render.traits import LONG_CALL_ID
 from turngate.render.transition import BridgeDifference, Transition, write_after_turn
 from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
 
-# "thinking" and "turn" mean that only sampled turns differ: in their thinking, or in more than that.
+# "thinking" and "turn" mean that only the sampled turns differ: only in their thinking, or also in other text.
 ProbeVerdict = Literal["same", "thinking", "turn", "differs", "refused"]
 _WORST_FIRST: tuple[ProbeVerdict, ...] = ("differs", "refused", "turn", "thinking", "same")
 
@@ -50,10 +51,10 @@ class ProbeCase(msgspec.Struct, frozen=True):
 
 
 class TokenDifference(msgspec.Struct, frozen=True):
-    """The first token at which the bridge and the template differ, with its neighbors. Each token is its id and its text."""
+    """The tokens of the bridge and of the template around their first difference. Each token is a pair of its id and its text."""
 
     where: str
-    at: int  # the number of tokens before it that are the same
+    at: int  # number of equal tokens before the difference
     bridge: tuple[tuple[int, str], ...]
     template: tuple[tuple[int, str], ...]
 
@@ -66,7 +67,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
     case: str
     verdict: ProbeVerdict
     detail: str = ""
-    transition: Transition | None = None  # the one that this verdict is about
+    transition: Transition | None = None  # the transition that the verdict is about
     tokens: TokenDifference | None = None
     has_tools: bool = False  # whether the case offers tools
 
@@ -74,39 +75,39 @@ class ProbeResult(msgspec.Struct, frozen=True):
 class Certificate(msgspec.Struct, frozen=True):
     renderer: str
     findings: tuple[ProbeResult, ...]
-    unread: tuple[str, ...] = ()  # what the template writes in replies and we cannot read: calls, thinking
+    unread: tuple[str, ...] = ()  # parts of replies that the parser cannot read, such as calls or thinking
 
     @property
     def passed(self) -> bool:
-        """Whether no case differs. Conversations that the template itself rejects are ignored."""
+        """Whether no transition failed. Conversations that the template rejects are ignored."""
         return not self.uncertified
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions whose bridge differs from the whole conversation, and why. `explain_uncertified` says what happens there."""
+        """The transitions at which the bridge differs from a render of the whole conversation, each with a description of how."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property
     def certified(self) -> frozenset[Transition]:
-        """The transitions that extend the sampled ids."""
+        """The transitions at which the bridge is the same as in a render of the whole conversation."""
         passed = {f.transition for f in self.findings if f.verdict in ("same", "thinking", "turn") and f.transition}
         return frozenset(passed - self.uncertified.keys())
 
     def select(self, *, has_tools: bool) -> Certificate:
-        """Return the findings of cases with or without tools, for which a model may have different templates."""
+        """Return a certificate with only the findings of cases with (or without) tools. A model may have a separate template for tools."""
         return msgspec.structs.replace(
             self, findings=tuple(finding for finding in self.findings if finding.has_tools == has_tools)
         )
 
     def describe_uncertified(self) -> str:
-        """Return the uncertified transitions as one phrase. Turns that were cut short are named only if whole ones pass."""
+        """Describe the uncertified transitions in one phrase. Mention truncated turns only if the transition passes after whole ones."""
         whole = [
             t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
         ]
         return "; ".join(sorted(transition.describe() for transition in whole))
 
     def explain_uncertified(self) -> str:
-        """Return what happens at the uncertified transitions. The bridge of a hand-written renderer is used even there."""
+        """Explain what happens at the uncertified transitions. There, the bridge of a hand-written renderer is still used."""
         where = self.describe_uncertified()
         if self.renderer == TEMPLATE_RENDERER:
             return f"turns are rendered in full, and the trace may fork, at {where}"
@@ -116,7 +117,7 @@ class Certificate(msgspec.Struct, frozen=True):
         )
 
     def explain_unread(self) -> str:
-        """Return which parts of replies agents get as text, and what helps, or "" if all are parsed."""
+        """Explain which parts of replies cannot be parsed and how to fix this. Return an empty string if all parts can be parsed."""
         if not self.unread:
             return ""
         install = "" if find_spec("renderers") is not None else "run pip install 'turngate[families]', and "
@@ -127,7 +128,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 def certify(renderer: Renderer) -> Certificate:
-    """Run every case twice: with complete assistant turns, and with turns that lack their closing token."""
+    """Certify a renderer: run all probe cases, after complete assistant turns and after truncated turns, which lack the closing token."""
     findings = [
         msgspec.structs.replace(finding, has_tools=bool(case.tools))
         for case in CASES
@@ -137,7 +138,7 @@ def certify(renderer: Renderer) -> Certificate:
 
 
 def _run_case(renderer: Renderer, case: ProbeCase) -> list[ProbeResult]:
-    """Return the worst result for each kind of transition in a conversation."""
+    """Run a probe case. Return the worst result for each kind of transition in its conversation."""
     results: dict[Transition, ProbeResult] = {}
     for at in _assistant_turns(case.messages):
         rendered = _render_turn(renderer, case, at)
@@ -151,21 +152,21 @@ def _run_case(renderer: Renderer, case: ProbeCase) -> list[ProbeResult]:
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
-    """Return the indices of assistant turns that are followed by another message."""
+    """Return the indices of the assistant turns that another message follows."""
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
 class _RenderedTurn(msgspec.Struct, frozen=True):
-    """One turn of a probe conversation, as the template writes it."""
+    """One assistant turn of a probe conversation, with the prompt, the turn and the continuation as the template writes them."""
 
     message: Message
     new: tuple[Message, ...]
     system: str
     prompt: list[int] = []
     sampled: list[int] = []
-    whole: list[int] = []  # the conversation up to the next turn
-    after: str | BridgeDifference = ""  # from the close of the turn on
-    refusal: str = ""  # why the template rejects it
+    whole: list[int] = []  # render of the conversation up to the next turn
+    after: str | BridgeDifference = ""  # the text from the end of the turn on, or how the template changes earlier text
+    refusal: str = ""  # why the template rejects the conversation; empty if it does not
 
 
 def _render_turn(renderer: Renderer, case: ProbeCase, at: int) -> _RenderedTurn:
@@ -191,7 +192,7 @@ def _render_turn(renderer: Renderer, case: ProbeCase, at: int) -> _RenderedTurn:
 
 
 def _compare(renderer: Renderer, case: ProbeCase, turn: _RenderedTurn, cut: bool) -> ProbeResult:
-    """Compare the bridge after one turn with a render of the conversation up to the next turn."""
+    """Compare the bridge after a turn with a render of the conversation up to the next turn. `cut` means that the turn was truncated."""
     transition = Transition.of(turn.message, turn.new, cut=cut)
     name = f"{case.name}, cut short" if cut else case.name
     if turn.refusal:
@@ -212,7 +213,7 @@ def _compare(renderer: Renderer, case: ProbeCase, turn: _RenderedTurn, cut: bool
     if bridge != expected or bridge != written:
         tokens = _find_token(renderer, "after the turn", bridge, expected if bridge != expected else written)
         return ProbeResult(name, "differs", tokens.describe(), transition, tokens)
-    # Before the bridge, only the text can match: a whole render may merge tokens across the end of the prompt, which a model cannot do.
+    # Before the bridge, compare only the text: a render of everything may merge tokens across the end of the prompt, but a model cannot.
     ours, theirs = decode([*turn.prompt, *sampled, *bridge]), decode(turn.whole)
     if ours == theirs:
         return ProbeResult(name, "same", "", transition)
@@ -222,7 +223,10 @@ def _compare(renderer: Renderer, case: ProbeCase, turn: _RenderedTurn, cut: bool
 
 
 def _write_after(renderer: Renderer, case: ProbeCase, end: int) -> str | BridgeDifference:
-    """Return the text that the template writes from the close of the last turn on, or how it changes earlier text."""
+    """Return the text that the template writes from the end of the last assistant turn on, or how the template changes earlier text.
+
+    `end` is the number of messages to render.
+    """
     tokenizer = renderer.tokenizer
 
     def text(messages: Sequence[Message], generate: bool) -> str:
@@ -245,18 +249,18 @@ def _find_token(renderer: Renderer, where: str, bridge: Sequence[int], template:
 
 
 def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
-    """Encode the turn as the model would have sampled it: reasoning, content, calls, closing token."""
+    """Return the ids of a turn as the model would have sampled it: reasoning, content, calls and the closing token."""
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
-    # Include the next message: in some templates, it is what ends a turn.
+    # Include the next message, because in some templates its start ends the turn.
     whole = tokenizer.decode(renderer.render(case.messages[: at + 2], case.tools, case.kwargs, generate=False))
     if whole.startswith(before):
         turn = tokenizer.encode(whole[len(before) :])
         closes = [n for n, i in enumerate(turn) if i in renderer.stop_ids]
         if closes:
             return turn[: closes[0] + 1]
-    # The template writes past turns differently from new ones (for example, with thinking in the generation prompt), so write the turn
-    # by hand.
+    # The template writes past turns differently from new ones, for example because the generation prompt starts the thinking. Therefore
+    # build the turn here.
     message = case.messages[at]
     thinking = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     after = _write_after(renderer, case, at + 2)
@@ -269,7 +273,7 @@ def _without_thinking(text: str) -> str:
 
 
 def _find_unread(renderer: Renderer) -> Iterator[str]:
-    """Return which parts of a reply the template writes in a form that the parser cannot read."""
+    """Yield the parts of a reply that the template writes in a form that the parser cannot read."""
     calls = (_call(1, "a.py"), _call(2, "b.py"))
     one_call = isinstance(renderer, TemplateRenderer) and not renderer.template.traits.parallel_calls
     for name, message in (
@@ -281,7 +285,7 @@ def _find_unread(renderer: Renderer) -> Iterator[str]:
             prompt = renderer.render([_ASK], [_TOOL], {})
             whole = renderer.render([_ASK, message], [_TOOL], {}, generate=False)
         except BadRequest:
-            continue  # the template has no such replies
+            continue  # the template does not support such replies
         if one_call and len(message.tool_calls) > 1:
             continue
         size = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
@@ -289,7 +293,7 @@ def _find_unread(renderer: Renderer) -> Iterator[str]:
         reader.feed(whole[size:])
         read = reader.finish()[1].message
         if message.reasoning and message.reasoning not in renderer.tokenizer.decode(whole):
-            continue  # the template drops it, so the model's own form is not known
+            continue  # the template drops thinking, so it is unknown how the model writes it
         if (read.reasoning, [c.name for c in read.tool_calls]) != (
             message.reasoning,
             [c.name for c in message.tool_calls],
@@ -306,7 +310,7 @@ def _result(n: int, text: str) -> Message:
 
 
 def _call_id(n: int) -> str:
-    """Return a call id of the form that replies have."""
+    """Return a call id in the form that the gateway uses in replies."""
     return f"{LONG_CALL_ID[:-3]}{n:03}"
 
 

@@ -1,6 +1,6 @@
-"""Hand-written renderers of the `renderers` package (extra `families`), behind our `Renderer` interface.
+"""Adapters for the hand-written renderers of the `renderers` package (extra `families`) to our `Renderer` interface.
 
-They are used if the package has a renderer for the model's name, or if `--family` names one. This module is imported only then, since
+Such a renderer is used if the package has one for the model's name, or if `--family` names it. This module is imported only then, because
 importing the package takes a second.
 """
 
@@ -44,13 +44,13 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """Return the package's family for this exact model name, or None."""
+    """Return the package's family for this exact model name, or None if it has none."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 
 
 class FamilyRenderer:
-    """A renderer for one family of the package."""
+    """A renderer that uses the package's renderer for one family of models."""
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.name = f"family:{family}"
@@ -63,7 +63,7 @@ class FamilyRenderer:
         user = {"role": "user", "content": "x"}
         text = tokenizer.decode(plain.render_ids([user, _message_to_wire(Message("assistant", tool_calls=(_PROBE,)))]))
         found = detect_syntax(text)
-        self.syntax = None if found in (LFM, GEMMA) else found  # None: the package parses its calls
+        self.syntax = None if found in (LFM, GEMMA) else found  # None means that the package parses the calls
         self._declares = "probe_tool" in tokenizer.decode(plain.render_ids([user], tools=[_PROBE_TOOL.wire]))
 
     def render(
@@ -96,7 +96,7 @@ class FamilyRenderer:
             return None
         ids: list[int] = rendered.token_ids
         known = len(context) + len(sampled)
-        # The package guarantees this prefix. Check it anyway: wrong ids must never reach a trace.
+        # The package promises that the ids start with these. Check it anyway, because wrong ids must never get into a trace.
         return ids[known:] if ids[:known] == context + sampled else None
 
     def explain_refusal(
@@ -165,9 +165,9 @@ class FamilyRenderer:
 
 
 class _PackageReader(ReplyReader):
-    """A reader for call syntaxes that only the package can parse.
+    """A reader for replies whose calls only the package can parse.
 
-    It streams text up to the first unknown marker, and emits the rest at the end.
+    It streams the text before the first marker that our parser does not know, and emits everything else when the reply ends.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _PackageReader(ReplyReader):
 
 
 def _missing_text(shown: str, whole: str) -> str:
-    """Return the part of `whole` that was not shown yet, or "" if the two disagree, since shown text cannot be taken back."""
+    """Return the part of `whole` after the text that was already shown. Return "" if `whole` does not start with the shown text."""
     return whole[len(shown) :] if whole.startswith(shown) else ""
 
 

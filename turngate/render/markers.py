@@ -1,7 +1,7 @@
 """The markers of a chat template: tokens such as `<|im_start|>` that separate messages and end turns.
 
-The model was trained with each marker as one token. A vocabulary that lacks one would encode it as several tokens of ordinary text: the
-prompt would look right, but be wrong. `require_single_tokens` refuses such a tokenizer.
+The model was trained with each marker as one token. If the vocabulary lacks a marker, the tokenizer encodes it as several tokens of
+ordinary text, so the prompt looks right but is wrong. `require_single_tokens` rejects such a tokenizer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _RESULT = Message("tool", "y", tool_call_id=LONG_CALL_ID, name="probe_tool")
 
 
 class ClosingToken(msgspec.Struct, frozen=True):
-    """A special token that ends a turn in a template."""
+    """A special token that ends an assistant turn in a template."""
 
     token: int
-    is_own: bool  # part of the turn; otherwise the start of the next message, which the model samples to end its turn
-    is_sampled: bool = True  # ends new turns; otherwise the template writes it only at the end of past turns
+    is_own: bool  # belongs to the turn; if false, it starts the next message, and the model samples it to end its turn
+    is_sampled: bool = True  # the model samples it; if false, only the template writes it, after past turns
 
 
 def find_closing_tokens(template: Template, tokenizer: Tokenizer, syntax: Syntax) -> list[ClosingToken]:
-    """Return the tokens that end a turn: first those after an answer, then those after a tool call."""
+    """Return the tokens that end an assistant turn: first those after an answer, then those after a tool call."""
     out: list[ClosingToken] = []
     own = _leading_token(_text_after_mark(template, _ANSWER), tokenizer)
     if own is not None:
@@ -54,7 +54,7 @@ def find_closing_tokens(template: Template, tokenizer: Tokenizer, syntax: Syntax
 
 
 def _text_after_mark(template: Template, *messages: Message) -> str:
-    """Return the text after the last mark, or "" if the template rejects the conversation."""
+    """Render the messages after a user message. Return the text after `SENTINEL`, or "" if the template rejects the conversation."""
     tools = [PROBE_TOOL] if template.traits.native_tools else []
     try:
         return template.text([_USER, *messages], tools, generate=False, kwargs={}).rpartition(SENTINEL)[2]
@@ -85,14 +85,14 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         ) from None
     if SENTINEL not in text:
         raise ConfigError(
-            f"the chat template of tokenizer {tokenizer.folder} does not write the text of messages; choose a chat template for text",
+            f"the chat template of tokenizer {tokenizer.folder} does not write the text of messages; choose a chat template that does",
             param="tokenizer",
         )
     joined = "\n".join([text, *_write_features(template)])
     shaped = set(_MARKER.findall(joined))
     closing = _ANY_MARKER.match(text.partition(SENTINEL)[2].lstrip())
     needed = {token for token in tokenizer.declared if token in joined} | ({closing[0]} if closing else set())
-    # Templates such as Zephyr's write all of their role markers as plain text, and end turns with a real token.
+    # If no marker of this shape is a token, the template writes its role markers as plain text on purpose, as Zephyr's does.
     if shaped & tokenizer.added.keys():
         needed |= shaped
     wrong = {marker for marker in needed if len(tokenizer.encode(marker)) != 1}
@@ -107,7 +107,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
 
 
 def _write_features(template: Template) -> list[str]:
-    """Render a system prompt, and a call with its result, if the template has its own form for them."""
+    """Render a system prompt, and a call with its result. Return the texts of those that the template accepts."""
     texts = []
     for messages in ([Message("system", "z"), _USER], [_USER, _CALL, _RESULT]):
         try:

@@ -1,8 +1,8 @@
-"""Parse sampled text into reasoning, content and tool calls, incrementally; detect the tags that a template puts around each.
+"""Parse sampled text incrementally into reasoning, content and tool calls.
 
-The same parser serves streamed and non-streamed replies. Its output is sent to the agent and stored in the trace as the turn's message. A
-`Syntax` describes how a model marks reasoning and calls, and `detect_syntax` derives it from a template. Text that does not parse as a call
-is never dropped or guessed at, but delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
+The same parser is used for streamed and non-streamed replies. Its output is sent to the agent, and stored in the trace as the turn's
+message. A `Syntax` describes how a model marks reasoning and calls. `detect_syntax` detects it from a template. Text between call markers
+that is not a valid call is delivered unchanged, as content.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
 
 
 class MalformedCall(ValueError):
-    """Raised if the text between the call markers is not a valid call."""
+    """The text between the call markers is not a valid call."""
 
 
 class Syntax(msgspec.Struct, frozen=True):
-    """The markup of a model for reasoning and tool calls."""
+    """How a model marks reasoning and tool calls in its text."""
 
     name: str
     reasoning_open: str = "<think>"
     reasoning_close: str = "</think>"
     call_open: str = "<tool_call>"
-    call_close: str = "</tool_call>"  # empty: calls extend to the end of the reply
-    noise: tuple[str, ...] = ()  # wrapper markers that are ignored
-    bare: bool = False  # whether a reply that starts like JSON is a call
-    inner: tuple[str, ...] = ()  # tokens within calls and reasoning markers
+    call_close: str = "</tool_call>"  # if empty, the calls extend to the end of the reply
+    noise: tuple[str, ...] = ()  # markers around groups of calls, which are ignored
+    bare: bool = False  # whether a reply that starts with a brace is a call
+    inner: tuple[str, ...] = ()  # further tokens inside calls or as parts of the markers above
 
     def markers(self) -> tuple[str, ...]:
         outer = self.reasoning_open, self.reasoning_close, self.call_open, self.call_close
@@ -52,13 +52,13 @@ _hermes = msgspec.json.Decoder(_HermesCall)
 
 
 def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Parse one `{"name": …, "arguments": …}` object. The arguments stay exactly as sampled."""
+    """Parse one `{"name": …, "arguments": …}` object. Return the name, and the arguments exactly as sampled."""
     try:
         call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
     raw = bytes(call.parameters or call.arguments).decode()
-    if raw.startswith('"'):  # the arguments are encoded as a JSON string, so decode it
+    if raw.startswith('"'):  # the model wrote the arguments as a JSON string, which contains the JSON
         raw = orjson.loads(raw)
     if not call.name:
         raise MalformedCall("the tool call has no name")
@@ -66,9 +66,10 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 
 
 def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Parse `<function=name><parameter=key>value</parameter></function>`. Values that are strings in the schema stay verbatim.
+    """Parse `<function=name><parameter=key>value</parameter></function>`.
 
-    This uses plain searches, since a regular expression can take a minute on the output of a policy that repeats itself.
+    A value is parsed as JSON if possible, unless the tool's schema declares it as a string. Regular expressions are avoided, because they
+    can take a minute if a model repeats itself endlessly.
     """
     name, body = _parse_tag(text, "<function=", "</function>")[:2]
     types = _parameter_types(name, tools)
@@ -80,7 +81,7 @@ def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 
 
 def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
-    """Find the first element with these tags. Return its name, its body and the text after it."""
+    """Find the first element with these tags. Return its name, its body and the text after the element."""
     start = text.find(opening) + len(opening)
     named = text.find(">", start)
     end = text.find(closing, named)
@@ -91,7 +92,7 @@ def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
 
 
 def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
-    """Return the types that the tool's schema declares for its parameters. Ignore invalid schemas."""
+    """Return the type of each parameter that the schema of the named tool declares. Ignore invalid parts of the schema."""
     for tool in tools:
         if tool.name == name:
             schema = tool.wire["function"].get("parameters")
@@ -116,7 +117,7 @@ def _parse_hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]
 
 
 def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """Parse `name`, followed by `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each argument."""
+    """Parse a GLM call: its name, then `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each argument."""
     name, *pairs = text.split("<arg_key>")
     name = name.strip()
     if not name or any(c.isspace() for c in name):
@@ -144,7 +145,7 @@ def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, st
 
 
 def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """Parse a JSON list of calls, one call, or several joined by `;` (Llama, Mistral, forced calls)."""
+    """Parse one call as JSON, a JSON list of calls, several calls joined by `;`, or Mistral's `name[ARGS]{…}`."""
     text = text.strip()
     try:
         if text.startswith("["):
@@ -205,7 +206,7 @@ _BODY_PARSERS: dict[str, BodyParser] = {
 
 
 def detect_syntax(rendered_call: str) -> Syntax | None:
-    """Detect a template's syntax from the text that it renders for an assistant message with one call."""
+    """Detect the syntax of a template from the text that it renders for one call. Return None if the syntax is unknown."""
     if "<arg_key>" in rendered_call:
         return GLM
     for syntax in (HERMES, DEEPSEEK, LFM, GEMMA, MISTRAL):
@@ -215,14 +216,14 @@ def detect_syntax(rendered_call: str) -> Syntax | None:
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """The parsed turn."""
+    """A completely parsed turn."""
 
     message: Message
     reasoning_open: bool  # whether the text ended inside reasoning
 
 
 class Parser:
-    """An incremental parser. `feed` returns the events that can be sent so far; `finish` returns the rest and the whole message."""
+    """An incremental parser. `feed` returns the events that can be sent already. `finish` returns the last events and the parsed turn."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class Parser:
         self._one_call = one_call
         self._buffer = ""
         self._state: Literal["start", "reasoning", "content", "call", "held"] = "start"
-        # The state after reasoning. Forced calls are held back until they are complete.
+        # The state after reasoning: forced calls are held back until they are complete.
         self._answer: Literal["content", "held"] = "content"
         if constraint is not None and constraint.kind in ("tool", "tools"):
             self._answer = "held"
@@ -248,14 +249,14 @@ class Parser:
         elif in_reasoning:
             self._state = "reasoning"
         self._spaces: list[str] = []  # white space that is dropped if a marker follows
-        self._searched = 0  # characters of the buffer already searched for the end of a call
+        self._searched = 0  # number of characters of the buffer that were already searched for the end of a call
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        # Nothing of the current span was shown yet, so leading newlines belong to the template.
+        # Whether no text has been emitted since the last marker. The newlines after a marker belong to the markup, so they are dropped.
         self._fresh = in_reasoning
         self._wants_calls = bool(tools)
-        self.satisfied = False  # whether the one requested call is complete, so that sampling may stop
+        self.satisfied = False  # whether only one call is wanted and it is complete, so that sampling may stop
 
     def feed(self, text: str) -> list[Delta | CallDelta]:
         self._buffer += text
@@ -276,13 +277,13 @@ class Parser:
         elif self._state == "held":
             self._take_held(events, rest)
         else:
-            # White space after the last call belongs to the template; after content it belongs to the model.
+            # White space after the last call is part of the markup, but after content it is part of the content.
             self._show(events, "content", rest if not self._calls else rest.rstrip())
         message = Message("assistant", "".join(self._content), "".join(self._reasoning), tuple(self._calls))
         return events, Parsed(message, reasoning_open)
 
     def _step(self, events: list[Delta | CallDelta]) -> bool:
-        """Make one state transition. Return whether another may follow."""
+        """Make at most one state transition. Return whether another step may be possible."""
         if self.satisfied:
             self._buffer = ""
             return False
@@ -325,7 +326,7 @@ class Parser:
         marker: str,
         then: Literal["content", "call", "held"],
     ) -> bool:
-        """Emit text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
+        """Emit text up to `marker`, and then switch to the state `then`. Hold back a possible start of a marker and the space before it."""
         at = self._buffer.find(marker) if marker else -1
         while (found := _find_first(self._buffer, self._syntax.noise, at)) is not None:
             start, noise = found
@@ -345,7 +346,7 @@ class Parser:
         return False
 
     def _hold_spaces(self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], text: str) -> None:
-        """Emit text, and hold back the white space at its end."""
+        """Emit text, but hold back the white space at its end, which is dropped if a marker follows."""
         words = text.rstrip()
         self._show_after_spaces(events, kind, words)
         self._spaces.append(text[len(words) :])
@@ -397,7 +398,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that consists only of calls, either forced or as bare JSON."""
+        """Parse a reply that was held back because it consists only of calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 _require_json(text)
@@ -411,7 +412,7 @@ class Parser:
         self._emit_calls(events, calls)
 
     def _take_calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
-        """Extract complete calls from reasoning that the model did not close."""
+        """Emit the complete calls inside reasoning that the model did not end."""
         opening, close = self._syntax.call_open, self._syntax.call_close
         if not (self._wants_calls and opening and close):
             return
@@ -428,13 +429,13 @@ class Parser:
 
 
 def _find_first(text: str, markers: Sequence[str], end: int) -> tuple[int, str] | None:
-    """Return where the first of several markers is, and which it is. With an `end` of 0 or more, search only up to there."""
+    """Return the position of the first marker in the text, and the marker. Search only before `end`, unless `end` is negative."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0 and (end < 0 or at < end)]
     return min(found, default=None)
 
 
 def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
-    """Return the number of characters at the end of `text` that may be the start of a marker."""
+    """Return how many characters at the end of `text` may be the start of a marker."""
     partial = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), partial, -1):
@@ -445,7 +446,7 @@ def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """A filter that ends a stream of text before the first stop string. It holds back a possible start of one."""
+    """A filter that ends a stream of text before the first stop string. It holds back text that may be the start of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -1,7 +1,8 @@
-"""The `Renderer` interface: a conversation → prompt ids, sampled ids → reply events, and the bridge from one turn to the next.
+"""The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
-`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself. A transition whose bridge would
-differ from a render of the whole conversation has no bridge. `families.py` has hand-written renderers.
+A renderer turns a conversation into prompt ids and sampled ids into reply events. It also builds bridges, which are the ids from one turn
+to the next. `TemplateRenderer` derives the bridges from the template. It gives a transition no bridge if that would differ from a render of
+the whole conversation. `families.py` adapts hand-written renderers to the interface.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from turngate.types import (
     ToolCall,
 )
 
-TEMPLATE_RENDERER = "template"  # the name of the renderer that is derived from the chat template
+TEMPLATE_RENDERER = "template"  # name of the renderer that is derived from the chat template
 _MAX_FORMS = 256
-_MAX_FORM_MESSAGES = 64  # finding a form renders the new messages about twenty times
-# Texts that a template may trim, unwrap, parse or otherwise inspect.
+_MAX_FORM_MESSAGES = 64  # to find a form, the new messages are rendered about twenty times
+# Texts that a template may trim, unwrap, parse or otherwise change.
 _TRICKY_TEXTS = (
     "",
     "  x\n\n",
@@ -56,11 +57,11 @@ _TRICKY_TEXTS = (
 
 
 class LastTurn(msgspec.Struct, frozen=True):
-    """The sampled turn that a bridge starts from."""
+    """The sampled turn after which a bridge continues."""
 
     context: Ids  # the ids just before the turn, which end with the generation prompt
     sampled: Ids
-    message: Message  # as sent by the agent
+    message: Message  # the turn as the agent sent it back
     reasoning_open: bool = False  # whether sampling ended inside reasoning
     system: str = ""  # the conversation's system prompt, which some templates inspect at every turn
 
@@ -73,17 +74,17 @@ class Renderer(Protocol):
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
-        """Render the whole conversation. With `generate`, append the generation prompt for the next turn."""
+        """Render the whole conversation. If `generate` is set, append the generation prompt for the next turn."""
 
     def knows(self, name: str) -> bool:
-        """Return whether the template uses an argument of this name."""
+        """Return whether the renderer accepts a template argument with this name."""
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> list[int] | None:
-        """Render the ids between the last sampled id and the next turn.
+        """Return the ids between the last sampled id and the next turn.
 
-        Return None if this transition has no bridge, so that the whole conversation must be rendered.
+        Return None if this transition has no bridge. The whole conversation must then be rendered.
         """
 
     def explain_refusal(
@@ -92,28 +93,28 @@ class Renderer(Protocol):
         """Return why this transition has no bridge, or "" if it has one."""
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        """Render like `render`, but return an array."""
+        """Do the same as `render`, but return an array."""
 
     def bridge_ids(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
-        """Render like `bridge`, but return an array."""
+        """Do the same as `bridge`, but return an array."""
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> ReplyReader: ...
 
     def find_reasoning_tokens(self, context: Ids) -> ReasoningTokens | None:
-        """Return the tokens of the reasoning that a reply to this context may start with.
+        """Return the tokens that open and close reasoning at the start of a reply to this context.
 
-        Return None if it has none, or if they are not single tokens of the vocabulary.
+        Return None if the reply cannot start with reasoning, or if the markers are not single tokens of the vocabulary.
         """
 
 
 class ReplyReader:
     """An incremental reader of sampled ids.
 
-    It detokenizes the ids, drops stop and special tokens, cuts at stop strings and parses the text.
+    It drops stop and special tokens, decodes the other ids, cuts the text at the first stop string, and parses it.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class ReplyReader:
 
     @property
     def satisfied(self) -> bool:
-        """Whether sampling may stop: a stop string was found, or the one requested call is complete."""
+        """Whether sampling may stop: a stop string was found, or only one call is wanted and it is complete."""
         return self._stops.hit or self._parser.satisfied
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that was found, if any."""
+        """The stop string that was found, or an empty string."""
         return self._stops.met
 
     def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
@@ -147,7 +148,7 @@ class ReplyReader:
 
 
 def read_prompt_end(tokenizer: Tokenizer, context: Ids) -> str:
-    """Return the last text of a prompt, which may open or close reasoning."""
+    """Return the text of a prompt's last eight tokens, which shows whether the prompt opens or closes reasoning."""
     return tokenizer.decode(context[-8:].tolist()).rstrip()
 
 
@@ -159,15 +160,15 @@ def find_reasoning_tokens(tokenizer: Tokenizer, syntax: Syntax, context: Ids) ->
     return ReasoningTokens(opening, closing, end.endswith(syntax.reasoning_open))
 
 
-@lru_cache(maxsize=4)  # called for every turn; a gateway has one renderer
+@lru_cache(maxsize=4)  # this is called for every turn, and a gateway has only one renderer
 def _find_hidden_ids(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
-    """Return the ids of tokens that are never shown."""
+    """Return the ids that are dropped from replies: stop tokens, and special tokens that are not markers of the syntax."""
     markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
     return (tokenizer.special_ids - markers) | frozenset(stop_ids)
 
 
 class BridgeForm(msgspec.Struct, frozen=True):
-    """The text that a template writes around new messages: one part before each message, and one after the last."""
+    """The text that a template writes around the contents of new messages: one part before each message, and one after the last."""
 
     close: int
     parts: tuple[str, ...]
@@ -176,15 +177,17 @@ class BridgeForm(msgspec.Struct, frozen=True):
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
 
 
-_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once, since building it takes longer than encoding
-# Of a transition: calls, whether they have text, the new speakers, whether there are tools, template arguments
+# Created only once, because creating an encoder takes longer than encoding.
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode
+# The shape of a transition: number of calls, whether there is text besides them, roles and names of the new messages, whether there are
+# tools, template arguments.
 _Shape = tuple[int, bool, tuple[tuple[str, str], ...], bool, str]
 _NOT_WRITTEN = "the chat template does not write these messages after a turn"
-_NOT_SEARCHED = BridgeForm(0, ())  # no search was made yet, whereas None means that no form exists
+_NOT_SEARCHED = BridgeForm(0, ())  # no form has been searched for yet; None means that no form exists
 
 
 class TemplateRenderer:
-    """A renderer for any chat template. The bridge is the text that the template itself writes after an assistant turn."""
+    """A renderer for any chat template. It derives each bridge from the text that the template writes after an assistant turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
@@ -210,14 +213,13 @@ class TemplateRenderer:
             )
         self.closing_ids = tuple(dict.fromkeys([*(c.token for c in closes), *self.stop_ids]))
         self._closing_texts = {i: tokenizer.decode(i) for i in self.closing_ids}
-        # Tokens that end a turn because the next message starts with them, as in GLM's templates
+        # Tokens that end a turn because the next message starts with them, as in GLM's templates.
         self._openers = frozenset(c.token for c in closes if not c.is_own)
         self._forms: dict[tuple[*_Shape, str], BridgeForm | str | None] = {}
         self._refusals: dict[tuple[*_Shape, bool], str] = {}
         self.uncertified: dict[Transition, str] = {}  # transitions that failed certification, and why
-        self.uncertified_with_tools: dict[Transition, str] | None = (
-            None  # of the template for tools, if the model has a separate one
-        )
+        # The same for the template for tools, if the model has a separate one.
+        self.uncertified_with_tools: dict[Transition, str] | None = None
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
@@ -230,7 +232,7 @@ class TemplateRenderer:
         return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate), remember=True)
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        # Rollouts of one task have the same system prompt, tools and question, so encode these only once.
+        # Cache the ids, because rollouts of one task start with the same system prompt, tools and question.
         return self.tokenizer.ids(self.text(messages, tools, kwargs), remember=True)
 
     def bridge(
@@ -246,14 +248,14 @@ class TemplateRenderer:
         if after is None or isinstance(after, str):
             return None
         close, text = after
-        # A tokenizer may treat the start of a text specially, so encode the text together with the token before it.
+        # A tokenizer may encode the start of a text differently, so include the closing token before it.
         ids = self.tokenizer.ids(self._closing_texts[close] + text)
         if self._is_closed(last, close):
             return ids[1:]
         uncertified = self._find_uncertified(tools)
         if uncertified and Transition.of(last.message, new, cut=True) in uncertified:
             return None
-        # The turn was truncated: its closing tokens were not sampled, so they are context.
+        # The turn was truncated, so its closing tokens were not sampled but are part of the bridge.
         if not last.reasoning_open:
             return ids
         return np.concatenate([np.array(self.tokenizer.encode(self.syntax.reasoning_close), ID_DTYPE), ids])
@@ -288,16 +290,19 @@ class TemplateRenderer:
         return find_reasoning_tokens(self.tokenizer, self.syntax, context)
 
     def _is_closed(self, last: LastTurn, close: int) -> bool:
-        """Return whether the turn ends as the template would end it. A different stop token also ends it, but does not start a message."""
+        """Return whether the sampled turn ends with `close`, the token with which the template ends it.
+
+        Any other stop token ends the turn as well, unless one of the two tokens starts the next message.
+        """
         final = int(last.sampled[-1]) if len(last.sampled) else -1
         return final == close or (final in self.stop_ids and not {final, close} & self._openers)
 
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | str | None:
-        """Return the closing token of an assistant turn, and the text that the template writes after it for `new`.
+        """Return the closing token of the last turn, and the text that the template writes after it for the new messages.
 
-        If the transition has no bridge, return the reason instead. Return None if the text cannot be determined.
+        If this kind of transition has no bridge, return the reason. Return None if the template does not write these messages.
         """
         if len(new) > _MAX_FORM_MESSAGES:
             few = _thin_out(new)
@@ -333,7 +338,7 @@ class TemplateRenderer:
         kwargs: dict[str, Json],
         shape: tuple[*_Shape, bool],
     ) -> str:
-        """Return why transitions of this shape have no bridge, or "" if they have one."""
+        """Return why transitions of this shape have no bridge, or "" if they have one. Cache the result."""
         if shape not in self._refusals:
             if len(self._refusals) >= _MAX_FORMS:
                 self._refusals.pop(next(iter(self._refusals)))
@@ -345,9 +350,9 @@ class TemplateRenderer:
     def _compare_in_histories(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> str:
-        """Compare the bridge with renders of whole conversations of different lengths.
+        """Compare the bridge with renders of whole conversations that have different histories before the turn.
 
-        Return the first difference, or why nothing could be compared.
+        Return the first difference, or why nothing could be compared, or "" if the bridge is always the same.
         """
         system = "You are a careful engineer." if last.system else ""
         plain = [msgspec.structs.replace(m, content=f"turngateTEXT{n}END") for n, m in enumerate(new)]
@@ -371,7 +376,7 @@ class TemplateRenderer:
                 found = find_difference(render, closes, [*head, last.message, *plain], close + bridge[1])
             except BadRequest as error:
                 rejection = error.message
-                continue  # the template accepts this turn only in other places
+                continue  # the template rejects this turn after this history, but may accept it after another
             compared = True
             if found is not None:
                 return found.describe()
@@ -384,10 +389,10 @@ class TemplateRenderer:
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> BridgeForm | None:
-        """Find the text that the template writes around messages of this shape, if it leaves the messages themselves unchanged.
+        """Find the text that the template writes around new messages of this shape, if it writes their contents unchanged.
 
-        The form is tested with texts that templates are likely to change, and with different call ids and names. Return None if these
-        messages must be rendered every time.
+        The form is tested with contents that templates are likely to change, and with different call ids and names. Return None if a test
+        fails. Such messages must be rendered every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
         found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)
@@ -415,8 +420,11 @@ class TemplateRenderer:
         tools: Sequence[Tool],
         kwargs: dict[str, Json],
     ) -> tuple[int, str] | None:
-        """Render the new messages after a stand-in for the conversation: one question, and an assistant turn of the same shape."""
-        # A template may depend on whether there are tools, but not on which ones. Certification checks that.
+        """Render the new messages after a short replacement for the conversation: one question, and a turn of the same shape as `message`.
+
+        Return the closing token of the turn, and the text after it. Return None if the template does not write them.
+        """
+        # One tool is enough: what a template writes here may depend on whether there are tools, but not on which ones.
         stand_in = [Message("user", "x"), build_stand_in(message)]
         if system:
             stand_in.insert(0, Message("system", system))
@@ -432,7 +440,7 @@ class TemplateRenderer:
             return None
         at, which = min(found)
         after = text[at + len(self._closing_texts[which]) :]
-        # Some templates move system messages to the top, where a new message cannot be added later.
+        # Some templates move system messages to the start of the prompt, which has already been sent.
         if any(m.role == "system" and m.content.strip() not in after for m in new):
             return None
         return which, after
@@ -445,14 +453,15 @@ class TemplateRenderer:
 
 def _find_call_syntax(template: Template) -> Syntax | None:
     call = ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "v"}')
-    tools = () if template.without_tools is template else [PROBE_TOOL]  # a template for tools may fail without them
+    # A template for tools may fail if there are none.
+    tools = () if template.without_tools is template else [PROBE_TOOL]
     conversation = [Message("user", SENTINEL), Message("assistant", tool_calls=(call,))]
     text = template.text(conversation, tools, generate=False, kwargs={})
     return detect_syntax(text.rpartition(SENTINEL)[2])
 
 
 def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str]:
-    """Compile the template, with its variant for tools if that can be used. Otherwise, also return why it cannot."""
+    """Compile the chat template and, if there is one, the separate template for tools. If the latter cannot be used, also return why."""
     if tokenizer.tool_template is None:
         return Template(default, tokenizer.special_tokens), ""
     template = Template(tokenizer.tool_template, tokenizer.special_tokens, source_without_tools=default)
@@ -462,16 +471,19 @@ def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str
         if _find_call_syntax(template) is not None:
             return template, ""
         why = "it writes calls in a form that Turngate cannot parse"
-    return template.without_tools, f"the named chat template tool_use is not used, but default, even with tools: {why}"
+    unused = (
+        f"the chat template named tool_use cannot be used ({why}), so the one named default is used even with tools"
+    )
+    return template.without_tools, unused
 
 
 def _thin_out(messages: Sequence[Message]) -> list[Message]:
-    """Keep at most two messages of each run with the same role, which is enough to show how a template treats them."""
+    """Keep only the first two of several consecutive messages with the same role, which is enough to see how a template writes them."""
     return [m for n, m in enumerate(messages) if n < 2 or not m.role == messages[n - 1].role == messages[n - 2].role]
 
 
 def _probe_history(*results: str) -> list[Message]:
-    """Build a conversation up to a turn: a question, then a call and its result for each of the texts."""
+    """Build a conversation: a question, and then, for each of the texts, a call with this result."""
     history = [Message("user", "What does main.py do?")]
     for n, text in enumerate(results):
         call = ToolCall(f"{LONG_CALL_ID[:-1]}{n}", "read_file", '{"path": "main.py"}')
@@ -479,7 +491,7 @@ def _probe_history(*results: str) -> list[Message]:
     return history
 
 
-# Conversations in which bridges are compared with the template. Those with calls come last.
+# Histories before a turn, for comparing bridges with the template. Those with calls come last.
 _HISTORIES = (
     _probe_history(),
     [*_probe_history(), Message("assistant", "It prints."), Message("user", "And util.py?")],

@@ -1,8 +1,8 @@
-"""Chat templates, rendered as Hugging Face does.
+"""Chat templates, rendered in the same way as by `transformers`, but without that package.
 
-`Template` compiles and renders. Where a template lacks a feature (`traits.py`), the conversation is rewritten first
-(`template_fallbacks.py`). `transformers` is not needed: the environment here is the documented one (sandboxed Jinja, `tojson`,
-`raise_exception`, `strftime_now`), and tests compare it with `transformers`.
+`Template` compiles and renders a template. If a template lacks a feature (`traits.py`), the conversation is rewritten before it is rendered
+(`template_fallbacks.py`). The Jinja environment is the one that Hugging Face documents: a sandbox with `tojson`, `raise_exception` and
+`strftime_now`. Tests compare the results with those of `transformers`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from turngate.render.template_fallbacks import (
 from turngate.render.traits import PROBE_TOOL, Traits, probe_traits
 from turngate.types import Json, Message, Tool
 
-# A template is third-party code. It may reject a conversation by raising, or fail on one it does not expect.
+# A template is third-party code. It may raise an error to reject a conversation, or fail on a conversation that it does not expect.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The `{% generation %}` tag, which marks assistant text for training masks in some templates. Rendering ignores it."""
+    """The `{% generation %}` tag, with which some templates mark assistant text for training masks. It has no effect on rendering."""
 
     tags = {"generation"}
 
@@ -69,7 +69,7 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Template:
-    """A compiled chat template. It may have a variant for conversations without tools: some models have a template for each."""
+    """A compiled chat template. If the model has separate templates, `without_tools` is the one for conversations without tools."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], *, source_without_tools: str | None = None) -> None:
         try:
@@ -90,7 +90,7 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
-        """Render the whole conversation as text. With `generate`, append the generation prompt."""
+        """Render the whole conversation as text. If `generate` is set, append the generation prompt."""
         if not tools and self.without_tools is not self:
             return self.without_tools.text(messages, generate=generate, kwargs=kwargs)
         try:
@@ -102,7 +102,7 @@ class Template:
 
     def _probe(self, traits: Traits, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:
         if self._is_for_tools and not tools:
-            tools = [PROBE_TOOL]  # it may fail without tools
+            tools = [PROBE_TOOL]  # a template for tools may fail if there are none
         try:
             return self._write(
                 traits, shorten_call_ids(messages) if traits.short_call_ids else messages, tools, True, {}
@@ -118,7 +118,7 @@ class Template:
         generate: bool,
         kwargs: dict[str, Json],
     ) -> str:
-        """Rewrite the conversation for the template, and write it."""
+        """Rewrite the conversation where the template lacks a feature, and render it."""
         if not traits.native_tools:
             messages, tools = rewrite_tools_as_hermes(messages, tools), ()
         if not traits.late_system:
@@ -182,4 +182,4 @@ def _encode_arguments(text: str, traits: Traits) -> Json:
     try:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
-        return text  # malformed JSON from the model is rendered unchanged
+        return text  # the model wrote malformed JSON, which is rendered unchanged

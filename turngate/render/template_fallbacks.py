@@ -1,7 +1,7 @@
-"""Rewrite conversations for chat templates that lack a feature: tools, system messages, free order of roles, or free call ids.
+"""Rewrite conversations for chat templates that do not support tools, system messages, any order of roles, or any form of call id.
 
-Tools are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen and Hermes models are trained on and
-`parse.py` reads.
+If a template does not support tools, they are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen
+and Hermes models are trained on and which `parse.py` parses.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SHORT_ID_LETTERS = string.ascii_letters + string.digits
 
 
 def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
-    """Return the system prompt text that declares tools."""
+    """Return text for the system prompt that declares the tools. `tail` follows the list of tools."""
     return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
 
 
 def rewrite_tools_as_hermes(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Rewrite a conversation with tools as plain system, user and assistant messages."""
+    """Rewrite tools, calls and results as text in system, user and assistant messages, for templates that do not support tools."""
     out = [_write_calls(message) for message in _merge_results(messages)]
     return add_to_system_prompt(out, declare_tools(tools)) if tools else out
 
 
 def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[Message]:
-    """Append `declaration` to the system prompt, or add a system prompt with it."""
+    """Append `declaration` to the system prompt, or add it as the system prompt if there is none."""
     if messages and messages[0].role == "system":
         text = f"{messages[0].content}\n\n{declaration}" if messages[0].content else declaration
         return [Message("system", text), *messages[1:]]
@@ -48,7 +48,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Move the system message to the top of the first user message, for templates that reject system messages."""
+    """Move the system message to the start of the first user message, for templates that reject system messages."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
@@ -59,7 +59,7 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn system messages after the first message into user messages, for templates that would move them to the start of the prompt."""
+    """Turn every system message except the first message into user text, for templates that do not write it in its place."""
     out: list[Message] = []
     for message in messages:
         before = out[-1] if out else None
@@ -73,7 +73,7 @@ def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def move_system_after_answer_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn system messages that follow an answer into user messages, for templates that reject them there."""
+    """Turn system messages that directly follow an answer into user messages, for templates that reject them in this position."""
     out: list[Message] = []
     for message in messages:
         moves = message.role == "system" and bool(out) and out[-1].role == "assistant"
@@ -82,7 +82,7 @@ def move_system_after_answer_to_user(messages: Sequence[Message]) -> list[Messag
 
 
 def join_adjacent_messages(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive user messages, and consecutive answers without calls, for templates in which roles must alternate."""
+    """Join consecutive user messages, and consecutive assistant messages without calls, for templates in which roles must alternate."""
     out: list[Message] = []
     for message in messages:
         joins = bool(out) and out[-1].role == message.role and message.role in ("user", "assistant")
@@ -93,7 +93,7 @@ def join_adjacent_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def join_users_to_results(messages: Sequence[Message]) -> list[Message]:
-    """Append a user message to the tool result before it, for templates that expect an answer after results."""
+    """Append each user message that follows a tool result to that result, for templates that reject a user message there."""
     out: list[Message] = []
     for message in messages:
         if message.role == "user" and out and out[-1].role == "tool":
@@ -107,7 +107,7 @@ def _append_text(message: Message, text: str) -> Message:
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace call ids with ids of nine letters and digits derived from them."""
+    """Replace each call id with an id of nine letters and digits that is derived from it, for templates that require this form."""
     return [
         msgspec.structs.replace(
             message,
@@ -132,7 +132,7 @@ def _shorten(call_id: str) -> str:
 
 
 def _merge_results(messages: Sequence[Message]) -> list[Message]:
-    """Join consecutive tool results into one user message."""
+    """Replace each sequence of consecutive tool results with one user message."""
     out: list[Message] = []
     run: list[str] = []
     for message in messages:

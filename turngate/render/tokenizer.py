@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder: text ⇄ ids, without `transformers`.
+"""The tokenizer of a Hugging Face folder: converts between text and ids, without `transformers`.
 
-`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken with the same merges),
-which is used only if it returns the same ids as `tokenizers` on a probe corpus. Byte-level vocabularies are decoded with a table. The
+`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. To encode text, it uses tiktoken with the same merges if
+that returns the same ids as `tokenizers` on a probe corpus, because it is faster. It decodes byte-level vocabularies with a table. The
 `renderers` package also uses this class as its tokenizer.
 """
 
@@ -34,37 +34,39 @@ from turngate.render.vocabulary import (
 )
 from turngate.types import ID_DTYPE, Ids, Json
 
-TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"  # where `transformers` saves the named template
+# Where `transformers` saves the chat template named tool_use.
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _NFC = NFC()
 _NO_TOKEN = -1
 _MIN_CACHED_PIECE = 1_000  # characters; shorter segments are not cached
-_MAX_CACHED_CHARACTERS = 1_000_000  # characters
-# Pre-tokenizers (Qwen's and Llama's) that never put the end of one line and the start of the next into one token, so that lines can
-# be encoded separately. In both, a match of a line break ends at the last line break in that white space, and there is no lookbehind.
-# (GPT-2's does not qualify: its `\s+` includes the indentation of the next line.)
+_MAX_CACHED_CHARACTERS = 1_000_000
+# Pre-tokenizers (Qwen's and Llama's) with which lines can be encoded separately, because no token contains both the end of one line and
+# the start of the next: a match that contains a line break ends with the last line break of that white space, and there is no lookbehind.
+# (GPT-2's pre-tokenizer is different: its `\s+` also matches the indentation of the next line.)
 _LINE_SAFE_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}", r"\p{N}{1,3}")
 )
-_LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line with the blank lines after it
-_MAX_CACHED_LINES = 16_384  # in each of two generations
+_LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line, together with any blank lines after it
+_MAX_CACHED_LINES = 16_384  # in each of the two caches, the newer and the older one
 _MAX_CACHED_LINE = 400  # characters; longer lines rarely repeat
-_MAX_TEXT_BY_LINES = 64_000  # characters; longer texts are encoded whole, which releases the interpreter lock
-# Characters other than Latin, punctuation, symbols, CJK and Hangul, whose normalization is the same in all Unicode versions.
+_MAX_TEXT_BY_LINES = 64_000  # characters; a longer text is encoded in one call, which releases the interpreter lock
+# All characters except Latin letters, punctuation, symbols, CJK and Hangul, which are normalized alike in all Unicode versions.
 _UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
 class Tokenizer:
-    """Text ⇄ ids for one vocabulary, with its chat template."""
+    """Converts between text and ids for one vocabulary. It also holds the chat templates."""
 
     def __init__(
         self, folder: Path, *, name: str = "", vocabulary: Vocabulary | None = None, fast: bool | None = None
     ) -> None:
         """Load the tokenizer of `folder`.
 
-        `vocabulary` is the folder's vocabulary, if already read. `fast` is whether the fast encoder can be used; None means to probe it.
+        `vocabulary` is the folder's vocabulary if it has already been read. `fast` says whether the fast encoder returns the right ids; if
+        it is None, this is probed.
         """
         self.folder = folder
         self.name_or_path = name or str(folder)
@@ -93,7 +95,7 @@ class Tokenizer:
         if self._fast is not None and fast is None and not self._fast.agrees(self._encode_slow, self._bytes or []):
             self._fast = None
         if self._fast is None:
-            self._lazy_backend.get()  # report problems now
+            self._lazy_backend.get()  # if the file is invalid, raise the error now
 
     @property
     def _backend(self) -> Backend:
@@ -102,29 +104,29 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         size = int(self._backend.get_vocab_size(with_added_tokens=True))
-        # Declared tokens may leave gaps between the ids.
+        # There may be gaps between the ids of tokens that tokenizer_config.json declares.
         return max(size, *(self.added[token] + 1 for token in self.vocabulary.declared), 0)
 
     @property
     def fast(self) -> bool:
-        """Whether the fast encoder passed its probe and is in use."""
+        """Whether the fast encoder is used, because it returns the right ids."""
         return self._fast is not None
 
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
         """Encode `text`. Added tokens in the text are recognized, but no tokens are added before or after it.
 
-        With `remember`, cache its long segments, because they will be encoded again.
+        If `remember` is set, cache the ids of long segments, because they will be encoded again.
         """
         ids: list[int] = self.ids(text, remember=remember).tolist()
         return ids
 
     def ids(self, text: str, *, remember: bool = False) -> Ids:
-        """Encode `text` as an array. This avoids converting cached ids to Python numbers, which would take longer than the lookup."""
+        """Do the same as `encode`, but return an array. Converting cached ids to Python numbers would take longer than looking them up."""
         fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
         return np.array(self._encode_slow(text), ID_DTYPE) if fast is None else fast
 
     def _encode_slow(self, text: str) -> list[int]:
-        # The batch call releases the interpreter lock. The single call does not, so a megabyte would block everything for a second.
+        # Only the batch call releases the interpreter lock. Without that, a megabyte of text would block all threads for a second.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -139,12 +141,12 @@ class Tokenizer:
     def all_bytes_of(self, ids: Sequence[int]) -> bytes:
         table = self._bytes
         assert table is not None
-        if ids and min(ids) >= 0 and max(ids) < len(table):  # nearly always
+        if ids and min(ids) >= 0 and max(ids) < len(table):  # the usual case
             return b"".join([table[i] for i in ids])
         return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token of a byte-level vocabulary. Ids outside the vocabulary (padding rows) have none."""
+        """Return the bytes of one token of a byte-level vocabulary. Return no bytes for an id outside the vocabulary, such as padding."""
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -158,7 +160,7 @@ class Tokenizer:
         return found
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Look up token ids. The `renderers` package requires this name."""
+        """Return the id of a token, or the ids of several. The `renderers` package requires a method with this name."""
         if isinstance(tokens, str):
             found = self.token_id(tokens)
             return self.unk_token_id if found is None else found
@@ -175,10 +177,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """An incremental decoder of ids. Incomplete UTF-8 is held back until it is complete, or until `flush`."""
+    """An incremental decoder of ids. It holds back an incomplete character until the character is complete, or until `flush`."""
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
-        """`backend` is None for a byte-level vocabulary."""
+        """Create a decoder. `backend` must be None for a byte-level vocabulary, which is decoded with the tokenizer's table."""
         self._tokenizer = tokenizer
         self._backend = backend
         self._utf8 = _Utf8("replace")
@@ -195,13 +197,13 @@ class StreamDecoder:
 
 
 class _LazyBackend:
-    """The reference encoder, loaded on first use.
+    """The reference encoder, which is loaded on first use.
 
-    Loading takes half a second and 100 MB. With a cached vocabulary and a fast encoder, it may never be needed.
+    Loading it takes half a second and 100 MB of memory. It may never be needed if the vocabulary is cached and the fast encoder is used.
     """
 
     def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
-        """`config` is the content of tokenizer_config.json if it declares tokens that the file lacks."""
+        """Prepare to load the file `path`. `config` is the content of tokenizer_config.json if it declares tokens that the file lacks."""
         self._path = path
         self._added = added
         self._config = config
@@ -213,7 +215,7 @@ class _LazyBackend:
             if self._backend is None:
                 backend = _load_backend(self._path, self._config)
                 _require_same_ids(self._path, backend, self._added)
-                # A prompt may exceed the length limit saved with the tokenizer; the gateway checks the context length itself.
+                # Never truncate a prompt to the length that is saved with the tokenizer. The gateway checks the context length itself.
                 backend.no_truncation()
                 backend.no_padding()
                 self._backend = backend
@@ -221,7 +223,7 @@ class _LazyBackend:
 
 
 class _FastEncoder:
-    """An encoder that runs tiktoken on the same vocabulary. Supports byte-level BPE whose pre-tokenizer is one regular expression."""
+    """An encoder that uses tiktoken with the same vocabulary. It supports byte-level BPE if one regular expression splits the text."""
 
     def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
         self._encoding = encoding
@@ -230,11 +232,11 @@ class _FastEncoder:
         self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
         self._added = {token: np.array([token_id], ID_DTYPE).tobytes() for token, token_id in added.items()}
-        # Ids are cached as the bytes of their array.
+        # Segments and their ids, which are stored as the bytes of an array.
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached_characters = 0
         self._by_lines = encoding._pat_str in _LINE_SAFE_PATTERNS
-        # Lines and their ids. Rollouts of one task read the same files and see the same errors repeatedly.
+        # Lines and their ids. Lines repeat often, because rollouts of one task read the same files and get the same errors.
         self._lines: dict[str, bytes] = {}
         self._older_lines: dict[str, bytes] = {}
         self._lock = threading.Lock()  # large prompts are rendered in threads
@@ -244,9 +246,9 @@ class _FastEncoder:
         return None if ids is None else ids.tolist()
 
     def ids(self, text: str, *, remember: bool = False) -> Ids | None:
-        """Encode `text`. Return None if only the slow encoder can."""
+        """Encode `text`. Return None if only the slow encoder can encode it."""
         parts: list[bytes] = []
-        # Added tokens are split off first; the segments between them are encoded separately.
+        # Split the text at added tokens, and encode the segments between them separately.
         for n, piece in enumerate(self._added_pattern.split(text)):
             if not piece:
                 continue
@@ -272,7 +274,7 @@ class _FastEncoder:
         known = self._encode_piece(piece)
         if known is None:
             return None
-        with self._lock:  # another thread may have been faster
+        with self._lock:  # another thread may have added the segment in the meantime
             if piece not in self._cache:
                 self._cache[piece] = known
                 self._cached_characters += len(piece)
@@ -282,7 +284,7 @@ class _FastEncoder:
 
     def _encode_piece(self, piece: str) -> bytes | None:
         """Encode a segment that contains no added tokens."""
-        if (known := self._lines.get(piece)) is not None:  # the text between added tokens is often a single word
+        if (known := self._lines.get(piece)) is not None:  # a segment is often a single word
             return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
@@ -297,7 +299,7 @@ class _FastEncoder:
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _encode_line(self, line: str) -> bytes | None:
-        """Encode a line that is not in the newer cache. Concurrent calls are safe, since they add the same entries."""
+        """Encode a line that is not in the newer cache, and add it. No lock is needed, because concurrent calls add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
             known = self._encode_uncached(line)
@@ -312,7 +314,7 @@ class _FastEncoder:
     def _encode_uncached(self, text: str) -> bytes | None:
         try:
             ranks = self._encoding.encode_ordinary(text)
-        except ValueError:  # tiktoken's regex engine fails on half a million spaces in a row, for instance
+        except ValueError:  # tiktoken's regex engine fails on some texts, such as half a million spaces in a row
             return None
         ids = ranks if self._identity else [self._id[rank] for rank in ranks]
         return None if self._gaps and _NO_TOKEN in ids else np.array(ids, ID_DTYPE).tobytes()
@@ -323,7 +325,7 @@ class _FastEncoder:
         return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
-        """Return whether it agrees with the slow encoder on the probe corpus and on tokens of the vocabulary."""
+        """Return whether this encoder returns the same ids as the slow one, for the probe corpus and for a sample of the vocabulary."""
         words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
         return all(
             fast is None or fast == slow(text)
@@ -341,7 +343,8 @@ class _FastEncoder:
             return None
         rank_to_id = list(merges.order)
         for byte in range(256):
-            if bytes([byte]) not in ranks:  # a few vocabularies lack some bytes; the slow encoder handles such text
+            # A few vocabularies lack some bytes. Text with such bytes is left to the slow encoder.
+            if bytes([byte]) not in ranks:
                 ranks[bytes([byte])] = len(rank_to_id)
                 rank_to_id.append(_NO_TOKEN)
         encoding = tiktoken.Encoding("turngate", pat_str=merges.pattern, mergeable_ranks=ranks, special_tokens={})
@@ -349,12 +352,12 @@ class _FastEncoder:
 
 
 def _surely_nfc(text: str) -> bool:
-    """Return whether text is certainly NFC, even if Python and `tokenizers` use different Unicode versions."""
+    """Return whether text is certainly in NFC. The answer holds even if Python and `tokenizers` use different Unicode versions."""
     return _UNSETTLED.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
-    """Return texts on which two encoders must agree before one may replace the other: code, prose, scripts, spaces, digits."""
+    """Return texts for which two encoders must return the same ids before one may replace the other: code, scripts, spaces, digits."""
     code = Path(__file__).read_text(encoding="utf-8")
     lines = [
         code,
@@ -385,7 +388,7 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
         a + b for a in (" ", "\n", "x", "é", "9", "'s", "中") for b in (" ", "\n", "x", "é", "9", "'s", "中", "\u0301")
     ]
     marks = [f"x{t} y {t}{t}e\u0301\n{t}" for t in sorted(added)[:64]]
-    # Unassigned and rare code points, since regex engines may use different Unicode versions.
+    # Include unassigned and rare code points, because regex engines may use different Unicode versions.
     planes = [
         "".join(chr(c) for c in range(start, start + 512) if not 0xD800 <= c < 0xE000)
         for start in range(0, 0x20000, 512)
@@ -400,12 +403,12 @@ def _load_backend(path: Path, config: Json | None) -> Backend:
         spec = read_json(path)
         add_declared_tokens(spec, config)
         return Backend.from_str(json.dumps(spec))
-    except Exception as error:  # the package raises no narrower type
+    except Exception as error:  # the package raises no more specific type
         raise ConfigError(f"tokenizer: {path} is not a valid tokenizer file ({error})", param="tokenizer") from None
 
 
 def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> None:
-    """Raise `ConfigError` if the encoder uses other ids for added tokens than the file declares. It assigns ids itself."""
+    """Raise `ConfigError` if the encoder, which may assign its own ids, uses another id for an added token than the files declare."""
     for token, declared in added.items():
         if (used := backend.token_to_id(token)) != declared:
             raise ConfigError(
@@ -424,9 +427,10 @@ def _parse_length(value: Json) -> int | None:
 
 
 def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | None]:
-    """Load the chat template, and the one for conversations with tools if there are both.
+    """Return the chat template and, if there are two, the template for conversations with tools.
 
-    They are files or, if there is no file, in the config: one template, or a list of named ones, such as `default` and `tool_use`.
+    They are read from files or, if there is no file, from the config, which contains one template or a list of named templates, such as
+    `default` and `tool_use`.
     """
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
     if files["default"].exists():

@@ -1,7 +1,7 @@
-"""The features of a chat template, found by rendering probe conversations with it.
+"""Find out which features a chat template supports, by rendering probe conversations with it.
 
-`probe_traits` tries every feature that conversations of agents need. Where a template lacks one, `template_fallbacks.py` rewrites the
-conversation.
+`probe_traits` tries every feature that the conversations of agents need. If a template lacks a feature, `template_fallbacks.py` rewrites
+the conversation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from turngate.types import Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"
-LONG_CALL_ID = "call_0123456789abcdef01234567"  # of the form that replies to agents have
-SHORT_CALL_ID = "a1b2c3d4e"  # of the form that Mistral's templates require
+LONG_CALL_ID = "call_0123456789abcdef01234567"  # in the form that the gateway uses in replies
+SHORT_CALL_ID = "a1b2c3d4e"  # in the form that Mistral's templates require
 PROBE_TOOL = Tool(
     "probe_tool",
     {
@@ -29,28 +29,28 @@ PROBE_TOOL = Tool(
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """The features of one template."""
+    """Which features a template supports, and in which form it expects messages."""
 
-    native_tools: bool  # declares tools and renders calls and results; otherwise the Hermes form is used
-    text_arguments: bool = False  # accepts call arguments as JSON text rather than as objects
+    native_tools: bool  # declares tools, and renders calls and results; if false, the Hermes form is used
+    text_arguments: bool = False  # requires call arguments as JSON text instead of objects
     null_content: bool = False  # renders calls only if content is null
     system: bool = True  # accepts a system message
-    late_system: bool = True  # renders a later system message in its place
-    system_after_answer: bool = True  # renders a system message that follows an answer
+    late_system: bool = True  # renders a system message in the middle of a conversation in its place
+    system_after_answer: bool = True  # renders a system message directly after an answer
     content_parts: bool = False  # accepts content only as a list of parts
-    short_call_ids: bool = False  # accepts call ids only if they have nine letters and digits
+    short_call_ids: bool = False  # accepts only call ids that consist of nine letters and digits
     parallel_calls: bool = True  # renders several calls in one turn
     adjacent_users: bool = True  # renders several user messages in a row
     user_after_results: bool = True  # renders a user message after tool results
-    system_with_results: bool = True  # still renders the system prompt once there are tool results
+    system_with_results: bool = True  # renders the system prompt even if there are tool results
 
 
-# Renders messages and tools with the given traits. Returns None if the template rejects the conversation.
+# A function that renders messages and tools for a template with the given traits. It returns None if the template rejects them.
 ProbeRender = Callable[[Traits, Sequence[Message], Sequence[Tool]], str | None]
 
 
 def probe_traits(render: ProbeRender) -> Traits:
-    """Find the traits of a template."""
+    """Return the traits of a template. `render` renders conversations with it."""
     user, answer, late = Message("user", "x"), Message("assistant", "y"), Message("system", SENTINEL)
     plain = Traits(native_tools=False)
     if not _shows(render, plain, [Message("user", SENTINEL)], SENTINEL):

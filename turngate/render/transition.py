@@ -1,8 +1,8 @@
-"""Transitions: the step from one turn of the model to the next, and the check that a template only appends at such a step.
+"""Transitions: the steps from one turn of the model to the next, and the check that a template only appends text at such a step.
 
-The bridge of a transition is the text that the template writes between two turns. It may extend the sampled ids only if rendering the whole
-conversation writes the same text there, and leaves all text before the turn as it was. `find_difference` checks that. The turns themselves
-are not compared: the ids that the model sampled are kept, even where the template would spell a past turn differently or drop its thinking.
+The bridge of a transition is the text that the template writes between two turns. It may only extend the sampled ids if a render of the
+whole conversation has the same text there, and leaves all text before the turn unchanged. `find_difference` checks this. The turns
+themselves are not compared: the sampled ids are kept, even if the template would write a past turn differently or drop its thinking.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 from turngate.render.traits import SENTINEL
 from turngate.types import Message, ToolCall
 
-# Renders messages, with or without the generation prompt.
+# A function that renders messages, with or without the generation prompt.
 TextFunction = Callable[[Sequence[Message], bool], str]
 _SPEAKERS = {"user": "a user message", "system": "a system message", "tool": "results", "assistant": "an answer"}
 
@@ -25,12 +25,12 @@ TURN_TEXT = "turngateTURNTEXT"
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """One kind of transition. Certificates have a verdict for each."""
+    """One kind of transition. A certificate contains a verdict for each kind."""
 
-    calls: int  # number of calls in the turn; 2 stands for several
-    speakers: tuple[str, ...]  # the roles of the new messages; repeated roles count once
+    calls: int  # number of calls in the turn; 2 means two or more
+    speakers: tuple[str, ...]  # the roles of the new messages; consecutive equal roles are listed once
     text: bool = False  # whether the turn has text in addition to its calls
-    cut: bool = False  # whether the turn lacks its closing token
+    cut: bool = False  # whether the turn was truncated, so that its closing token is missing
 
     @classmethod
     def of(cls, turn: Message, new: Sequence[Message], *, cut: bool) -> Transition:
@@ -44,7 +44,7 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class BridgeDifference(msgspec.Struct, frozen=True):
-    """Where the template writes something other than the bridge."""
+    """A difference between the bridge and what the template writes: where it is, and both texts."""
 
     where: str
     bridge: str = ""
@@ -62,7 +62,7 @@ _UNCLEAR_TURNS = BridgeDifference("the template does not write each turn and its
 
 
 def build_stand_in(turn: Message, mark: str = SENTINEL) -> Message:
-    """Build an assistant turn of the same shape whose end can be found in the rendered text."""
+    """Build an assistant turn with as many calls as `turn`. It ends with `mark`, so that its end can be found in the rendered text."""
     if not turn.tool_calls:
         return Message("assistant", mark)
     *others, final = turn.tool_calls
@@ -74,10 +74,10 @@ def build_stand_in(turn: Message, mark: str = SENTINEL) -> Message:
 def find_difference(
     text: TextFunction, stops: Sequence[str], messages: Sequence[Message], bridge: str
 ) -> BridgeDifference | None:
-    """Compare a bridge with a render of the whole conversation, whose last assistant turn is the one that the bridge follows.
+    """Compare a bridge with a render of the whole conversation. The bridge follows the last assistant turn of `messages`.
 
-    `bridge` starts with the closing token. Return None if the template writes the same after the turn, and the same before each turn as in
-    the prompt of that turn. Raise `BadRequest` if the template rejects the conversation.
+    `bridge` starts with the closing token. Return None if the template writes the same text after that turn, and if it writes the same text
+    before each turn as in the prompt of that turn. Raise `BadRequest` if the template rejects the conversation.
     """
     after = write_after_turn(text, stops, messages)
     if isinstance(after, BridgeDifference):
@@ -88,7 +88,7 @@ def find_difference(
 
 
 def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequence[Message]) -> str | BridgeDifference:
-    """Return the text that the template writes from the close of the last assistant turn on, or how it changes earlier text."""
+    """Return the text that the template writes from the end of the last assistant turn on, or how the template changes earlier text."""
     turns = [n for n, message in enumerate(messages) if message.role == "assistant"]
     marks = [f"{SENTINEL}{n}END" for n in range(len(turns))]
     marked = list(messages)
@@ -103,9 +103,9 @@ def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequenc
         closed = _split(text(marked[:n], False), marks[:k], stops)
         if prompt is None or closed is None or latest is None:
             return _UNCLEAR_TURNS
-        # The generation prompt may differ from what the template writes before a past turn: it belongs to the turn.
+        # Leave out the generation prompt, which may differ from what the template writes before a past turn. It belongs to the turn.
         context = prompt[-1][: _common_size(prompt[-1], closed[-1])]
-        # An earlier transition may have changed this text already. Then that one is not certified, and this one must leave the text alone.
+        # If an earlier transition already changed this text, that transition is not certified, and this one must not change the text again.
         was_changed = not latest[k].startswith(context)
         if not whole[k].startswith(context) and not (was_changed and whole[k] == latest[k]):
             return BridgeDifference(f"before turn {k + 1}", context, whole[k])
@@ -113,7 +113,10 @@ def write_after_turn(text: TextFunction, stops: Sequence[str], messages: Sequenc
 
 
 def _split(text: str, marks: Sequence[str], stops: Sequence[str]) -> list[str] | None:
-    """Return the texts before, between and after the marked turns. Each but the first begins with the close of a turn."""
+    """Return the texts before, between and after the marked turns. Each text but the first begins with the closing token of a turn.
+
+    Return None unless each mark occurs exactly once, followed by a closing token.
+    """
     parts: list[str] = []
     for mark in marks:
         before, found, text = text.partition(mark)

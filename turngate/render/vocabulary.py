@@ -1,8 +1,9 @@
-"""Read a vocabulary: added and special ids, the bytes of each id, and the merges in the form that tiktoken accepts.
+"""Read a vocabulary: its added and special tokens, the bytes of each id, and the merges in the form that tiktoken accepts.
 
-`tokenizer.json` defines it. Some folders declare special tokens only in `tokenizer_config.json`; those are added as declared.
+The vocabulary is defined in `tokenizer.json`. Some folders declare special tokens only in `tokenizer_config.json`, from which they are
+added.
 
-Reading the file and reordering its merges takes most of a second, so `certificate_cache.py` caches the result.
+Reading the file and ordering its merges takes most of a second, so `certificate_cache.py` caches the result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from turngate.types import Json
 
 
 class Merges(msgspec.Struct, frozen=True):
-    """A byte-level BPE whose pre-tokenizer is one regular expression, for the fast encoder."""
+    """The merges of a byte-level BPE with a single regular expression as pre-tokenizer, which the fast encoder needs."""
 
     pattern: str
     nfc: bool
@@ -26,12 +27,12 @@ class Merges(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    digest: str  # of the file
+    digest: str  # digest of tokenizer.json
     added: dict[str, int]
     special: list[int]
     table: list[bytes] | None  # the bytes of each id; None if the vocabulary is not byte-level
     merges: Merges | None
-    declared: list[str] = []  # added tokens that are not in the file, but only declared in tokenizer_config.json
+    declared: list[str] = []  # added tokens that only tokenizer_config.json declares
 
 
 def read_vocabulary(path: Path, config: Json) -> Vocabulary:
@@ -49,8 +50,8 @@ def read_vocabulary(path: Path, config: Json) -> Vocabulary:
 def add_declared_tokens(spec: Json, config: Json) -> list[str]:
     """Add the tokens that only `tokenizer_config.json` declares to the contents of `tokenizer.json`, and return them.
 
-    A token takes the id that is declared for it. There it replaces a placeholder of the vocabulary, if any. A token whose id is used
-    by an ordinary token is left out: `markers.py` refuses a template that needs it.
+    Each token gets its declared id. If a placeholder in the vocabulary has this id, the token replaces it. If an ordinary token has this
+    id, the declared token is left out, and `markers.py` rejects a template that needs it.
     """
     known = {token["content"] for token in spec.get("added_tokens", [])}
     vocab = spec["model"]["vocab"]
@@ -73,14 +74,17 @@ def add_declared_tokens(spec: Json, config: Json) -> list[str]:
         spec.setdefault("added_tokens", []).append({**flags, "id": token_id, "content": content})
         known.add(content)
         out.append(content)
-    # An encoder numbers added tokens by the size of the vocabulary, unless they are part of it.
+    # An encoder assigns new ids to added tokens that are not in the vocabulary, starting at its size. Therefore add them to it.
     for token in spec["added_tokens"] if out else ():
         vocab.setdefault(token["content"], token["id"])
     return out
 
 
 def _read_declared_tokens(config: Json, vocab: dict[str, int]) -> list[tuple[str, int, dict[str, bool]]]:
-    """Return the tokens in `tokenizer_config.json`, with their ids and flags. Those without an id must be in the vocabulary."""
+    """Return the tokens that `tokenizer_config.json` declares, with their ids and flags.
+
+    A token that is declared without an id gets its id from the vocabulary. If the vocabulary lacks the token, it is left out.
+    """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     out = []
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
@@ -101,7 +105,7 @@ def read_declared_texts(config: Json) -> list[str]:
 
 
 def _find_merged_tokens(model: Json) -> set[str]:
-    """Return the tokens that a merge reads or writes."""
+    """Return all tokens that are an input or the result of a merge."""
     out: set[str] = set()
     for merge in model.get("merges", []):
         left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
@@ -136,10 +140,11 @@ def _parse_merges(spec: Json) -> Merges | None:
 
 
 def _merge_order(model: Json) -> list[int] | None:
-    """Return token ids in merge order: base symbols first, then the result of each merge.
+    """Return the token ids in merge order: first the base symbols, then the result of each merge.
 
-    Return None if ranks cannot express the merges. If several merges produce the same token, its rank is that of the first one. tiktoken
-    then gives the later pairs a higher priority than they should have, so the order is only a candidate until it passes the probe corpus.
+    Return None if the result of a merge is not in the vocabulary. If several merges produce the same token, the token gets the rank of the
+    first one. tiktoken then gives the other pairs too high a priority. The fast encoder is therefore only used if it passes the probe
+    corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}
@@ -154,7 +159,7 @@ def _merge_order(model: Json) -> list[int] | None:
 
 
 def _single_pattern(pre: Json) -> str | None:
-    """Return the regular expression that splits text, if the pre-tokenizer is exactly one split followed by byte-level mapping."""
+    """Return the regular expression with which the pre-tokenizer splits text. Return None if one expression cannot describe the split."""
     if pre is None:
         return None
     stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
@@ -171,28 +176,28 @@ def _single_pattern(pre: Json) -> str | None:
             {"type": "Digits", "individual_digits": True},
             {"type": "ByteLevel", "add_prefix_space": False, **rest},
         ] if rest.get("use_regex", True):
-            # Digits are split off individually first, so a space before a digit stays with the text before it.
+            # Each digit is split off first, so white space before a digit is not joined with the digit.
             return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
         case _:
             return None
 
 
 def _is_nfc(normalizer: Json) -> bool | None:
-    """Return whether text is normalized to NFC, or None if the fast path does not support the normalizer."""
+    """Return whether text is normalized to NFC, or None if the fast encoder does not support the normalizer."""
     if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
         return False
     return True if normalizer["type"] == "NFC" else None
 
 
 def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
-    """Return the bytes of each id of a byte-level vocabulary, or None for any other."""
+    """Return the bytes of each id of a byte-level vocabulary, or None if the vocabulary is not byte-level."""
     decoder = spec.get("decoder") or {}
     kinds = (
         [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
     )
     if "ByteLevel" not in kinds or spec["model"].get("type") != "BPE":
         return None
-    # One pass over the whole vocabulary: 150,000 small loops in Python would take most of a second.
+    # Translate the whole vocabulary as one text, because 150,000 separate translations would take most of a second.
     vocab: dict[str, int] = spec["model"]["vocab"]
     to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
     mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
@@ -205,12 +210,12 @@ def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
 def _encode_latin(mapped: str, token: str) -> bytes:
     try:
         return mapped.encode("latin-1")
-    except UnicodeEncodeError:  # a token outside the byte alphabet represents itself
+    except UnicodeEncodeError:  # a token with other characters than those of the byte alphabet is not encoded
         return token.encode()
 
 
 def _byte_chars() -> dict[int, str]:
-    """Return GPT-2's printable stand-in for each byte."""
+    """Return the printable character with which GPT-2 represents each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     chars = {byte: chr(byte) for byte in printable}
     for shift, byte in enumerate(b for b in range(256) if b not in chars):
