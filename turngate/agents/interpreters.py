@@ -1,4 +1,4 @@
-"""Find a Python of a given version on this machine, whether it came with the system, pyenv or uv."""
+"""Find a Python of a given version on this machine: on the PATH, in the system folders, or installed by pyenv or uv."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PROBE = "import os, sys; print('%d.%d' % sys.version_info[:2], os.path.realpath
 
 
 class Interpreter(msgspec.Struct, frozen=True):
-    """A Python on this machine. It does not depend on HOME or the PATH."""
+    """A Python interpreter on this machine, which can be started without HOME or the PATH."""
 
     path: str
-    prefix: str  # the folder that contains it and its library
+    prefix: str  # the folder that contains the interpreter and its library
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The host folders that a sandbox with the host's /usr also needs to run it."""
+        """The folders of this machine that a sandbox needs in addition to /usr to run this interpreter."""
         return () if Path(self.prefix).is_relative_to("/usr") else (self.prefix,)
 
 
@@ -31,7 +31,8 @@ class Interpreter(msgspec.Struct, frozen=True):
 def find_python(version: str) -> Interpreter | None:
     """Return a Python of this version, such as 3.12, or None if there is none.
 
-    A program on the PATH may be a shim that fails (pyenv's does, unless the version is selected), so each candidate is run.
+    Each candidate is run, because a program on the PATH may be a shim that fails. For example, pyenv's shim fails unless the version is
+    selected.
     """
     if version == "{}.{}".format(*sys.version_info):
         return Interpreter(os.path.realpath(sys.executable), sys.base_prefix)
@@ -50,7 +51,7 @@ def _list_candidates(version: str) -> Iterator[Path]:
 
 
 def _probe(path: Path, version: str) -> Interpreter | None:
-    """Run an interpreter, and return it if it works and has the right version."""
+    """Run an interpreter. Return it if it works and has the right version, or else None."""
     if not os.access(path, os.X_OK):
         return None
     try:

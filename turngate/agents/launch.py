@@ -1,7 +1,7 @@
-"""Plan one run of an agent: its files, environment and command line. No I/O; the rollout executes the plan in a sandbox.
+"""Plan one run of an agent: its files, environment and command line. This module does no I/O. The rollout executes the plan in a sandbox.
 
-The key is passed in the environment or in files with mode 0600, never in a command line. A prompt may be any text. It is passed on
-standard input or in a file if the agent supports that, and rejected if it would not arrive intact.
+The key is passed in the environment or in files with mode 0600, never in a command line. The prompt may be any text. It is passed on
+standard input or in a file if the agent supports that, and otherwise in an argument. A prompt that would not arrive intact is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turngate.errors import AgentError
 from turngate.sandboxes.base import Mount, Preload
 from turngate.trace.signals import Signals
 
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # Linux limit for one argument or environment variable, without the final NUL
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # Linux's limit for one argument or environment variable, without the final NUL
 QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # in these files, values are escaped for double quotes
 OWN_FOLDER = ".turngate"  # our folder in the sandbox's HOME
 
@@ -34,25 +34,25 @@ class LaunchFile(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one run. Paths are paths in the sandbox."""
+    """The plan of one run. All paths except the sources of mounts are paths in the sandbox."""
 
     files: tuple[LaunchFile, ...]
     env: dict[str, str]
     command: tuple[str, ...]
-    program: str  # the first word of the agent's own command, which must exist in the sandbox
+    program: str  # the first word of the agent's command; this program must exist in the sandbox
     cwd: str
     mounts: tuple[Mount, ...]
-    check: tuple[str, ...]  # a command that must succeed before the run; empty: none
-    stdout: str  # the file for the agent's output
+    check: tuple[str, ...]  # a command that must succeed before the run; empty if there is none
+    stdout: str  # path of the file for the agent's output
     stderr: str
-    transcript: str  # a glob pattern; empty if there is no transcript or stdout is the transcript
+    transcript: str  # a glob pattern; empty if there is no transcript, or if the transcript is stdout
     subagents: str
     logs: tuple[str, ...]
-    signals: Signals  # with the model's name filled in
+    signals: Signals  # the agent's signals, with the model's name filled in
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's limits as given to the agent, so that it compacts before it reaches them."""
+    """The model's limits that the agent is configured with, so that it compacts before it reaches them."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384
@@ -120,15 +120,16 @@ def plan_launch(
 
 
 def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
-    """Plan which modules a fork server imports, with the variables that are the same in every run. None: none."""
-    if not spec.preload or not installed.python.startswith("/"):  # a sandbox with its own Python has no fork server
+    """Plan a fork server: the modules that it imports, and the variables that are the same in every run. Return None if none is used."""
+    # A sandbox with its own Python has no fork server.
+    if not spec.preload or not installed.python.startswith("/"):
         return None
     constant = {name: text for name, text in spec.env.items() if not placeholders.find_names(text)}
     return Preload(python=installed.python, folder=installed.folder, modules=spec.preload, env=constant)
 
 
 def resolve_signals(signals: Signals, model: str) -> Signals:
-    """Fill the model's name into the model patterns of the signals."""
+    """Return the signals with the model's name filled into their model patterns."""
     name = glob.escape(model)
     values: dict[str, placeholders.Value] = {"model": name, "small_model": f"{name}-small"}
     filled = {placeholders.fill(pattern, values): role for pattern, role in signals.models.items()}
@@ -169,7 +170,7 @@ def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
 
 
 def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """Raise `AgentError` if the kernel would reject or truncate an argument or variable."""
+    """Raise `AgentError` if an argument or environment variable contains a NUL character or is too long for the kernel."""
     words = [(f"command[{n}]", word) for n, word in enumerate(command)]
     words += [(f"env.{name}", f"{name}={value}") for name, value in env.items()]
     for field, word in words:

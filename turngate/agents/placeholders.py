@@ -1,7 +1,7 @@
 """Placeholders in an agent's description: `{model}`, `{home}`, `{context_tokens*8//10}`.
 
-A placeholder is a lower-case name in single braces. A numeric one may be followed by multiplications and divisions by whole numbers. Other
-text in braces, such as JSON, `{env:NAME}` or Jinja's `{{task}}`, is left unchanged.
+A placeholder is a lower-case name in single braces. If its value is a number, it may be multiplied and divided by whole numbers. Other text
+in braces, such as JSON, `{env:NAME}` or Jinja's `{{task}}`, is left unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 Value = str | int
 _PLACEHOLDER = re.compile(r"\{([a-z][a-z0-9_]*)((?:(?:\*|//|/)[0-9]+)*)\}")
 _STEP = re.compile(r"(\*|//|/)([0-9]+)")
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # YAML or TOML require these to be escaped
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # these must be escaped in YAML or TOML
 
 
 class UnknownPlaceholder(Exception):
-    """A placeholder that is unknown or used in an invalid calculation."""
+    """A placeholder is unknown, or is used in an invalid calculation. The message completes a sentence that starts with its name."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ def find_names(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
-    """Replace every placeholder with its value, passed through `escape`."""
+    """Replace every placeholder with its value, after calling `escape` on the value."""
 
     def value(match: re.Match[str]) -> str:
         if _is_doubled(text, match):
@@ -43,7 +43,7 @@ def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = 
 
 
 def escape_quoted(text: str) -> str:
-    """Escape a text for use inside a double-quoted JSON, TOML or YAML string."""
+    """Escape text for use inside a double-quoted string in JSON, TOML or YAML."""
     plain = json.dumps(text, ensure_ascii=False)[1:-1]
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", plain)
 

@@ -1,8 +1,8 @@
-"""The description of one agent, loaded from TOML: how to install, configure and start it, and how to read its transcript.
+"""The description of an agent, loaded from TOML: how to install, configure and start the agent, and how to read its transcript.
 
-Presets are in `catalog/`. Users add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) and
-`~/.config/turngate/agents/`. A user's file with the same name as a preset overrides it, and Turngate prints a note. A description is fully
-validated when it is loaded: unknown fields, unknown placeholders and keys that would end up in a command line are errors.
+The presets are in `catalog/`. Users can add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) or
+`~/.config/turngate/agents/`. If a user's agent has the same name as a preset, it replaces the preset, and Turngate prints a note. A
+description is fully validated when it is loaded. Unknown fields, unknown placeholders and a key in a command line are errors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from turngate.trace.signals import Signals
 from turngate.types import Sampling
 
 CATALOG = Path(__file__).parent / "catalog"
-_DESCRIPTION = "agent.json"  # in a rollout's folder
+_DESCRIPTION = "agent.json"  # name of the file in a rollout's folder
 Dialect = Literal["chat", "responses", "messages", "gemini", "any"]
 
-# Available in every run, in addition to the agent's own options.
+# The placeholders that every description can use, in addition to the agent's own options.
 PLACEHOLDERS = {
     "base_url": "the gateway's URL, without /v1",
     "api_key": "the session's secret; only in `env` and in files with mode 0600",
@@ -48,20 +48,23 @@ PLACEHOLDERS = {
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to install the program: from npm, from PyPI, or not at all if it is part of the sandbox's image."""
+    """How to install the agent: from npm, from PyPI, or not at all if it is part of the sandbox's image."""
 
     npm: str = ""  # a package on npm
     pip: str = ""  # a package on PyPI
-    version: str = ""  # its exact version
+    version: str = ""  # exact version of the package
     also: tuple[str, ...] = ()  # pip: additional pinned requirements
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
-    python: str = ""  # pip: the Python version to install for, such as 3.11; this machine or the image must have it
+    python: str = ""  # pip: the Python version that the agent runs on, such as 3.11
     program: str = ""  # the program's path inside the installation
     check: tuple[str, ...] = ()  # a command that succeeds if the agent is part of the image
 
 
 class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file to write before the agent starts. In .json, .toml and .yaml files, values are escaped for double quotes."""
+    """A file to write before the agent starts. Its path and content may contain placeholders.
+
+    In .json, .toml, .yaml and .yml files, the values of placeholders are escaped for use inside double quotes.
+    """
 
     path: str
     content: str
@@ -69,45 +72,50 @@ class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the agent records its own turns, and how to read them. The expressions are JMESPath.
+    """Where the agent records its own turns, and how to read them. All expressions are in JMESPath.
 
-    `turn` is evaluated on every record. It returns null or false if the record is not part of a turn, and otherwise a turn or a part
-    of one: {id, text, reasoning, calls: [{name, arguments}]}.
+    `turn` is evaluated on every record. It must return null or false if the record is not part of a turn. Otherwise it must return a turn
+    or a part of one: {id, text, reasoning, calls: [{name, arguments}]}.
 
-    `merge` defines how parts form a turn. `id` joins parts with the same id, and a part without an id to the part before it. `last`
-    keeps the last part of each id. `end` joins all parts up to a record for which the expression `end` returns a value, which is the
-    turn's id. At a record that matches `begin`, unfinished parts are dropped, because they belong to a different conversation.
+    `merge` says how parts form a turn:
+
+    - `none`: every part is a turn.
+    - `id`: parts with the same id form a turn. A part without an id belongs to the part before it.
+    - `last`: of all parts with the same id, the last one is the turn.
+    - `end`: all parts up to a record for which the expression `end` returns a value form a turn. The value is the turn's id. At a
+      record for which the expression `begin` returns a value, unfinished parts are dropped, because they belong to a different
+      conversation.
     """
 
     path: str = ""  # a glob pattern below HOME
-    stdout: bool = False  # the transcript is the agent's output
+    stdout: bool = False  # whether the transcript is the agent's output
     format: Literal["json", "jsonl"] = "jsonl"
-    records: str = ""  # json: the expression for the list of records
+    records: str = ""  # json: an expression that returns the list of records
     turn: str
     begin: str = ""
     end: str = ""
     merge: Literal["none", "id", "last", "end"] = "none"
-    subagents: str = ""  # a glob pattern of sub-agents' transcripts, if they are separate files
+    subagents: str = ""  # a glob pattern below HOME for the transcripts of sub-agents, if these are separate files
     subagent: str = ""  # an expression that is true only for a record in a sub-agent's transcript
-    fills_in: bool = False  # the agent adds arguments that the model left out
+    fills_in: bool = False  # whether the agent adds arguments that the model left out
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An agent-specific placeholder, set per run. It is required if it has no default."""
+    """An option of the agent, which is set per run and used as a placeholder. An option without a default is required."""
 
     about: str
     default: str | None = None
 
 
 class CheckCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call to one of the agent's tools. Its arguments may contain {workdir}."""
+    """A call to one of the agent's tools, for `turngate agents check`. Its arguments may contain {workdir}."""
 
     tool: str
     arguments: dict[str, Any] = {}
 
 
 class ShellCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the agent's shell tool is called. Its arguments contain {command}, and may contain {workdir}."""
+    """How to call the agent's shell tool. The arguments must contain {command} and may contain {workdir}."""
 
     tool: str
     arguments: dict[str, Any]
@@ -122,7 +130,7 @@ class CheckStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description of one agent."""
+    """The description of one agent: the content of its TOML file."""
 
     name: str
     title: str
@@ -136,19 +144,18 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     env: dict[str, str] = {}
     options: dict[str, Option] = {}
     transcript: Transcript | None = None
-    logs: tuple[str, ...] = ()  # glob patterns below HOME
-    off: dict[str, str] = {}  # features switched off for training, and how
+    logs: tuple[str, ...] = ()  # glob patterns below HOME for the agent's log files
+    off: dict[str, str] = {}  # features that are switched off for training, each with how this is done
     signals: Signals = Signals()
-    sampling: dict[str, int | float] = {}  # sampling settings to pin, unless a run sets them
-    limits: tuple[str, ...] = ()  # known limitations, for the documentation
-    check: tuple[
-        CheckStep, ...
-    ] = ()  # the scripted replies for `turngate agents check`; the last one ends the conversation
-    check_task: bool = True  # the check steps do the task; false if the agent cannot change files
+    sampling: dict[str, int | float] = {}  # sampling settings to use if a run does not set them
+    limits: tuple[str, ...] = ()  # known limitations, which the documentation lists
+    # The scripted engine's replies for `turngate agents check`. The last one ends the conversation.
+    check: tuple[CheckStep, ...] = ()
+    check_task: bool = True  # whether the check steps solve a task; false if the agent cannot change files
     shell_call: ShellCall | None = None  # None if the agent has no tool that runs a shell command
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the field name and value of every text that may contain placeholders."""
+        """Yield the field name and the value of each text that may contain placeholders."""
         yield from ((f"command[{n}]", word) for n, word in enumerate(self.command))
         yield "stdin", self.stdin
         yield from ((f"env.{name}", text) for name, text in self.env.items())
@@ -161,11 +168,11 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return any(placeholder in placeholders.find_names(text) for _, text in self.texts())
 
 
-msgspec.json.Decoder(AgentSpec)  # builds the type now: msgspec crashes if two threads build it at once
+msgspec.json.Decoder(AgentSpec)  # make msgspec inspect the type now, because it crashes if two threads do so at once
 
 
 class CatalogEntry(msgspec.Struct, frozen=True):
-    """An agent, the file it was loaded from, and the file that it replaces, if any (`shadows`)."""
+    """An agent and the file that it was loaded from. `shadows` is the file of the agent with the same name that it replaces, if any."""
 
     spec: AgentSpec
     file: Path
@@ -188,7 +195,7 @@ def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """Load all agents by name: the presets and the user's own, which replace presets of the same name."""
+    """Load all agents by name: the presets, and the user's own agents, which replace presets of the same name."""
     agents: dict[str, CatalogEntry] = {}
     for layer in (_toml_files(CATALOG), *_user_layers()):
         seen: dict[str, Path] = {}
@@ -206,7 +213,7 @@ def load_catalog() -> dict[str, CatalogEntry]:
 
 
 def load_spec(file: Path) -> AgentSpec:
-    """Load and validate one description."""
+    """Load the description of an agent from a file, and validate it."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -216,9 +223,9 @@ def load_spec(file: Path) -> AgentSpec:
     return parse_spec(text, str(file))
 
 
-@functools.lru_cache(maxsize=64)  # every rollout looks its agent up in the whole catalog
+@functools.lru_cache(maxsize=64)  # cached, because every rollout loads the whole catalog to find its agent
 def parse_spec(text: str, where: str) -> AgentSpec:
-    """Parse and validate a description. `where` names it in errors."""
+    """Parse and validate the description of an agent. `where` is the file name for error messages."""
     try:
         spec = msgspec.convert(parse_toml(text), AgentSpec)
     except msgspec.ValidationError as error:
@@ -232,7 +239,7 @@ def parse_spec(text: str, where: str) -> AgentSpec:
 
 
 def write_description(spec: AgentSpec, folder: Path) -> None:
-    """Write the description of the agent that ran next to its logs, so that they can be read later. Raise `AgentError` if that fails."""
+    """Write the agent's description to the folder of its logs, because it is needed to read them. Raise `AgentError` if this fails."""
     try:
         (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     except OSError as error:
@@ -240,7 +247,7 @@ def write_description(spec: AgentSpec, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> AgentSpec | None:
-    """Read the description next to an agent's logs. Return None if there is none, as in folders of earlier versions."""
+    """Read the agent's description from the folder of its logs. Return None if there is none, as in folders that older versions wrote."""
     file = folder / _DESCRIPTION
     try:
         return msgspec.json.decode(file.read_bytes(), type=AgentSpec)
@@ -251,7 +258,7 @@ def read_description(folder: Path) -> AgentSpec | None:
 
 
 def _user_layers() -> Iterator[list[Path]]:
-    """Yield the user's files in layers, lowest precedence first."""
+    """Yield lists of the user's files. An agent in a later list replaces an agent of the same name in an earlier list."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     yield _toml_files(config / "turngate" / "agents")
     for entry in reversed((os.environ.get("TURNGATE_AGENTS") or "").split(os.pathsep)):
@@ -270,7 +277,7 @@ def _toml_files(folder: Path) -> list[Path]:
 
 
 def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Yield each invalid field and a message that names it. Only the first is reported."""
+    """Yield the name of each invalid field, with a message. The caller reports only the first one."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", spec.name):
         yield "name", f"name must start with a-z or 0-9 and contain only a-z, 0-9 and -, not {spec.name!r}"
     if not spec.command:
@@ -355,7 +362,10 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 
 
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Check that the key stays private: other processes can read command lines, and other users can read files with permissive modes."""
+    """Yield the fields that would expose the key, or that write a file to an invalid path or with an invalid mode.
+
+    Other processes can read command lines, and other users can read files unless their mode forbids it.
+    """
     for field, text in spec.texts():
         if (
             "api_key" in placeholders.find_names(text)

@@ -1,7 +1,7 @@
-"""Read an agent's own record of its run, and compare it with the trace.
+"""Read an agent's transcript, which is its own record of a run, and compare it with the trace.
 
-The agent wrote these files, so they are not trusted: links are not followed, sizes are limited, and the content is used only for the
-comparison. The expressions that parse them are part of the agent's description.
+The files are not trusted, because the agent wrote them. Links are not followed, sizes are limited, and the content is used only for the
+comparison. The agent's description contains the expressions that parse the files.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from turngate.agents.spec import Transcript
 from turngate.errors import AgentError
 
-# Limits that keep reading fast, whatever the agent has written.
+# Limits that keep reading fast, even if the agent has written huge files.
 MAX_FILE_BYTES = 64_000_000
 MAX_LINE_BYTES = 16_000_000
 MAX_RECORDS = 100_000  # per file
 
 
 class TranscriptCall(msgspec.Struct, frozen=True):
-    """A tool call. `arguments` is the parsed JSON, or the text if it is not JSON."""
+    """A tool call. `arguments` contains the parsed JSON, or the text itself if it is not valid JSON."""
 
     name: str
     arguments: Any = None
@@ -41,14 +41,17 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcripts(msgspec.Struct, frozen=True):
-    """The turns of a run: the main conversation, and one list per sub-agent."""
+    """The turns in the transcripts of one run: those of the main conversation, and those of each sub-agent."""
 
     main: tuple[TranscriptTurn, ...] = ()
     subagents: tuple[tuple[TranscriptTurn, ...], ...] = ()
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A difference between transcript and trace. Positions count from 0 and are None if that side has no such turn."""
+    """A difference between the transcript and the trace.
+
+    `transcript` and `trace` are the positions of the turn in each, counted from 0. A position is None if the turn is missing there.
+    """
 
     what: Literal["missing in trace", "missing in transcript", "text", "reasoning", "calls"]
     transcript: int | None
@@ -57,7 +60,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_transcripts(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
-    """Read the turns from a copy of the agent's HOME, or from its output. The result is empty if there is no transcript."""
+    """Read the turns from a copy of the agent's HOME, or from its output. If there is no transcript, the result contains no turns."""
     if spec.stdout:
         return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
     main: list[TranscriptTurn] = []
@@ -83,10 +86,10 @@ def compare_turns(
 ) -> list[Difference]:
     """Return the differences between the agent's transcript and the trace. An empty list means that they agree.
 
-    The transcript must contain the turns of `trace` and may contain those of `side`, because only some agents record their own summaries
-    as turns. Text is compared without surrounding whitespace, arguments as parsed JSON, and reasoning only if the transcript has any. The
-    calls of one turn may be in any order, because agents record them as they finish. Set `fills_in` if the agent adds arguments that the
-    model left out.
+    The transcript must contain the turns in `trace`. It may also contain the turns in `side`, such as summaries, which only some agents
+    record. Text is compared without surrounding whitespace, and arguments as parsed JSON. Reasoning is compared only if the transcript
+    contains it. The calls of a turn may be in any order, because agents record calls when they finish. Set `fills_in` if the agent adds
+    arguments that the model left out.
     """
     trace_shapes = [_shape(turn) for turn in trace]
     side_shapes = {_shape(turn) for turn in side} - set(trace_shapes)
@@ -112,7 +115,7 @@ def compare_turns(
 
 
 def _files(home: Path, pattern: str) -> Iterator[Path]:
-    """Yield the matching files, sorted by name. Links are skipped, because they could point to a file on the host."""
+    """Yield the files below `home` that match, sorted by name. Skip links, because they could point to a file on the host."""
     for file in sorted(home.glob(pattern)):
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
@@ -123,7 +126,7 @@ def _files(home: Path, pattern: str) -> Iterator[Path]:
 
 
 def _records(spec: Transcript, data: bytes) -> list[Any]:
-    """Parse a file's records. Lines that are not JSON are skipped: they are other output, or were cut off."""
+    """Parse the records of a transcript. Skip lines that are not valid JSON, which are other output or were truncated."""
     if spec.format == "json":
         try:
             values = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
@@ -146,8 +149,8 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
 
 
 def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:
-    """Yield the turns, assembled from their parts."""
-    parts: dict[str, TranscriptTurn] = {}  # in order of first appearance, which is the order of the turns
+    """Assemble the turns of a transcript from the parts in its records, and yield them."""
+    parts: dict[str, TranscriptTurn] = {}  # ordered by the first part of each turn, which is the order of the turns
     open_turn: TranscriptTurn | None = None
     key = ""
     for n, record in enumerate(records):
@@ -165,14 +168,14 @@ def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]
                 key = part.id if spec.merge != "none" and part.id else f"\0{n}"
             parts[key] = _join_parts(parts.get(key), part) if spec.merge == "id" else part
     yield from parts.values()
-    if open_turn:  # its end was not recorded
+    if open_turn:  # the end of this turn was not recorded
         yield open_turn
 
 
 def _search(expression: str, record: Any) -> Any:
     try:
         return jmespath.search(expression, record)
-    except jmespath.exceptions.JMESPathError:  # a different kind of record, with types that a function does not accept
+    except jmespath.exceptions.JMESPathError:  # a function in the expression rejects the types in this record
         return None
 
 
@@ -193,7 +196,7 @@ def _call(value: Mapping[str, Any]) -> TranscriptCall:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Parse arguments that are JSON text, and return all others unchanged."""
+    """Parse arguments if they are JSON text. Return anything else unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -221,7 +224,7 @@ def _join_parts(before: TranscriptTurn | None, part: TranscriptTurn) -> Transcri
 
 
 def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
-    """Return a key that two records of the same turn share even if they differ in detail: the text and the sorted tool names."""
+    """Return a turn's text and sorted tool names. They are used to match turns that may differ in their reasoning or arguments."""
     return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
 
 
