@@ -101,7 +101,7 @@ def test_feeds_keep_what_they_have_not_delivered(store: Store) -> None:
     store.feeds.hand_out(feed.key, reader, 2)
     assert prune(store, LATER).kept == {
         "the trainer of feed 'f' has not committed it": 4,
-        "it waits for the rest of its group in feed 'f'": 1,
+        "it is waiting for the rest of its group in feed 'f'": 1,
     }
     store.feeds.commit(feed.key, reader, 1)
     assert prune(store, LATER).removed == 2 and ids(store) == ["c", "d", "e"]

@@ -27,7 +27,7 @@ _SESSION = ", ".join("CAST(config AS BLOB)" if name == "config" else name for na
 
 
 class ArchivedSession(msgspec.Struct, frozen=True):
-    """One session. Its rows have the columns of `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
+    """A session as rows of the store's tables. Their columns are in `SESSION_COLUMNS`, `ARCHIVED_NODE` and `ARCHIVED_TABLES`."""
 
     session: Row
     nodes: list[Row]

@@ -14,7 +14,7 @@ CREATE TABLE IF NOT EXISTS audit (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     at REAL NOT NULL,
     actor TEXT NOT NULL,          -- prefix of the key; `operator` for the admin key
-    project TEXT NOT NULL,        -- that was acted on; empty: what all projects share
+    project TEXT NOT NULL,        -- the project that was changed; empty: the change concerns all projects
     action TEXT NOT NULL,         -- such as `key revoked`
     subject TEXT NOT NULL,        -- such as the prefix of the revoked key
     details BLOB NOT NULL         -- JSON
@@ -70,7 +70,7 @@ class AuditTable:
             insert_audit_entry(db, entry)
 
     def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return the entries after a number, oldest first, of one project or of all projects.
+        """Return entries with numbers above `after`, oldest first, of one project or of all projects.
 
         The entries of one project are numbered 1, 2, … without gaps. Gaps would show the project's members how active other projects are.
         """
@@ -100,7 +100,7 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Insert an entry in the transaction of the change that it describes. Take all other locks before."""
+    """Insert an entry in the transaction of the change that it describes. Take all other locks first."""
     db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",

@@ -1,6 +1,6 @@
-"""Encode values and rows in PostgreSQL's binary format, which takes a fraction of the CPU time that psycopg needs.
+"""Encode values and rows in PostgreSQL's binary format, for the tables with the most rows.
 
-This is used for the tables with the most rows.
+This takes a fraction of the CPU time that psycopg would need.
 """
 
 from __future__ import annotations

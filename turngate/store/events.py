@@ -63,7 +63,7 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: StoreConnection, event: NewEvent) -> None:
-    """Insert an event in the caller's transaction. Take all other locks before.
+    """Insert an event in the caller's transaction. Take all other locks first.
 
     In the shared store, this locks the event counter. Other transactions cannot number their events until this one ends.
     """
@@ -87,7 +87,7 @@ class EventTable:
     def __init__(
         self, database: Database, on_add: Callable[[StoreConnection, str], None] = lambda db, session: None
     ) -> None:
-        """Create the table. `add` calls `on_add` with the event's session, in the same transaction."""
+        """Use the events table of a database. `add` calls `on_add` with the session of the event, in the same transaction."""
         self._database = database
         self._writing = database.writing
         self._reading = database.reading

@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS rolled (
     session INTEGER NOT NULL,     -- key of the session, which may have been deleted since
     id TEXT NOT NULL,             -- id of the session
     team TEXT NOT NULL,           -- name of the group
-    number INTEGER,               -- of the delivery; NULL: the group is not complete
+    number INTEGER,               -- number of the delivery; NULL: the group is not complete
     outcome BLOB NOT NULL,        -- JSON of RecordedOutcome, unchanged once the number is assigned
     rollout TEXT NOT NULL DEFAULT '',  -- name of the rollout; empty: it has none
     UNIQUE (feed, session)        -- a rollout is in a feed at most once
@@ -201,7 +201,10 @@ class FeedLog:
     def _fill_earlier(
         self, db: StoreConnection, feed: _OpenFeed, old: Sequence[tuple[float, int, str, bytes, bool]]
     ) -> None:
-        """Add earlier outcomes to a feed. If a group was closed between two of its outcomes, it is numbered between them."""
+        """Add earlier outcomes to a feed.
+
+        If a group was closed between two of its outcomes, the outcomes before that time become one delivery.
+        """
         entries = [
             (at, make_entry(db, key, known_as, outcome))
             for at, key, known_as, outcome, is_skipped in old
@@ -424,14 +427,20 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Number the waiting rollouts of a group as one delivery if the group was closed after they were recorded, but before `recorded`."""
+    """Make the waiting rollouts of a group a delivery if the group was closed before the next outcome.
+
+    That is, the group was closed after these rollouts were recorded and before the time `recorded`.
+    """
     query = f"SELECT 1 FROM closed_groups WHERE team=? AND closed<? AND {_BEFORE_OPENING} AND closed>={_LAST_WAITING}"
     if group and db.execute(query, (group, recorded, feed.key, feed.key, group)).fetchone() is not None:
         _assign_number(db, feed.key, feed.name, group)
 
 
 def _number_closed_groups(db: StoreConnection, feed: int, name: str) -> None:
-    """Number the waiting rollouts of each group that was closed after they were recorded, in the order in which the groups were closed."""
+    """Make the waiting rollouts of each closed group a delivery, if the group was closed after they were recorded.
+
+    The deliveries are numbered in the order in which the groups were closed.
+    """
     query = (
         f"SELECT team, min(closed) FROM closed_groups WHERE {_BEFORE_OPENING} AND EXISTS"
         " (SELECT 1 FROM rolled WHERE rolled.feed=? AND rolled.team=closed_groups.team AND number IS NULL)"

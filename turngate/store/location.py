@@ -34,7 +34,7 @@ def open_store_for_reading(data: str | Path) -> Store:
 
 
 def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[str, Store]]:
-    """Yield each project's name and store, beginning with the project `default`, which is the store that `data` names.
+    """Yield each project's name and store. The first project is `default`, whose store is the one that `data` names.
 
     Each store is closed when the next one is requested. Raise an error if there is no store.
     """

@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """The operations that a cell needs, on one outbox or on the outboxes of all projects."""
+    """What a cell needs from its outbox, or from the outboxes of all its projects."""
 
     def cells(self) -> list[str]: ...
 
@@ -159,7 +159,7 @@ class OutboxTable:
     def find_due(self, now: float, limit: int) -> list[UnshippedSession]:
         """Return the sessions to ship, longest due first.
 
-        No due time is later than `ABANDONED_S` from now unless the clock was set back. Such a session is shipped now.
+        If a session is due more than `ABANDONED_S` from now, the clock was set back, and the session is shipped now.
         """
         query = "SELECT session, cell, revision FROM outbox WHERE (due<=? OR due>?) AND error='' ORDER BY due, session LIMIT ?"
         with self._reading() as db:
@@ -216,7 +216,7 @@ class OutboxTable:
             db.execute(_SET, (_HISTORY, history))
 
     def list_shipped(self, after: int, limit: int) -> list[ShippedSession]:
-        """Return the shipped sessions after a key, oldest first, each with the number of its newest event."""
+        """Return shipped sessions with keys above `after`, oldest first, each with the number of its newest event."""
         query = (
             "SELECT key, id, coalesce((SELECT max(seq) FROM events WHERE events.session=sessions.id), 0) FROM sessions"
             " WHERE key>? AND status<>'open' AND key NOT IN (SELECT session FROM outbox) ORDER BY key LIMIT ?"

@@ -26,7 +26,7 @@ _FILE_BYTES = 256_000_000  # a file of this size gets no further session
 
 
 class PruneResult(msgspec.Struct):
-    """How many sessions were removed and kept or, after a dry run, would be."""
+    """The result of a run: how many sessions were removed and kept or, after a dry run, would be removed and kept."""
 
     removed: int = 0  # sessions
     archived: int = 0  # sessions that this run wrote to the archive

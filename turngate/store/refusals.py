@@ -12,8 +12,8 @@ CREATE TABLE IF NOT EXISTS refusals (
     call INTEGER NOT NULL,        -- 1, 2, … in the order of arrival
     status INTEGER NOT NULL,      -- HTTP status of the answer
     message TEXT NOT NULL,
-    request BLOB,                 -- digest of what was asked; NULL: unknown
-    repeated INTEGER NOT NULL DEFAULT 0,  -- 1: the agent asked the same again, and was answered
+    request BLOB,                 -- digest of the call's conversation; NULL: unknown
+    repeated INTEGER NOT NULL DEFAULT 0,  -- 1: the agent repeated the call successfully
     PRIMARY KEY (session, call)
 ) WITHOUT ROWID;
 """
@@ -30,8 +30,8 @@ class Refusals:
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
         """Add a refused call and its event. Return a summary of the refused calls that were not repeated. `name` is the session's id.
 
-        Once `MAX_CALLS` such calls are stored, a call is stored only if its conversation is new and all stored conversations are known. It
-        is then stored without the digest of its conversation, so it can never be marked as repeated.
+        Once `MAX_CALLS` such calls are stored, another call is stored only if no stored call has the same conversation or an unknown one.
+        It is then stored without the digest of its conversation, so it can never be marked as repeated.
         """
         with self._writing() as db:
             exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None

@@ -31,7 +31,7 @@ OPEN = "the session is open"
 TOO_NEW = "it ended too recently"
 UNSHIPPED = "it is not in the shared store yet"
 OTHERS_KEPT = "another rollout of its group is kept"
-CHANGED = "it changed meanwhile"
+CHANGED = "it has changed in the meantime"
 DAMAGED = "its row is damaged on disk"
 
 
@@ -126,7 +126,7 @@ class Retention:
             after = rows[-1][0]
 
     def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
-        """Remove sessions in one transaction, except those that are needed again or have changed. Count the latter by reason."""
+        """Remove sessions in one transaction. Keep those that are needed again or have changed, and return their number by reason."""
         kept: Counter[str] = Counter()
         keys = [session.key for session in sessions]
         marks = ",".join("?" * len(keys))
@@ -181,7 +181,7 @@ def _find_reasons(db: StoreConnection, keys: Sequence[int]) -> dict[int, str]:
     if filling is not None:
         return dict.fromkeys(keys, f"feed {filling[0]!r} is still being filled with earlier outcomes")
     reasons = {
-        key: f"it waits for the rest of its group in feed {feed!r}"
+        key: f"it is waiting for the rest of its group in feed {feed!r}"
         if is_waiting
         else f"the trainer of feed {feed!r} has not committed it"
         for key, feed, is_waiting in db.execute(f"{_AWAITED} AND session IN ({marks})", keys).fetchall()

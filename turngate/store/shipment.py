@@ -172,7 +172,10 @@ def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
 
 
 def rekey_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> list[bytearray]:
-    """Replace the keys of sessions in their encoded nodes with new ones, by session id. Return the encoded nodes of each session."""
+    """Replace the session keys and the checksums in encoded nodes. `keys` has the new key of each session, by session id.
+
+    Return the encoded nodes of each session.
+    """
     traces = [shipment.trace for shipment in shipments]
     differences = [key_difference(shipment.key, keys[shipment.id]) for shipment in shipments]
     checksums = iter(

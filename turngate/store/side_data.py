@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS side_data (
     name TEXT NOT NULL,
     first INTEGER NOT NULL,       -- token of the first value, from the start of the turn; negative: in its prompt
     dtype TEXT NOT NULL,
-    shape TEXT NOT NULL,          -- of one value, such as 48x8
+    shape TEXT NOT NULL,          -- shape of one value, such as 48x8
     data BLOB NOT NULL,           -- little-endian
     checksum INTEGER NOT NULL,
     PRIMARY KEY (session, node, name, first)

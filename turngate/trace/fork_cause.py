@@ -5,7 +5,7 @@ resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history, with an answer that the model never gave or a different question
 compaction  the same conversation, shortened: it repeats or quotes a part of the earlier one
-handoff     another agent takes over: the conversation's answers with a different system prompt
+handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt
 subagent    a sub-agent's own conversation
 side        a call beside the conversation: a title, a summary or a probe
 new         a separate conversation that shares no content with earlier ones; its role says what it is for
@@ -147,7 +147,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
 
 
 def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quoted: Sequence[Sampled]) -> Cause:
-    """Return the cause of a conversation with a first message or tools that no earlier conversation has."""
+    """Return the cause of a conversation if no earlier one has both the same tools and the same first message."""
     if not has_tools:
         return "new"
     alike = [root for root in trace.roots if root.info.preamble == request.preamble and root.info.roles[:1] == "u"]
@@ -197,7 +197,10 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
 
 
 def _has_long_source(trace: Trace, summary: Sampled, *, has_tools: bool) -> bool:
-    """Return whether a conversation that `summary` may summarize is long enough for that. `summary` begins its own conversation."""
+    """Return whether an earlier conversation that `summary` may summarize is long enough.
+
+    `summary` is the first turn of its own conversation.
+    """
     earlier = [turn for turn in trace.turns() if turn.id < summary.id and turn.root is not summary.root]
     is_quiet = has_tools and not summary.parent.info.has_tools
     quotes = summary.root.info.quotes or ()

@@ -50,7 +50,7 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
     If `parent` is None, the conversation is new. It may quote any turn, but only in user and system messages, because a tool result may
     repeat the tool call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have
-    added since then are considered. A turn also counts as quoted if an assistant message repeats it.
+    added since then are considered. A turn is also quoted if an assistant message repeats it.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:

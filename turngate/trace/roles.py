@@ -359,7 +359,10 @@ class _Structure:
         return alike
 
     def _find_alike(self, root: Context) -> Context | None:
-        """Return a conversation with the same tools and system prompt, or None. The main line is preferred, then the first one."""
+        """Return a conversation with the same tools and system prompt, or None.
+
+        A conversation of the main line is preferred. Otherwise, the first one is returned.
+        """
         found: Context | None = None
         kind = _kind_of(root)
         for other in self._alike.get(kind, ()) if kind is not None else ():

@@ -88,7 +88,7 @@ def _find_leaves(trace: Trace) -> list[Sampled]:
 
 
 def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
-    """Return a sort key for branches that share turns. The main conversation claims its turns first, then the longest branch."""
+    """Return a sort key that decides which branch trains a shared turn: the main conversation before others, then the longest branch."""
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 

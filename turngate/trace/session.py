@@ -43,7 +43,7 @@ class CallError(msgspec.Struct, frozen=True):
 class EngineSilence:
     """Measures how long calls have been waiting since the engine last responded with a first byte or an error.
 
-    Time counts only while at least one call is waiting. It includes calls whose callers gave up.
+    The clock runs only while at least one call is waiting. Calls whose callers gave up are included.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def check_rollout(name: str) -> None:
 
 
 class CacheUse(msgspec.Struct, frozen=True):
-    """How many prompt tokens were in the engine's cache, summed over the turns for which the engine reported it."""
+    """How many prompt tokens were in the engine's cache, summed over the turns for which the engine reported this."""
 
     cached_tokens: int = 0
     prompt_tokens: int = 0

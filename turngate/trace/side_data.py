@@ -60,7 +60,7 @@ class _Range(NamedTuple):
 
 
 def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | None, prompt: int) -> list[SideArray]:
-    """Return the arrays that a call has so far, `known`, with `array` appended. Raise `InvalidSideData` if it is invalid.
+    """Return the arrays that a call has so far, `known`, with `array` appended. Raise `InvalidSideData` if `array` is invalid.
 
     `parent` is the turn that the call continues. `prompt` is the number of tokens in the call's prompt.
     """
@@ -100,7 +100,7 @@ def _kind(values: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 
 def _check_same_kind(array: SideArray, kinds: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise `InvalidSideData` if earlier values have a different type or shape (`kinds`). Integer types may differ in size."""
+    """Raise `InvalidSideData` if an array's type or shape differs from those of earlier values. Integer types may differ in size."""
     dtype, shape = _kind(array.values)
     for other, other_shape in kinds:
         if other_shape != shape or (other == "float32") != (dtype == "float32"):

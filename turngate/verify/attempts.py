@@ -79,7 +79,7 @@ def _expect_state(session: StoredSession) -> str:
 
 
 def _decode_outcome(session: StoredSession) -> dict[str, Json] | None:
-    """Return the outcome as a JSON object, or None if there is none or it cannot be read, which another check reports."""
+    """Return the outcome as a JSON object, or None if there is none or it cannot be read. Another check reports the latter."""
     raw = None if session.related.outcome is None else session.related.outcome.raw
     try:
         stored: Json = json.loads(raw) if isinstance(raw, (bytes, str)) else None

@@ -38,7 +38,7 @@ _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
 def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
-    """Compute the digest that identifies a preamble from the meaning of its tools and from its template arguments."""
+    """Compute the digest of a preamble from the meaning of its tools and from its template arguments."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 
@@ -181,7 +181,10 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 
 
 def same_meaning(was: Message, now: Message) -> bool:
-    """Return whether two messages mean the same. Differences in trailing whitespace, JSON formatting, thinking and call ids are ignored."""
+    """Return whether two messages have the same meaning.
+
+    Differences in trailing whitespace, JSON formatting, thinking and call ids are ignored.
+    """
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
     trimmed = _answer_text if was.role == "assistant" else str.rstrip

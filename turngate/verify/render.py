@@ -231,7 +231,7 @@ class _RenderCheck:
         return np.array([*(self._close if closed or self._closes_thinking(turn) else []), *following], np.int32)
 
     def _find_end(self, text: str) -> str | None:
-        """Return the rendered text from the token that closes the marked turn, or None if there is no such token."""
+        """Return the part of the rendered text that begins with the token that closes the marked turn, or None if there is none."""
         start = text.rfind(_MARK)
         ends = [end for i in self._closing_ids if (end := text.find(self._tokenizer.decode(i), start)) >= 0]
         return text[min(ends) :] if start >= 0 and ends else None
@@ -258,7 +258,7 @@ class _RenderCheck:
         return frozenset(openers)
 
     def _closes_thinking(self, turn: StoredTurn) -> bool:
-        """Return whether the renderer must have closed this turn's truncated thinking. A renderer of a family may leave it open."""
+        """Return whether the renderer must have closed this turn's truncated thinking. A `FamilyRenderer` may leave it open."""
         return turn.info.reasoning_open and isinstance(self._renderer, TemplateRenderer)
 
     def _render_text(self, messages: list[Message], context: StoredContext) -> str:

@@ -44,7 +44,7 @@ def _read_stated_role(signals: StoredCallSignals) -> str:
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether a turn has no continuation and was not delivered, was retried, or lost to another answer to its prompt."""
+    """Return whether a turn has no continuation and was not delivered, was retried, or was replaced by another answer."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -214,7 +214,7 @@ class _Roots:
         return "subagent" if root.info.cause == "handoff" else "unknown"
 
     def _alike(self, root: StoredContext) -> list[StoredContext]:
-        """Return the other conversations with the same tools and system prompt, or none if this one has neither."""
+        """Return the other conversations with the same tools and system prompt, or no conversations if this one has neither."""
         others = [r for r in self.all if r is not root and not _is_helper(r)]
         if root.info.roles[:1] == "s":
             return [r for r in others if _same_start(r, root)]

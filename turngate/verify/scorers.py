@@ -1,4 +1,4 @@
-"""Engines that compute the log-probabilities of recorded tokens again: the scripted engine's formula, and a vLLM server."""
+"""Compute the log-probabilities of recorded tokens again, with the scripted engine's formula or with a vLLM server."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _BEFORE_SIDE_DATA = 9  # the last version without side data
 
 
 def open_session_reader(data: str | Path) -> SessionReader:
-    """Open a reader for a data folder, or for the shared store of an address such as `postgresql://…`."""
+    """Open a reader for a data folder, or for a shared store if `data` is an address such as `postgresql://…`."""
     return SharedSessionReader(str(data)) if is_database_url(str(data)) else SessionReader(Path(data))
 
 

@@ -62,7 +62,7 @@ class Overview(RolloutIndex):
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Return a rollout's row, the key of its session (0 if it has no session), and the cursor."""
+        """Return a rollout's row, the key of its session (0 if it has no session), and the number of the last event read."""
         cursor = self.refresh(store)
         entry = self.entries.get(session)
         if entry is None:
@@ -84,7 +84,7 @@ class Overview(RolloutIndex):
         return row, explain_no_retry(row, self.damage(store, session), find_last_attempt)
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the rows that have changed since the cursor `after`, and the ids of rollouts that were deleted since then."""
+        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then."""
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, MOST_CHANGED)
         rows = [
@@ -118,7 +118,7 @@ class Overview(RolloutIndex):
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the id and session key of each rollout in a group that has a reward that counts."""
+        """Return the ids and session keys of those rollouts of a group that have a reward that counts."""
         self.refresh(store)
         return [
             (entry.row.id, entry.key)
@@ -129,8 +129,8 @@ class Overview(RolloutIndex):
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
         """Describe a group and its rollouts, with the advantages that a trainer would compute.
 
-        `trains` says, by session key, whether a rollout has trainable tokens. A rollout that is missing there is assumed to have some if it
-        has sampled tokens.
+        `trains` says, by session key, whether a rollout has trainable tokens. A rollout that is not in `trains` is assumed to have some if
+        it has sampled tokens.
         """
         cursor, now = self.refresh(store), time.time()
         entries = sorted(
@@ -143,7 +143,7 @@ class Overview(RolloutIndex):
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the id and session key of each rollout in a group that has a session, oldest first."""
+        """Return the ids and session keys of those rollouts of a group that have a session, oldest first."""
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:

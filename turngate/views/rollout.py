@@ -71,7 +71,7 @@ class RolloutView:
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """The index of the training row in which each trained turn is trained, by node id."""
+        """The index of the training row that trains each turn, by node id. Untrained turns are omitted."""
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
     @cached_property
@@ -368,7 +368,7 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """Yield the training rows as `turngate export rows` writes them. `about` has fields that are not in the trace, for every row."""
+        """Yield the training rows as `turngate export rows` writes them. `about` has fields to add to every row."""
         session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:
@@ -392,7 +392,7 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """Yield the conversation of each branch in OpenAI's format. `about` has fields that are added to each of them."""
+        """Yield the conversation of each branch in OpenAI's format. `about` has fields to add to each of them."""
         preambles = self._session_view.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])
@@ -418,7 +418,7 @@ def _common_prefix(ours: Ids, theirs: Ids) -> int:
 
 
 def _deepest(root: Context, before: int) -> Node:
-    """Return the last node of the longest path from a root. Nodes with ids from `before` on are ignored."""
+    """Return the last node of the longest path from a root. Only nodes with ids below `before` are considered."""
     best: Node = root
     waiting: list[Node] = [root]
     while waiting:

@@ -212,7 +212,7 @@ class RolloutEntry:
         return "done" if is_reported or now - self.row.seen > SILENT_S else "finishing"
 
     def build_search_text(self) -> str:
-        """Return the text in which a search looks, in lower case."""
+        """Return the text that searches look through, in lower case."""
         if not self.search_text:
             row = self.row
             parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)

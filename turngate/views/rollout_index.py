@@ -1,4 +1,4 @@
-"""An index of all rollouts in memory, built from sessions, outcomes and events. Traces are not read."""
+"""An in-memory index of all rollouts, built from sessions, outcomes and events. Traces are read only if events were pruned."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class RolloutIndex:
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
     def _count_pruned_turns(self, store: Store, oldest: float | None) -> None:
-        """Count the turns of sessions whose first events were pruned from their traces instead."""
+        """Count the turns in the traces of those sessions whose first events were pruned."""
         for entry in self.entries.values():
             if entry.key and (oldest is None or entry.row.opened < oldest):
                 yield_interpreter()
@@ -223,7 +223,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Policy versions are read only here, because few rows are shown."""
+        """Update a rollout's row and return it. Policy versions are read only here, for the few rows that are shown."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

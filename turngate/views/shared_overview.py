@@ -103,7 +103,7 @@ class SharedOverview:
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Return a rollout's row, the key of its session (0 if it has no session), and the cursor."""
+        """Return a rollout's row, the key of its session (0 if it has no session), and the number of the last event in the lists."""
         cursor = self.refresh(store)
         listed = self._find(store, session)
         return to_row(listed, time.time()), listed.key, cursor
@@ -127,7 +127,7 @@ class SharedOverview:
         return row, explain_no_retry(row, listed.damage, lambda: pages.last_attempt(row.name))
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """Return the rows that have changed since the cursor `after`, and the ids of rollouts that were deleted since then."""
+        """Return the rows that have changed since event number `after`, and the ids of rollouts that were deleted since then."""
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         touched = pages.find_changed(after, cursor, MOST_CHANGED)
         shown = touched[:MOST_CHANGED]
@@ -152,7 +152,7 @@ class SharedOverview:
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the id and session key of each rollout in a group that has a reward that counts."""
+        """Return the ids and session keys of those rollouts of a group that have a reward that counts."""
         self.refresh(store)
         now, rows = time.time(), _require_shared(store).rollout_pages.group([name])
         return [(row.id, row.key) for row in rows if row.key and to_row(row, now).counted_reward is not None]
@@ -167,7 +167,7 @@ class SharedOverview:
         return {"cursor": cursor, **show_group(name, members, trains, map(_to_record, pages.deliveries(name)))}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the id and session key of each rollout in a group that has a session, oldest first."""
+        """Return the ids and session keys of those rollouts of a group that have a session, oldest first."""
         self.refresh(store)
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)

@@ -39,7 +39,7 @@ class ContextView(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> Mapping[str, str]:
-        """Deprecated name of `signals`, which will be removed in 0.2.0."""
+        """Deprecated: use `signals` instead. This name will be removed in 0.2.0."""
         return self.signals
 
 
@@ -113,7 +113,7 @@ class TraceView:
         return ids
 
     def messages(self, turn: TurnView) -> list[Json]:
-        """Return the messages before a turn, which it answers, in OpenAI's format."""
+        """Return the messages that a turn answers, from the root on, in OpenAI's format."""
         messages: list[Json] = []
         for node in self.path(turn)[:-1]:
             messages += [node.message] if isinstance(node, TurnView) else node.messages

@@ -91,7 +91,7 @@ class VerifierProcess:
         )
 
     def close(self) -> None:
-        """Kill the process immediately, and never restart it. The calling thread must not wait for a verdict."""
+        """Kill the process immediately, and never restart it. This does not wait for a verdict."""
         self._closed = True
         self._kill_process()
 

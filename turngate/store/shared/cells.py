@@ -21,7 +21,7 @@ CELL_TABLES = """
 CREATE TABLE IF NOT EXISTS cells (
     id TEXT PRIMARY KEY,          -- new each time the cell starts
     name TEXT NOT NULL,           -- chosen by the operator; usually the name of the machine
-    url TEXT NOT NULL,            -- of its gateway
+    url TEXT NOT NULL,            -- URL of its gateway
     started REAL NOT NULL,
     ttl REAL NOT NULL,            -- seconds that a renewal adds
     lease_until REAL NOT NULL,
@@ -145,5 +145,5 @@ class LeasedAttempts(AttemptTable):
 
 
 def lock_cells(db: StoreConnection, cells: Iterable[str]) -> Cursor:
-    """Return the id and state of cells. None of them can be taken over until the caller's transaction ends."""
+    """Lock cells, and return their ids and states. None of them can be taken over until the caller's transaction ends."""
     return db.execute(f"SELECT id, state FROM cells WHERE id=ANY(?) ORDER BY id {LOCK_ROWS}", (sorted(cells),))

@@ -15,7 +15,7 @@ _BY_STATE = {
     "42501": "{name} refused access ({error}); grant the role the rights on this database",
     "53100": "{name} has no disk space left",
     "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
-    "55P03": "another process holds a lock in {name} for too long; try again",
+    "55P03": "another process has held a lock in {name} for too long; try again",
     "57": "{name} is stopping or starting ({error}); it is used again as soon as it answers",
 }
 # libpq reports a failed connection without a SQLSTATE.

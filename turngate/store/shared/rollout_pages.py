@@ -214,7 +214,7 @@ class RolloutPages:
     # ── trends ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def versions(self) -> list[tuple[float, int]]:
-        """Return the time at which each policy version became active, and the version, oldest first."""
+        """Return (time, version) for each policy version that became active, oldest first."""
         with self._reading() as db:
             return [
                 (at, version) for at, version in db.execute("SELECT at, version FROM version_list ORDER BY version")
@@ -228,9 +228,10 @@ class RolloutPages:
     def trends(
         self, prefix: str, width: float, versions: Sequence[tuple[float, int]], first: int | None
     ) -> list[TrendPoint]:
-        """Total the rollouts that have an outcome, in intervals of `width` seconds.
+        """Return totals of the rollouts that have an outcome, in intervals of `width` seconds.
 
-        `first` is the policy version before all `versions`, or None if it is unknown.
+        `versions` has (time, version) for each policy version that became active. `first` is the version before them, or None if it is
+        unknown.
         """
         where, values = _starting_with(prefix)
         times, numbers = [at for at, _ in versions], [first, *(version for _, version in versions)]
@@ -246,7 +247,10 @@ class RolloutPages:
         return [TrendPoint(*row) for row in rows]
 
     def throughput(self, bucket_s: float, width: float) -> list[tuple[int, list[int]]]:
-        """Return the number of turns, tokens and outcomes in each interval of `width` seconds."""
+        """Return the number of turns, tokens and outcomes in each interval of `width` seconds.
+
+        `bucket_s` is the length of the stored intervals, which are added up.
+        """
         query = (
             "SELECT floor(number*?/?)::int8, sum(turns)::int8, sum(sampled_tokens)::int8, sum(outcomes)::int8"
             " FROM bucket_totals GROUP BY 1"

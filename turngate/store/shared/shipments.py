@@ -103,7 +103,7 @@ class _Known(msgspec.Struct, frozen=True):
     def is_replaced_by(self, shipment: Shipment) -> bool:
         """Return whether a shipment has a newer outcome than the shared store.
 
-        It may have an older one if the cell runs on an old copy of its folder.
+        The shipment's outcome may also be older, if the cell runs on an old copy of its folder.
         """
         if shipment.outcome is None or shipment.outcome[1] == self.outcome:
             return False
@@ -111,7 +111,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class _Writing(msgspec.Struct, frozen=True):
-    """The shipments that one transaction writes, and what the shared store already has of them."""
+    """The shipments that one transaction writes, and those of their sessions that the shared store already has."""
 
     shipments: Sequence[Shipment]
     known: dict[str, _Known]
@@ -292,7 +292,7 @@ class ShipmentWriter:
             db.copy_encoded("nodes", ("session", *NODE_COLUMNS), (COPY_HEADER, *rows, COPY_TRAILER))
 
     def _write_sessions(self, db: PipelinedConnection, writing: _Writing) -> None:
-        """Write new sessions, and update the data of known sessions that can change."""
+        """Write new sessions. For sessions that the shared store already has, update what may have changed."""
         new, keys, now = writing.new, writing.keys, time.time()
         _insert(db, "sessions", ("key", *SESSION_COLUMNS), [(keys[s.id], *s.session) for s in new])
         for table, names in SESSION_TABLES.items():
@@ -431,7 +431,7 @@ def _register(db: StoreConnection, attempts: Sequence[tuple[str, int, str, str, 
 
 
 def settle_attempts(db: StoreConnection, outcomes: Sequence[tuple[str, str, bytes]]) -> None:
-    """Update the states of many sessions' attempts, as `settle_attempt` does for one. Each is given as id, status and outcome."""
+    """Update the attempts of many sessions, as `settle_attempt` does for one. Each session is given as id, status and outcome."""
     if not outcomes:
         return
     states = [outcome_state(decode_outcome(outcome), status) for _, status, outcome in outcomes]
