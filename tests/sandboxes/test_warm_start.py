@@ -211,9 +211,9 @@ async def test_import_with_side_effect_is_refused(root: Path, folder: Path, faul
     ("env", "reason"),
     [
         ({"MODE": "other"}, "MODE differs"),
-        ({"PYTHONDONTWRITEBYTECODE": "1"}, "PYTHONDONTWRITEBYTECODE must be set when Python starts"),
-        ({"LC_ALL": "C"}, "LC_ALL must be set"),
-        ({"HOME": "/usr"}, "HOME is not the sandbox's"),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, "PYTHONDONTWRITEBYTECODE takes effect only when Python starts"),
+        ({"LC_ALL": "C"}, "LC_ALL takes effect only"),
+        ({"HOME": "/usr"}, "HOME is not the sandbox's home folder"),
     ],
 )
 async def test_different_environment_needs_plain_start(

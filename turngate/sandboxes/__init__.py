@@ -27,7 +27,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def get_backend(name: str, settings: Mapping[str, Json] = NO_SETTINGS) -> Backend:
-    """Create the backend called `name`. Settings that are not given have the backend's defaults."""
+    """Create the backend called `name`. Settings that are not given have their default values."""
     if name not in BACKENDS:
         raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}", param="sandbox")
     module, factory = BACKENDS[name]

@@ -7,7 +7,7 @@ variables the imports have read, so that only processes with the same values are
 
 - {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
 - {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
-- {"do": "hold"}: no process; the server does not exit as idle while the other end of the passed descriptor is open
+- {"do": "hold"}: no process; until the other end of the passed descriptor closes, the server does not exit when it is idle
 
 The server itself never reads the orders of commands; only the forked processes do. It exits when the other end of FD closes, or when it has
 been idle for too long.

@@ -139,7 +139,7 @@ function waitForReply(request, body, target) {
   });
 }
 
-// Forward a reply as it arrives. If it breaks off, it also breaks off for the agent.
+// Forward a reply as it arrives. If it is cut off, the agent's connection is cut off too.
 function passReply(reply, outgoing) {
   return new Promise((resolve) => {
     outgoing.sendDate = false;

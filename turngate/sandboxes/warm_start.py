@@ -1,9 +1,9 @@
 """Warm starts: a Python agent is forked from a process that has already imported the agent's libraries (`fork_server.py`).
 
 The first sandbox that could use a server starts without one, because a single rollout would gain nothing. From the second sandbox on, one
-server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or when it
-is idle. A program that it cannot start gets a plain start. `counts` contains the number of warm starts, and the number of plain starts for
-each reason.
+server per installation, environment and kind of sandbox serves all sandboxes of this process. The server ends with this process, or after
+being idle for a while. A program that it cannot start gets a plain start. `counts` contains the number of warm starts, and the number of
+plain starts for each reason.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class ForkServer:
                 return f"{name} differs from its value during the imports"
         for name in {*env, *self._start.env}:
             if name.startswith(START_VARIABLES) and env.get(name) != self._start.env.get(name):
-                return f"{name} must be set when Python starts"
+                return f"{name} takes effect only when Python starts"
         return ""
 
     def hold(self) -> socket.socket:
-        """Prevent the server from exiting as idle until the returned socket is closed."""
+        """Keep the server from exiting, even if it is idle, until the returned socket is closed."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # if the server has exited, the next fork fails
             self._send({"do": "hold"}, [theirs.fileno()])
@@ -224,7 +224,10 @@ class ForkServer:
 
 
 class WarmStart:
-    """A sandbox's right to start one program from a fork server. The server does not exit as idle until this object is closed."""
+    """A sandbox's right to start one program from a fork server.
+
+    Until this object is closed, the server does not exit, even if it is idle.
+    """
 
     def __init__(self, server: ForkServer, preload: Preload) -> None:
         self.server = server
@@ -244,7 +247,7 @@ class WarmStart:
         `home` is the home folder's path on the host, and `inside` its path in the sandbox.
         """
         if env["HOME"] != inside:
-            return "HOME is not the sandbox's"
+            return "HOME is not the sandbox's home folder"
         if os.path.lexists(home / ".local" / "lib"):
             return "HOME contains Python packages"  # Python looks for them only when it starts
         return self.server.find_difference(env)

@@ -55,7 +55,7 @@ def find_host_values(task: Task) -> list[str]:
 
 
 def read_variable(name: str, environment: Mapping[str, str], user: str, default: str | None = None) -> str:
-    """Return the value of a variable of this machine. Error messages name `user` as the one that needs the variable."""
+    """Return the value of a variable of this machine. `user` describes what needs the variable, for error messages."""
     if name.startswith(RESERVED_PREFIXES):
         raise ConfigError(
             f"{user} must not use the environment variable {name}, because names that start with "

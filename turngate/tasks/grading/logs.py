@@ -1,8 +1,11 @@
 """Parsers for the output of test runners. Each returns the outcome of every test in a log.
 
-| name | parser | |---|---| | `pytest` | our own, for pytest's short summary (`-rA`) and its progress lines (`-v`, with or without xdist) |
-| `unittest` | our own, for `python -m unittest -v` | | `swebench:<owner/repo>` | the `swebench` package's parser for that repository (extra
-`swe`) | | `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser with that name, as used in rows: `parse_log_pytest` … |
+| name | parser |
+|---|---|
+| `pytest` | our own, for pytest's short summary (`-rA`) and its progress lines (`-v`, with or without xdist) |
+| `unittest` | our own, for `python -m unittest -v` |
+| `swebench:<owner/repo>` | the `swebench` package's parser for that repository (extra `swe`) |
+| `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser with that name, as used in rows: `parse_log_pytest` … |
 
 The agent's code can write anything to a log, so parsing must not take long. Our own parsers take linear time. Those of `swebench` do not,
 so they run in a separate process with a time limit.

@@ -144,7 +144,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweRow:
-    """The fields of a row, with checks of their types. Errors name the file, the row, the instance and the field."""
+    """Reads the fields of a row and checks their types. Errors name the file, the row, the instance and the field."""
 
     def __init__(self, fields: Mapping[str, Json], where: str) -> None:
         self._fields = fields
@@ -379,7 +379,7 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     """Read the configuration of an older SWE-bench row from the `swebench` package, which contains it up to version 4."""
     missing = (
         f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
-        "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
+        "(SWE-bench has published eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
     )
     try:
         known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
@@ -417,7 +417,7 @@ def _reinstall_command(install: str) -> str:
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """Return the files that a test patch adds or changes, except files that test runners do not accept."""
+    """Return the files that a test patch adds or changes, except those that cannot be passed to a test runner."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):

@@ -62,7 +62,7 @@ class _AbortBody(msgspec.Struct):
 
 
 class EngineServer(AbstractAsyncContextManager["EngineServer"]):
-    """An HTTP server for one engine. Every request must present the key."""
+    """An HTTP server for one engine. Every request must carry the key as a bearer token."""
 
     def __init__(self, engine: LocalEngine, key: str, *, host: str, port: int = 0) -> None:
         """Create a server. `host` is the address at which the cells can reach this machine."""

@@ -46,7 +46,7 @@ _OFF = {"top_k": -1}  # values with which TRL turns a setting off
 
 
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the sessions, as plain data for another process. The admin key is read from `TURNGATE_ADMIN_KEY`."""
+    """The settings of all sessions, as plain data that can be sent to another process. The admin key is read from `TURNGATE_ADMIN_KEY`."""
 
     gateway: str
     agent: str
@@ -66,7 +66,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: SessionsConfig) -> list[dict[str, Json]]:
-    """Return the rows of a dataset for TRL, one per task. `create` finds the task of a row by its instruction."""
+    """Return the rows of a dataset for TRL, one per task. `create` finds the task of a row by the task's instruction."""
     tasks_by_text = _read_by_instruction(config)
     return [{"prompt": [{"role": "user", "content": text}], "task": task.id} for text, task in tasks_by_text.items()]
 

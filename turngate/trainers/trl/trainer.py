@@ -1,4 +1,4 @@
-"""TRL's trainer with the feed's position in its checkpoints, so that a resumed run trains every row exactly once.
+"""A variant of TRL's trainer that stores the feed position in its checkpoints, so that a resumed run trains every row exactly once.
 
     worker = TurngateWorker(config, checkpoint=last)
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
@@ -22,7 +22,10 @@ from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker
 
 
 class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
-    """A trainer for a `TurngateWorker`. With any other worker, it behaves like TRL's trainer."""
+    """TRL's trainer, with the feed position of its `TurngateWorker` in its checkpoints.
+
+    With any other worker, it behaves like TRL's trainer.
+    """
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         # Rows of all ranks, computed from TRL's token count and mean row length. Read before the step, which may clear `inputs`.
