@@ -23,7 +23,7 @@ _FORCED = "constrained: "
 _REPLACED: tuple[TurnRole, ...] = ("superseded", "aborted")
 _NO_CALLS = (
     "no model call of the agent was answered",
-    "check that the agent uses the base URL and the key that it was given, that the engine is up, and read the agent's output",
+    "check that the agent uses the base URL and the key that it was given, and that the engine is up; read the agent's output",
 )
 _READ_OTHER = "another attempt at the rollout is trained instead, if there is one"
 _SERVE_CALL = (
@@ -137,14 +137,17 @@ def _explain_reason(reason: str) -> tuple[str, str]:
             "run the agent in exact mode, with an engine that returns token ids (--engine vllm, sglang or local)",
         )
     if "log-probabilities" in reason:
-        return f"cannot be trained ({reason})", "let the engine return log-probabilities; `turngate doctor` checks it"
+        return (
+            f"cannot be trained ({reason})",
+            "make the engine return log-probabilities; `turngate doctor` checks whether it does",
+        )
     if reason.startswith("role "):
         return (
             f"have the {reason}, which is not trained",
             "add it to policy.roles, or describe in [signals] of the agent's file which calls are its main work",
         )
     if reason == "aborted":
-        return "were cut short", "read the agent's output and the gateway's log for who ended the calls"
+        return "were cut short", "read the agent's output and the gateway's log to find out who ended the calls"
     return f"failed ({reason})", "read the gateway's log"
 
 

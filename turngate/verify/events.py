@@ -152,7 +152,8 @@ def _check_refusals(
     stored = [(refusal.call, refusal.status, refusal.message) for refusal in session.related.refused]
     told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
     check.expect(
-        stored == told, f"{len(stored)} refused calls are stored, which differ from the {len(told)} that events report"
+        stored == told,
+        f"{len(stored)} refused calls are stored, but they differ from the {len(told)} that events report",
     )
     marked = [refusal.call for refusal in session.related.refused if refusal.repeated]
     reported = sorted((data.get("call") for _, data in repeated), key=str)

@@ -108,7 +108,7 @@ def _check_chains(
         for row in every:
             end = turns.get(row.branch)
             if end is None or end not in session.leaves:
-                check.expect(False, "a row ends with it, but no branch does", node=row.branch)
+                check.expect(False, "a row ends with this node, but no branch does", node=row.branch)
             else:
                 _check_chain(row, end, check)
         kept = [row.branch for row in every if np.asarray(row.mask).any()]

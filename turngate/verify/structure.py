@@ -180,7 +180,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 _has_consistent_runs(turn),
-                "its policy versions per token do not agree with its tokens and its versions",
+                "the policy versions of its tokens do not match its number of tokens, or its first and last version",
             )
             hold(
                 -1 <= info.cached <= turn.parent.length,

@@ -44,7 +44,10 @@ class EngineTable:
         return [SharedEngine(*row) for row in rows]
 
     def write(self, engine: SharedEngine) -> int:
-        """Write the state of an engine, and raise the epoch of the fence. Return the new epoch, at which cells know this state."""
+        """Write the state of an engine, and raise the epoch of the fence. Return the new epoch.
+
+        Cells that have carried out this epoch know the state.
+        """
         query = (
             "INSERT INTO engines (url, state, reason) VALUES (?,?,?)"
             " ON CONFLICT (url) DO UPDATE SET state=excluded.state, reason=excluded.reason"
