@@ -296,7 +296,7 @@ class OutboxTable:
             return [session_id for (session_id,) in db.execute(query, (cell,)).fetchall()]
 
     def require_shipped(self, session: int, session_id: str) -> None:
-        """Raise `Conflict` if a session has not been shipped, and make it due now."""
+        """If a session has not been shipped, make it due now and raise `Conflict`."""
         if not self._has_tables:
             return
         with self._reading() as db:

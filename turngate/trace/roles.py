@@ -376,7 +376,7 @@ class _Structure:
         """Return whether a short answer is clearly not part of the main conversation.
 
         This is the case if the main conversation has tools, has more turns or much more text, or answers the same question later. A short
-        answer after a long one to the same question may be the real answer, because the long one may be a check of the question.
+        answer after a long one to the same question may be the real answer, because the long one may only be a check of the user's input.
         """
         main = self._main
         if main is None:
