@@ -132,7 +132,8 @@ reading, order = os.pipe()
 write(order, b"{}")
 os.close(order)
 fds = [reading, *(os.open(os.devnull, os.O_RDWR) for _ in range(3)), 1]
-supervisor["run_guard"](fds, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))
+guard = os.getpid()  # once it has ended, the parent of the command is another process
+supervisor["run_guard"](fds, lambda *_: os.kill(guard, signal.SIGSTOP))
 """
 
 
