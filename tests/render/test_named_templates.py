@@ -86,7 +86,9 @@ async def test_conversation_with_tools_is_one_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("with_tools", "why"), [(OWN_FORM, "as they are in OpenAI's API"), (ACTIONS, "cannot parse")], ids=["form", "calls"]
+    ("with_tools", "why"),
+    [(OWN_FORM, "in the format of OpenAI's API"), (ACTIONS, "cannot parse")],
+    ids=["form", "calls"],
 )
 def test_unusable_template_for_tools_is_not_used_and_reported(with_tools: str, why: str, tmp_path: Path) -> None:
     renderer = TemplateRenderer(Tokenizer(save(tmp_path, "list", DEFAULT, with_tools), fast=False))

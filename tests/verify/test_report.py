@@ -213,7 +213,7 @@ def test_replay_is_summarized_over_sessions(recorded: Recorded, capsys: Any) -> 
     assert run_verify(recorded[0], every=True, engine="scripted", tolerance=0.0)
     text = capsys.readouterr().out
     assert text.count("✓ exact") == 2 and "2 sessions, none wrong" in text
-    assert "156 tokens of 18 turns rescored by scripted: largest difference 0, 0 beyond 0" in text
+    assert "156 tokens in 18 turns rescored by scripted: largest difference 0, 0 beyond 0" in text
     assert "1 row, 6 tokens to train" in text
 
 

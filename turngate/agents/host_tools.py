@@ -105,7 +105,7 @@ fi
 
 
 def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
-    """Return a copy of the launch that also writes a script for each tool, and adds their folder to the PATH."""
+    """Return a copy of the launch that also writes a script for each tool, and adds the scripts' folder to the PATH."""
     if not tools:
         return launch
     key_file, folder = f"{home}/{OWN_FOLDER}/key", f"{home}/{OWN_FOLDER}/bin"

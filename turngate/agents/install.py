@@ -342,7 +342,7 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command that runs pip on the Python that the agent will use, because pip chooses packages for that Python."""
+    """Return the command that runs pip on the agent's Python. pip chooses packages for the Python on which it runs."""
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 

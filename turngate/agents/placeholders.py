@@ -17,7 +17,7 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # these 
 
 
 class UnknownPlaceholder(Exception):
-    """A placeholder is unknown, or is used in an invalid calculation. The message completes a sentence that starts with its name."""
+    """A placeholder is unknown, or is used in an invalid calculation. The message continues a sentence that starts with its name."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ def find_names(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
-    """Replace every placeholder with its value, after calling `escape` on the value."""
+    """Replace every placeholder with its value. `escape` is applied to each value."""
 
     def value(match: re.Match[str]) -> str:
         if _is_doubled(text, match):

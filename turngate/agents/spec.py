@@ -324,7 +324,7 @@ def _preload_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     if spec.preload and (not spec.install.pip or spec.command[:2] != ("{python}", "{install}") or spec.stdin):
         yield (
             "preload",
-            'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin; change them, or remove it',
+            'preload needs install.pip, a command that begins with "{python}", "{install}", and no stdin; change these, or remove preload',
         )
     for n, module in enumerate(spec.preload):
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
@@ -362,7 +362,7 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 
 
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Yield the fields that would expose the key, or that write a file to an invalid path or with an invalid mode.
+    """Yield each field that would expose the key, or that gives a file an invalid path or mode, with a message.
 
     Other processes can read command lines, and other users can read files unless their mode forbids it.
     """

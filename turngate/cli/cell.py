@@ -32,7 +32,7 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
 
 
 def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
-    """Load the settings of a gateway, which is a cell if the URL of a shared store is set, by a flag, a file or the environment."""
+    """Load the settings of a gateway or a cell. It is a cell if a flag, the config file or the environment sets the shared store's URL."""
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(

@@ -50,7 +50,7 @@ class CommandGroup(typer.Typer):
 
 
 def hide_types(params: Sequence[Any]) -> Sequence[Any]:
-    """Simplify the types in the help: show none for flags without a value, and that of a single value for repeatable options."""
+    """Simplify the types in the help: a flag without a value shows no type, and a repeatable option shows the type of one value."""
     for param in params:
         if not isinstance(param, typer.core.TyperOption):
             if param.nargs != 1:
@@ -78,7 +78,7 @@ def list_flags() -> dict[str, str]:
 
 
 def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
-    """Return an error's message. Replace each option whose name contains an underscore with its flag, given by `flags`."""
+    """Return an error's message with flags instead of option names that contain an underscore. `flags` maps option names to flags."""
     message = error.message
     if error.param == "tasks" and "tasks" in flags:  # the error is about the value of --tasks, not about a single task
         message = re.sub(r"^tasks?: ", f"{flags['tasks']}: ", message)

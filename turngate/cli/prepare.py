@@ -66,7 +66,7 @@ def prepare_agent(
 
 
 def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str] | None) -> list[str]:
-    """Add the command after -- to the agent's options, as the option `command`, and return them."""
+    """Return the agent's options, including the command after -- as the option `command`."""
     spec = find_agent(agent).spec
     pairs = list(options or ())
     names = {pair.partition("=")[0] for pair in pairs}

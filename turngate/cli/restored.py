@@ -15,5 +15,5 @@ def mark_restored(data: str) -> None:
         feeds = len(store.feeds.listing())
         say(
             console(),
-            f"project {project}: marked as restored; feeds that trainers must reopen with the number in their checkpoint: {feeds}",
+            f"project {project}: marked as restored; number of feeds that trainers must reopen at their checkpoint's position: {feeds}",
         )

@@ -57,7 +57,7 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
 
 
 def absorb_cancellation() -> None:
-    """Revoke the cancellation of the current task after catching CancelledError, so that the task can go on."""
+    """Revoke the cancellation of the current task after catching CancelledError, so that the task can continue."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()

@@ -183,7 +183,7 @@ def _print_totals(verdicts: list[Verdict], console: Console) -> None:
         turns, tokens, outliers = map(sum, zip(*((r.turns, r.tokens, r.outliers) for r in scored), strict=True))
         say(
             console,
-            f"  {_count(tokens, 'token')} of {_count(turns, 'turn')} rescored by {scored[0].engine}: "
+            f"  {_count(tokens, 'token')} in {_count(turns, 'turn')} rescored by {scored[0].engine}: "
             f"largest difference {_largest(scored):.2g}, {outliers} beyond {scored[0].tolerance:g}",
         )
 
@@ -352,7 +352,7 @@ def _print_parts(verdict: Verdict, console: Console) -> None:
         r = verdict.replay
         say(
             console,
-            f"    {_count(r.tokens, 'token')} of {r.turns} of {_count(verdict.counts.turns, 'turn')} rescored by {r.engine}: "
+            f"    {_count(r.tokens, 'token')} in {r.turns} of {_count(verdict.counts.turns, 'turn')} rescored by {r.engine}: "
             f"largest difference {r.largest:.2g}, mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
         )
 

@@ -1,4 +1,4 @@
-"""The `Dialect` interface: one wire format, without I/O.
+"""The `Dialect` interface, which each wire format implements. Dialects do no I/O.
 
 A dialect declares its routes, where clients put their key, what its errors look like and how its streams end. The server registers the
 routes of every dialect. The rest of the gateway does not depend on the wire format.
@@ -26,7 +26,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class EarlierReply(msgspec.Struct, frozen=True):
-    """An earlier reply of the session, which a request may refer to: the history of the call that it answered, and its output items."""
+    """A reply to an earlier call of the session, which a request may refer to: the history of that call, and the reply's output items."""
 
     history: History
     output: Sequence[bytes]
@@ -41,7 +41,7 @@ class EarlierReplies(Protocol):
 
 
 class ReplyRecord(msgspec.Struct, frozen=True):
-    """A reply to be stored under its id. Its JSON is `head`, `echo` and `tail`, joined.
+    """A reply to be stored under its id. Its JSON is the concatenation of `head`, `echo` and `tail`.
 
     `echo` repeats fields of the request. It is usually the same for all replies of a session, so it is stored only once.
     """
@@ -55,7 +55,7 @@ class ReplyRecord(msgspec.Struct, frozen=True):
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """One model call as it arrived. `PrefixCache` may have removed items from its body that it has already decoded."""
+    """The request of one model call. `body` may lack items that `PrefixCache` has already decoded."""
 
     body: bytes
     headers: Mapping[str, str] = {}
@@ -103,7 +103,7 @@ class StorableStream(Stream, Protocol):
         """Encode all events of an empty reply, for a request that asks not to generate anything."""
 
     def record(self) -> ReplyRecord:
-        """Return the reply to be stored. It must be complete."""
+        """Return the record of the reply, which must be complete."""
 
 
 class Dialect(Protocol):

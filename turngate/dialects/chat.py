@@ -314,7 +314,7 @@ def _decode_function_call(wire: _Function, where: str) -> ToolCall:
 
 
 def _function_call_id(name: str) -> str:
-    """Return an id for a call or result in the deprecated format, which has none. It depends only on the name, which both contain."""
+    """Return an id for a call or a result in the deprecated format, which has no ids. The id is derived from the function's name."""
     return f"call_{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
 
 

@@ -137,7 +137,7 @@ def decode_tool_choice(
 
 
 def decode_function_call(choice: Json, functions: ChatTools | None) -> tuple[Constraint | None, ChatTools | None]:
-    """Decode the old field `function_call`. Return the constraint that forces a call, if any, and the functions that the model sees."""
+    """Do the same as `decode_tool_choice` for the deprecated field `function_call`."""
     match choice:
         case None | "auto":
             return None, functions

@@ -169,7 +169,7 @@ class GeminiHistory:
 
 
 def build_system_content(raw: msgspec.Raw) -> bytes:
-    """Convert the system instruction to a content with the role `system`, whatever role it had."""
+    """Convert the system instruction to a content with the role `system`. Its own role is ignored."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 
@@ -198,7 +198,7 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
     """Return which of the allowed `kinds` a part is. A part with only a signature is treated as empty text.
 
-    `speaker` describes the content in the error for a part of another kind.
+    `speaker` names the content in the error message for other kinds, such as "user content".
     """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:
@@ -312,7 +312,7 @@ class _OpenCalls:
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """Decode a tool result. Many clients omit its id; such a result answers the first unanswered call with its name."""
+    """Decode a tool result. Many clients omit its id; such a result answers the first unanswered call of the same name."""
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):
@@ -326,7 +326,7 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
 
 
 def _response_text(response: dict[str, Json]) -> str:
-    """Return a tool's response as text for the model. A response with only `output` or `result` and `error` is reduced to their values."""
+    """Return a tool's response as text for the model. Unwrap the fields in which clients wrap it: `output`, `result`, `error`."""
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
         return _to_text(response)

@@ -103,7 +103,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Return the arguments of a call exactly as the model wrote them. If they are not an object or nested too deeply, wrap them as text."""
+    """Return a call's arguments exactly as the model wrote them. Wrap them as text if they are not an object or are nested too deeply."""
     if not arguments:
         return {}
     try:

@@ -224,7 +224,7 @@ def _refuse_unsupported(request: MessagesRequest) -> None:
 
 
 def _decode_thinking_display(thinking: _Thinking | None) -> Literal["none", "hidden", "shown"]:
-    """Return how the reply shows thinking. A model may think even if the request does not ask for it; the reply then shows none."""
+    """Return how the reply shows thinking. If the request does not ask for thinking, show none, even if the model thinks."""
     if thinking is None or thinking.type == "disabled":
         return "none"
     return "hidden" if thinking.display == "omitted" else "shown"

@@ -116,7 +116,7 @@ class MessagesHistory:
         return MessagesHistory(items, self._tools, self._system, self)
 
     def _add(self, start: int) -> None:
-        """Add the messages from index `start` on to the turns."""
+        """Add messages to the turns, starting with the message at index `start`."""
         turn = self.raws[-1:]  # the messages of the last turn
         for index in range(start, len(self.items)):
             raw = self.items[index]

@@ -201,7 +201,7 @@ def _stop_fields(done: Done) -> dict[str, Json]:
 
 
 def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
-    """Encode token counts. If they are unknown, they are 0, because clients require numbers."""
+    """Encode token counts. Encode unknown counts as 0, because clients require numbers."""
     usage = usage or Usage(0, 0)
     details = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}} if usage.reasoning_tokens else {}
     return {

@@ -89,7 +89,7 @@ _CUSTOM_INPUT_SCHEMA: Json = {
 
 
 def read_custom_input(arguments: str) -> str | None:
-    """Return the input of a custom tool's call, or None unless `arguments` is an object with `input`, a string, as its only field."""
+    """Return the input of a custom tool's call. Return None if `arguments` is not an object with a single field, the string `input`."""
     try:
         match orjson.loads(arguments):
             case {"input": str(text), **rest} if not rest:
@@ -111,7 +111,7 @@ class _AllowedTools(msgspec.Struct):
 
 
 def encode_allowed_tools(tools: bytes, allowed: Collection[str] | None) -> bytes:
-    """Encode tools for a trace: unchanged if all are allowed (None), or else together with the names of the allowed ones."""
+    """Encode tools for a trace. If `allowed` is None, return them unchanged. Otherwise add the names of the allowed tools."""
     if allowed is None:
         return tools
     return b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), tools)

@@ -34,7 +34,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list, which was between `head` and `tail`. It has been checked that no other field has the list's name."""
+    """A request without its list, which was between `head` and `tail`. No other field has the same name as the list."""
 
     head: bytes
     tail: bytes
@@ -180,7 +180,7 @@ class PrefixCache:
     def _opens_list(self, head: bytes) -> bool:
         """Return whether the list starts where `head` ends.
 
-        If the list and the request are closed at that point, the list must be the last field of a valid object, and it must be empty.
+        To check this, close the list and the object there. The list must then be the last field of a valid object, and empty.
         """
         try:
             fields = _fields.decode(head + b"]}")
@@ -211,7 +211,7 @@ def _request_key(wire: WireRequest) -> tuple[object, ...]:
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """Return how many of the items the list in the body starts with, and where its first other item starts. The list starts at `at`.
+    """Count how many of `items` are at the start of the list that starts at `at`. Return the count, and where the next item starts.
 
     An item only matches if another item follows it in the body.
     """

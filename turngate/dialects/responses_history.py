@@ -2,7 +2,7 @@
 
 The format splits one turn of the model into several items: reasoning, text and calls. They are grouped here, so that a turn is compared and
 decoded as one message. Consecutive items belong to the same turn, unless the ids that the gateway assigned show that they come from
-different replies. The ids also show which calls belong to the same turn if an agent has moved their results between them.
+different replies. The ids also show which calls belong to the same turn if an agent has placed results between them.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ResponsesHistory:
         return ResponsesHistory(items, self._instructions, self)
 
     def _add(self, start: int) -> None:
-        """Add the items from index `start` on to the groups."""
+        """Add items to the groups, starting with the item at index `start`."""
         grown: dict[int, list[int]] = {}  # indexes of the items to add to each existing group
         resolved: dict[int, bytes] = {}  # the items that references stand for, by the index of the reference
         named: set[str] = set()  # the ids of the resolved references
@@ -291,7 +291,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """Convert a decoding error. `places` contains the positions in the request of the items that were decoded together."""
+    """Build the error for a decoding error. `places` contains the positions in the request of the items that were decoded together."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])

@@ -90,7 +90,7 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """Build the templates. `events` contains the names of the text and part events. `index` is the field for the part's index, always 0."""
+    """Build the templates for one kind of text. `events` names its text and part events. `index` is the field with the part's index, 0."""
     place = _PLACE + b'"%b":0,' % index
     text_event, part_event = events
     return _TextForm(
@@ -219,7 +219,7 @@ class ResponsesStream:
         return begin + _STATUS_EVENTS["completed"] % (self._next(), self._whole)
 
     def record(self) -> ReplyRecord:
-        """Return the response to be stored. It must be complete."""
+        """Return the record of the response, which must be complete."""
         assert self._whole, "the response is not complete"
         tools = self._history.offered if isinstance(self._history, ResponsesHistory) else ()
         return ReplyRecord(

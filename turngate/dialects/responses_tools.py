@@ -56,7 +56,7 @@ class _Name(msgspec.Struct):
 
 
 class AgentTool(msgspec.Struct, frozen=True):
-    """The tool of the agent that a function of the model represents."""
+    """The agent's tool that a function in the prompt represents."""
 
     kind: Literal["function", "custom", "tool_search"]
     name: str

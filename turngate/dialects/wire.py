@@ -61,7 +61,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return msgspec's message with the field's name first, such as `max_tokens: Expected `int | null`, got `str``."""
+    """Return msgspec's message with the field's name first, such as "max_tokens: Expected `int | null`, got `str`"."""
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)
     return f"{found[1]}: {text[: found.start()]}" if found else text
@@ -84,7 +84,7 @@ def field_error(field: str, problem: str) -> BadRequest:
 
 
 def decode_text(raw: bytes, field: str) -> str:
-    """Decode raw JSON as UTF-8. Raw values need this check, because msgspec does not validate their encoding."""
+    """Decode raw JSON as UTF-8, or raise BadRequest. msgspec does not check the encoding of values that it keeps raw."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

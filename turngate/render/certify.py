@@ -84,7 +84,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions at which the bridge differs from a render of the whole conversation, each with a description of how."""
+        """The transitions at which the bridge differs from a render of the whole conversation, and how it differs."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property
@@ -107,13 +107,13 @@ class Certificate(msgspec.Struct, frozen=True):
         return "; ".join(sorted(transition.describe() for transition in whole))
 
     def explain_uncertified(self) -> str:
-        """Explain what happens at the uncertified transitions. There, the bridge of a hand-written renderer is still used."""
+        """Explain what happens at the uncertified transitions. A hand-written renderer uses its own bridge even there."""
         where = self.describe_uncertified()
         if self.renderer == TEMPLATE_RENDERER:
             return f"turns are rendered in full, and the trace may fork, at {where}"
         return (
-            f"the hand-written renderer {self.renderer} has no bridge (the trace may fork), or one that differs from its render of the "
-            f"whole conversation (it is used nevertheless), at {where}"
+            f"the hand-written renderer {self.renderer} has no bridge, so the trace may fork, or its bridge differs from a render of the "
+            f"whole conversation but is used anyway, at {where}"
         )
 
     def explain_unread(self) -> str:
@@ -176,7 +176,7 @@ def _render_turn(renderer: Renderer, case: ProbeCase, at: int) -> _RenderedTurn:
     turn = _RenderedTurn(messages[at], messages[at + 1 : end], system)
     one_call = isinstance(renderer, TemplateRenderer) and not renderer.template.traits.parallel_calls
     if one_call and any(len(message.tool_calls) > 1 for message in messages):
-        refusal = "the template writes one call per turn, so a reply ends after one"
+        refusal = "the template writes one call per turn, so a reply ends after one call"
         return msgspec.structs.replace(turn, refusal=refusal)
     try:
         prompt = renderer.render(messages[:at], case.tools, case.kwargs)

@@ -1,4 +1,4 @@
-"""Adapters for the hand-written renderers of the `renderers` package (extra `families`) to our `Renderer` interface.
+"""Adapt the hand-written renderers of the `renderers` package (extra `families`) to our `Renderer` interface.
 
 Such a renderer is used if the package has one for the model's name, or if `--family` names it. This module is imported only then, because
 importing the package takes a second.

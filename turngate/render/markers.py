@@ -81,7 +81,8 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         text = template.text([_USER, _ANSWER, _USER], generate=True, kwargs={})
     except BadRequest as error:
         raise ConfigError(
-            f"tokenizer {tokenizer.folder}: {error.message} (a question and an answer)", param="tokenizer"
+            f"tokenizer {tokenizer.folder}: {error.message} (the conversation has only a question and an answer)",
+            param="tokenizer",
         ) from None
     if SENTINEL not in text:
         raise ConfigError(

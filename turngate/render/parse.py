@@ -223,7 +223,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Parser:
-    """An incremental parser. `feed` returns the events that can be sent already. `finish` returns the last events and the parsed turn."""
+    """An incremental parser. `feed` returns the events that can already be sent. `finish` returns the last events and the parsed turn."""
 
     def __init__(
         self,

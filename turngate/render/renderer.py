@@ -1,8 +1,8 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
 A renderer turns a conversation into prompt ids and sampled ids into reply events. It also builds bridges, which are the ids from one turn
-to the next. `TemplateRenderer` derives the bridges from the template. It gives a transition no bridge if that would differ from a render of
-the whole conversation. `families.py` adapts hand-written renderers to the interface.
+to the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if it would differ from a render of the
+whole conversation. `families.py` adapts hand-written renderers to the interface.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _TRICKY_TEXTS = (
 
 
 class LastTurn(msgspec.Struct, frozen=True):
-    """The sampled turn after which a bridge continues."""
+    """The sampled turn that a bridge follows."""
 
     context: Ids  # the ids just before the turn, which end with the generation prompt
     sampled: Ids
@@ -352,7 +352,7 @@ class TemplateRenderer:
     ) -> str:
         """Compare the bridge with renders of whole conversations that have different histories before the turn.
 
-        Return the first difference, or why nothing could be compared, or "" if the bridge is always the same.
+        Return the first difference, or why nothing could be compared, or "" if there is no difference.
         """
         system = "You are a careful engineer." if last.system else ""
         plain = [msgspec.structs.replace(m, content=f"turngateTEXT{n}END") for n, m in enumerate(new)]
@@ -466,7 +466,7 @@ def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str
         return Template(default, tokenizer.special_tokens), ""
     template = Template(tokenizer.tool_template, tokenizer.special_tokens, source_without_tools=default)
     if not template.traits.native_tools:
-        why = "it does not write tools, calls and results as they are in OpenAI's API"
+        why = "it does not accept tools, calls and results in the format of OpenAI's API"
     else:
         if _find_call_syntax(template) is not None:
             return template, ""

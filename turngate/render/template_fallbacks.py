@@ -1,4 +1,4 @@
-"""Rewrite conversations for chat templates that do not support tools, system messages, any order of roles, or any form of call id.
+"""Rewrite conversations for chat templates that lack tools or system messages, or that require a certain order of roles or form of call id.
 
 If a template does not support tools, they are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen
 and Hermes models are trained on and which `parse.py` parses.
@@ -59,7 +59,10 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn every system message except the first message into user text, for templates that do not write it in its place."""
+    """Append each later system message to the system or user message before it, or else turn it into a user message.
+
+    This is for templates that do not write a system message in its place if it is in the middle of a conversation.
+    """
     out: list[Message] = []
     for message in messages:
         before = out[-1] if out else None

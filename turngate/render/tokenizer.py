@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder: converts between text and ids, without `transformers`.
 
-`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. To encode text, it uses tiktoken with the same merges if
-that returns the same ids as `tokenizers` on a probe corpus, because it is faster. It decodes byte-level vocabularies with a table. The
+`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. It encodes text with tiktoken,
+which is faster than `tokenizers`, if both return the same ids for a probe corpus. It decodes byte-level vocabularies with a table. The
 `renderers` package also uses this class as its tokenizer.
 """
 
@@ -109,7 +109,7 @@ class Tokenizer:
 
     @property
     def fast(self) -> bool:
-        """Whether the fast encoder is used, because it returns the right ids."""
+        """Whether the fast encoder is used. It is only used if it returns the right ids."""
         return self._fast is not None
 
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
@@ -146,7 +146,7 @@ class Tokenizer:
         return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of one token of a byte-level vocabulary. Return no bytes for an id outside the vocabulary, such as padding."""
+        """Return the bytes of one token of a byte-level vocabulary. An id outside the vocabulary, such as padding, has none."""
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -408,7 +408,7 @@ def _load_backend(path: Path, config: Json | None) -> Backend:
 
 
 def _require_same_ids(path: Path, backend: Backend, added: dict[str, int]) -> None:
-    """Raise `ConfigError` if the encoder, which may assign its own ids, uses another id for an added token than the files declare."""
+    """Raise `ConfigError` if the encoder, which may assign its own ids, does not use the declared id of an added token."""
     for token, declared in added.items():
         if (used := backend.token_to_id(token)) != declared:
             raise ConfigError(

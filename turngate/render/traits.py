@@ -50,7 +50,7 @@ ProbeRender = Callable[[Traits, Sequence[Message], Sequence[Tool]], str | None]
 
 
 def probe_traits(render: ProbeRender) -> Traits:
-    """Return the traits of a template. `render` renders conversations with it."""
+    """Return the traits of a template. `render` renders conversations with the template."""
     user, answer, late = Message("user", "x"), Message("assistant", "y"), Message("system", SENTINEL)
     plain = Traits(native_tools=False)
     if not _shows(render, plain, [Message("user", SENTINEL)], SENTINEL):

@@ -1,7 +1,6 @@
 """Read a vocabulary: its added and special tokens, the bytes of each id, and the merges in the form that tiktoken accepts.
 
-The vocabulary is defined in `tokenizer.json`. Some folders declare special tokens only in `tokenizer_config.json`, from which they are
-added.
+The vocabulary is defined in `tokenizer.json`. Some folders declare special tokens only in `tokenizer_config.json`. Those tokens are added.
 
 Reading the file and ordering its merges takes most of a second, so `certificate_cache.py` caches the result.
 """
@@ -36,7 +35,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def read_vocabulary(path: Path, config: Json) -> Vocabulary:
-    """Read a vocabulary from `tokenizer.json` and the contents of `tokenizer_config.json`."""
+    """Read a vocabulary. `path` is the path of `tokenizer.json`, and `config` is the content of `tokenizer_config.json`."""
     spec = read_json(path)
     try:
         declared = add_declared_tokens(spec, config)
