@@ -317,7 +317,7 @@ _crashes: Counter[tuple[object, ...]] = Counter()
 async def find_server(
     kind: str, preload: Preload, source: Path, prepare: Callable[[Preload], ServerProcess]
 ) -> WarmStart | None:
-    """Return the right to use a fork server, or None for a plain start. `source` is the folder of the installation on the host."""
+    """Return a sandbox's right to use a fork server, or None for a plain start. `source` is the folder of the installation on the host."""
     setting = os.environ.get(SETTING) or "on"
     if setting not in ("on", "off"):
         raise SandboxError(f"{SETTING} must be on or off, not {setting!r}")

@@ -164,7 +164,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
             self.queue.clear()
 
     def mark_trained(self, rows: int) -> None:
-        """Record that the trainer has trained the next `rows` of the rows that it has taken, oldest first."""
+        """Record that the trainer has trained on the oldest `rows` of the rows that it has taken."""
         with self._lock:
             for _ in range(rows):
                 item = self._given.popleft()

@@ -42,7 +42,7 @@ class DeliveryThrottle:
         self._taken = 0  # groups of this run whose rows the trainer has taken
 
     def record_finished(self, finished: FinishedRollout) -> None:
-        """Count a finished rollout of the plan. Rollouts of earlier runs are reported first."""
+        """Count a finished rollout of the plan. The runner reports rollouts of earlier runs first."""
         group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1
         if finished.session and finished.kind in RECORDED_CLASSES:

@@ -31,7 +31,7 @@ LIMIT_S = 900.0
 
 
 class WeightTransfer(Protocol):
-    """TRL's `WeightTransferProtocol`."""
+    """The methods of TRL's `WeightTransferProtocol`."""
 
     def init_weight_transfer(self) -> None: ...
 
