@@ -16,7 +16,7 @@ _PROBE = "import os, sys; print('%d.%d' % sys.version_info[:2], os.path.realpath
 
 
 class Interpreter(msgspec.Struct, frozen=True):
-    """A Python interpreter on this machine, which can be started without HOME or the PATH."""
+    """A Python interpreter on this machine. It can be started without HOME and PATH."""
 
     path: str
     prefix: str  # the folder that contains the interpreter and its library

@@ -126,7 +126,7 @@ def _files(home: Path, pattern: str) -> Iterator[Path]:
 
 
 def _records(spec: Transcript, data: bytes) -> list[Any]:
-    """Parse the records of a transcript. Skip lines that are not valid JSON, which are other output or were truncated."""
+    """Parse the records of a transcript. Skip lines that are not valid JSON, because they are other output or were truncated."""
     if spec.format == "json":
         try:
             values = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None

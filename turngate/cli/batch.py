@@ -239,7 +239,7 @@ def _describe_remaining(result: BatchResult) -> str:
 
 
 def _write_files(result: BatchResult, console: Console) -> list[str]:
-    """Write the summary and the plot. Return a line for each file of the batch. A file that cannot be written is only reported."""
+    """Write the summary and the plot. Return a line to print for each file. A file that cannot be written is only reported."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),

@@ -306,7 +306,7 @@ def load_archive(
         Optional[list[str]], typer.Option(help="Id of a session to load; repeatable. Default: all.")
     ] = None,
 ) -> None:
-    """Add archived sessions to a data folder, to show, verify or export them."""
+    """Add archived sessions to a data folder, so that they can be shown, verified or exported."""
     from turngate.cli.prune import load_sessions
 
     _or_exit(lambda: load_sessions(archive, data, session or []))
@@ -444,7 +444,7 @@ def add_engine(
 def drain_engine(
     url: _EngineArgument, gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
 ) -> None:
-    """Send no new calls to an engine. Its running calls finish, and its sessions move to other engines."""
+    """Stop sending new calls to an engine. Its running calls finish, and its sessions move to other engines."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.drain_engine(url), as_json))

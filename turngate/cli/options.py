@@ -541,7 +541,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter for each setting. Its default is None, which means that the value in the config file or the default applies."""
+    """Build a parameter for each setting. Its default is None, so that the config file or the setting's own default can supply the value."""
     import msgspec
 
     from turngate.config import CELL, ServeConfig
@@ -563,7 +563,7 @@ def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
 
 
 def _format_default(default: object) -> str:
-    """Format a setting's default for the help. Return an empty string for 0, False, None and collections, which the help does not show."""
+    """Format a setting's default for the help. Return an empty string for 0, False, None and lists, which are not shown."""
     if isinstance(default, int | float):
         return f"{default:g}" if default else ""
     return default if isinstance(default, str) else ""

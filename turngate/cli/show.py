@@ -155,7 +155,7 @@ def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool
 
 
 def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
-    """Load the tokenizer that the flag names. By default, load the one in `recorded_with`, with which the session was recorded."""
+    """Load the tokenizer that the flag names, or else the tokenizer with which the session was recorded (the folder `recorded_with`)."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():

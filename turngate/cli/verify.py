@@ -325,7 +325,7 @@ def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
 
 
 def _list_unchecked_parts(verdict: Verdict) -> list[str]:
-    """Return the parts of which no check was performed."""
+    """Return the parts in which no check was performed."""
     checked = {finding.part for finding in verdict.findings}
     return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in checked))
 

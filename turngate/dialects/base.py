@@ -26,7 +26,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class EarlierReply(msgspec.Struct, frozen=True):
-    """A reply to an earlier call of the session, which a request may refer to: the history of that call, and the reply's output items."""
+    """An earlier reply of the session. `history` is the history of the call that it answered, and `output` contains its output items."""
 
     history: History
     output: Sequence[bytes]

@@ -61,7 +61,7 @@ class _WireMessage(msgspec.Struct):
 
 
 class _RoleOnly(msgspec.Struct):
-    """A message of which only the role is decoded."""
+    """A message, decoded only for its role."""
 
     role: str
 
@@ -234,7 +234,7 @@ def _blocks_of(wire: _WireMessage) -> list[_Block]:
 
 
 def _why_unsupported(block: _Block, where: str) -> str:
-    """Return the error message for an unsupported block, which also suggests a fix."""
+    """Return the error message for an unsupported block. It also suggests a fix."""
     match block.type:
         case "image":
             fix = "this model accepts text only; describe the image in a text block"

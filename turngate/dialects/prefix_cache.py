@@ -156,7 +156,7 @@ class PrefixCache:
         self._lists = [*kept[1 - _MAX_LISTS :], _KnownList(history.items, history, frame)]
 
     def _find_list(self, body: bytes) -> int:
-        """Return where the list seems to start, or 0 if it is not found. This is only a text search, which `_build_frame` verifies."""
+        """Return where the list seems to start, or 0 if it is not found. This is only a text search; `_build_frame` verifies the result."""
         for mark in self._marks:
             if (at := body.find(mark)) >= 0:
                 return at + len(mark)

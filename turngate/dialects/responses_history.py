@@ -110,7 +110,7 @@ class _Item(msgspec.Struct):
 
 
 class _ToolsItem(msgspec.Struct):
-    """An item of which only the tools are decoded."""
+    """An item, decoded only for its tools."""
 
     tools: list[msgspec.Raw] = []
 

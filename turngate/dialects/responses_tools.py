@@ -48,7 +48,7 @@ class _WireTool(msgspec.Struct):
 
 
 class _Name(msgspec.Struct):
-    """A tool of which only the type and name are decoded. A namespace contains further tools."""
+    """A tool, decoded only for its type and name. If it is a namespace, `tools` contains its tools."""
 
     type: str = ""
     name: str = ""
@@ -93,7 +93,7 @@ class ResponsesTools:
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
-        """Decode the tools in a trace, which `encode_allowed_tools` encoded."""
+        """Create the tools from a trace. `raw` is what `encode_allowed_tools` returned."""
         return cls(*decode_allowed_tools(raw), replaceable=True)
 
 

@@ -36,7 +36,7 @@ def without_lone_surrogates(body: bytes) -> bytes:
 
 
 def _has_surrogates(body: bytes) -> bool:
-    r"""Return whether the body contains `\ud` or `\uD`, with which every escaped surrogate starts.
+    r"""Return whether the body contains `\ud` or `\uD`. Every escaped surrogate starts with one of these.
 
     A long body is searched two bytes at a time with NumPy, which is far faster than a regex.
     """

@@ -128,7 +128,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 def certify(renderer: Renderer) -> Certificate:
-    """Certify a renderer: run all probe cases, after complete assistant turns and after truncated turns, which lack the closing token."""
+    """Certify a renderer: run all probe cases, both with complete assistant turns and with turns that lack the closing token."""
     findings = [
         msgspec.structs.replace(finding, has_tools=bool(case.tools))
         for case in CASES

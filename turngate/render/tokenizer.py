@@ -223,7 +223,7 @@ class _LazyBackend:
 
 
 class _FastEncoder:
-    """An encoder that uses tiktoken with the same vocabulary. It supports byte-level BPE if one regular expression splits the text."""
+    """An encoder that uses tiktoken with the same vocabulary. It supports byte-level BPE if a single regular expression splits the text."""
 
     def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
         self._encoding = encoding

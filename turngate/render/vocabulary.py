@@ -18,7 +18,7 @@ from turngate.types import Json
 
 
 class Merges(msgspec.Struct, frozen=True):
-    """The merges of a byte-level BPE with a single regular expression as pre-tokenizer, which the fast encoder needs."""
+    """What the fast encoder needs to know about a byte-level BPE: how text is split and normalized, and the order of the merges."""
 
     pattern: str
     nfc: bool
