@@ -541,7 +541,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter for each setting. Its default is None, so that the config file or the setting's own default can supply the value."""
+    """Build a parameter for each setting. Its default is None, so that the config file or the setting's own default supplies it."""
     import msgspec
 
     from turngate.config import CELL, ServeConfig
