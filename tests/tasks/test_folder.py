@@ -172,8 +172,9 @@ def test_exit_code_and_function_graders(tmp_path: Path) -> None:
         ),
         (
             {"task.toml": "[environment]\nenv = { A = '${TURNGATE_ADMIN_KEY:-}' }"},
-            "TURNGATE_ADMIN_KEY, which is reserved for Turngate",
+            "must not refer to TURNGATE_ADMIN_KEY",
         ),
+        ({"task.toml": "[environment]\nenv = { A = '${PGPASSWORD:-}' }"}, "must not refer to PGPASSWORD"),
         ({"tests/check.py": ""}, "has no test.sh"),
         ({"solution/answer.txt": ""}, "has no solve.sh"),
     ],

@@ -26,6 +26,7 @@ import msgspec
 
 from turngate.common.validation import explain_error, parse_toml
 from turngate.errors import BadRequest, TaskError
+from turngate.tasks.host_env import RESERVED_PREFIXES
 from turngate.tasks.task import (
     Function,
     Grader,
@@ -257,9 +258,12 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
     if match is None:
         return value
     variable, default = match[1], match[2]
-    if variable.startswith("TURNGATE_"):
+    if variable.startswith(RESERVED_PREFIXES):
         raise _field_error(
-            folder, field, f"must not refer to {variable}, which is reserved for Turngate; use a different variable"
+            folder,
+            field,
+            f"must not refer to {variable}, because names that start with {' or '.join(RESERVED_PREFIXES)} are reserved for keys of "
+            "Turngate and its database; use a different name",
         )
     resolved = os.environ.get(variable, default)
     if resolved is None:

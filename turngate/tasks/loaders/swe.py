@@ -44,15 +44,15 @@ ACTIVATE_CONDA = (
 )
 
 INSTRUCTION = """\
-Your working folder is a checkout of the repository {repo}. This was reported about it:
+Your working folder is a checkout of the repository {repo}. The following issue was reported:
 
 <issue>
 {issue}
 </issue>
 
-Change the code in your working folder so that the issue is resolved and everything else goes on working. What the project needs to run
-is installed. Tests that you are not shown decide whether the issue is resolved; changes to the project's existing tests do not count.
-When you are done, stop: your working folder is looked at as you leave it.
+Change the code in your working folder so that it resolves the issue and breaks nothing else. The project's dependencies are installed.
+Hidden tests decide whether the issue is resolved. Changes to the project's existing tests are ignored. Stop when you are done: the files
+in your working folder are your answer.
 """
 
 _COMMIT = re.compile(r"[0-9a-fA-F]{7,64}")
