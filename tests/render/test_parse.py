@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from turngate.render.call_forms import parse_python_calls
 from turngate.render.parse import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Parsed, Parser, StopStrings, Syntax
 from turngate.types import CallDelta, Constraint, Delta, Tool
 
@@ -207,6 +208,10 @@ def test_call_forms_that_are_not_json(syntax: Syntax, text: str, count: int) -> 
     assert message.content == ""
 
 
+def test_unknown_escape_in_a_python_call_causes_no_warning() -> None:
+    assert parse_python_calls(r'[grep(pattern="\d+")]') == [("grep", r'{"pattern":"\\d+"}')]
+
+
 @pytest.mark.parametrize(
     ("syntax", "body"),
     [
@@ -224,6 +229,11 @@ def test_call_forms_that_are_not_json(syntax: Syntax, text: str, count: int) -> 
         (GEMMA, "f{k:" + "[" * 5_000),
         (GEMMA, "f{k:word}"),
         (GEMMA, "f{} more"),
+        (HERMES, '{"name": "f", "arguments": [1]}'),
+        (HERMES, '{"name": "f", "arguments": "text"}'),
+        (MISTRAL, '[{"name": "f", "arguments": 1}]'),
+        (LLAMA, '{"name": "f", "parameters": "[]"}'),
+        (DEEPSEEK, "function<｜tool▁sep｜>f\n```json\n1\n```"),
     ],
 )
 def test_malformed_calls_are_delivered_as_text(syntax: Syntax, body: str) -> None:

@@ -7,6 +7,7 @@ Each public function takes the text between the call markers. It returns the nam
 from __future__ import annotations
 
 import ast
+import warnings
 
 import orjson
 
@@ -20,7 +21,9 @@ _MAX_DEPTH = 50
 def parse_python_calls(text: str) -> list[tuple[str, str]]:
     """Parse Python calls: `[name(key="value"), …]`, or a single call without brackets."""
     try:
-        tree = _parse_expression(text.strip())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the model's text, such as "\d" in a string
+            tree = _parse_expression(text.strip())
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_read_python_call(call) for call in calls]
     except (SyntaxError, RecursionError, MemoryError, TypeError, orjson.JSONEncodeError) as error:

@@ -62,7 +62,9 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
         raw = orjson.loads(raw)
     if not call.name:
         raise MalformedCall("the tool call has no name")
-    return call.name, "{}" if raw == "null" else raw
+    arguments = "{}" if raw == "null" else raw
+    _require_object(arguments)
+    return call.name, arguments
 
 
 def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
@@ -140,7 +142,7 @@ def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, st
     if not (separator and newline and name.strip() and fenced.startswith("```json") and fenced.endswith("```")):
         raise MalformedCall("not a DeepSeek call")
     arguments = fenced.removeprefix("```json").removesuffix("```").strip()
-    _require_json(arguments)
+    _require_object(arguments)
     return [(name.strip(), arguments)]
 
 
@@ -156,7 +158,7 @@ def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
     if found := re.match(r"([\w.-]+)\[ARGS\](\{.*\})$", text, re.S):
-        _require_json(found[2])
+        _require_object(found[2])
         return [(found[1], found[2])]
     try:
         return [_parse_json_call(text, tools)]
@@ -167,11 +169,13 @@ def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
         return [_parse_json_call(part, tools) for part in parts]
 
 
-def _require_json(text: str) -> None:
+def _require_object(text: str) -> None:
     try:
-        orjson.loads(text)
+        arguments = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise MalformedCall(str(error)) from None
+    if not isinstance(arguments, dict):
+        raise MalformedCall("the arguments are not a JSON object")
 
 
 HERMES = Syntax("hermes")
@@ -401,7 +405,7 @@ class Parser:
         """Parse a reply that was held back because it consists only of calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
-                _require_json(text)
+                _require_object(text)
                 calls = [(self._constraint.tool, text.strip())]
             else:
                 calls = _parse_list_body(text, self._tools)
