@@ -92,6 +92,8 @@ def test_trees(world: World) -> None:
         ("events", "time", "'x'"),
         ("events", "kind", "x'ff'"),
         ("preambles", "tools", "x'ff'"),
+        ("preambles", "tools", "5"),
+        ("nodes", "delivered", "9223372036854775807"),
         ("preambles", "kwargs", "-1"),
         ("nodes", "ids", "x'ff'"),
         ("nodes", "ids", "CAST(x'7bff' AS TEXT)"),
@@ -119,6 +121,19 @@ BAD_UTF8 = (
 def test_body_that_is_wrong_where_no_decoder_looks(world: World, body: bytes) -> None:
     headers = (("authorization", "Bearer $secret"),)
     world.check(FuzzRequest("POST", "/v1/responses", (), headers, body, "/v1/responses"))
+
+
+def test_tool_call_number_that_does_not_fit_into_the_store(world: World) -> None:
+    operation = "/admin/sessions/{id}/tools/{call}/answer"
+    path = f"/admin/sessions/$open/tools/{2**63}/answer"
+    headers = (("authorization", "Bearer $admin"),)
+    world.check(FuzzRequest("POST", path, (), headers, b'{"reply": null}', operation))
+
+
+@pytest.mark.parametrize("text", [b"{" * 60_000, b"[" + b"\\n" * 30_000 + b"{" * 200])
+def test_memory_for_brackets_in_a_text(world: World, text: bytes) -> None:
+    path, headers = "/admin/engines/drain", (("authorization", "Bearer $admin"),)
+    world.check(FuzzRequest("POST", path, (), headers, b'{"url": "' + text + b'"}', path), memory=True)
 
 
 # ── the checks can fail ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,8 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fals
     "no": False,
     "off": False,
 }
-_JSON_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# The quantifiers are possessive: backtracking would need 140 bytes of memory per byte of a text.
+_JSON_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 _NAME_END = re.compile(rb"\s*:")
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+MAX_INTEGER = 2**63 - 1  # the largest integer that the store can hold
+
 
 def decode_text(stored: bytes) -> str | bytes:
     """Decode a text column. Text that is not UTF-8 is returned as bytes, so that one damaged row does not fail a query over many."""

@@ -213,7 +213,7 @@ class RolloutQueries:
 
     def state(self, key: int) -> tuple[int, int, int]:
         """Return a value that changes whenever the session's trace changes."""
-        query = "SELECT count(*), coalesce(max(id), 0), coalesce(sum(delivered), 0) FROM nodes WHERE session=?"
+        query = "SELECT count(*), coalesce(max(id), 0), count(*) FILTER (WHERE delivered<>0) FROM nodes WHERE session=?"
         with self._reading() as db:
             count, newest, delivered = db.execute(query, (key,)).fetchone()
         return count, newest, delivered

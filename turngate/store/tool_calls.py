@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from turngate.common import clock
-from turngate.store.columns import as_name
+from turngate.store.columns import MAX_INTEGER, as_name
 from turngate.store.connection import FOR_UPDATE, Connect
 from turngate.store.events import insert_event, new_event
 
@@ -79,6 +79,8 @@ class ToolCalls:
         return self._select(session, "call>? ORDER BY call LIMIT ?", after, limit)
 
     def find(self, session: int, call: int) -> HostToolCall | None:
+        if call > MAX_INTEGER:
+            return None
         return next(iter(self._select(session, "call=?", call)), None)
 
     def find_repeat(self, session: int, repeat: str) -> HostToolCall | None:

@@ -7,7 +7,7 @@ not blocked. The thread reads a consistent snapshot, even while turns are being 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -108,16 +108,16 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     # Load the session first. A node that is added after that has messages without a node, but never a node without messages.
     session = store.load(row)
     preambles = store.preambles(row.key)
-    if not all(_is_json(part) for preamble in preambles.values() for part in preamble):
+    if not all(_is_json(tools, list | dict) and _is_json(kwargs, dict) for tools, kwargs in preambles.values()):
         raise StoreError(f"session {session_id}: its tools are damaged on disk; the trace cannot be used")
     return SessionView(session, store.messages(row.key), preambles, store.side_data.load(session, side))
 
 
-def _is_json(stored: object) -> bool:
+def _is_json(stored: object, kind: Any) -> bool:
     if not isinstance(stored, bytes):
         return False
     try:
-        msgspec.json.decode(stored)
+        msgspec.json.decode(stored, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return True
