@@ -32,6 +32,8 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
+_DAMAGES = ("replace", "replace", "remove", "rename", "repeat", "wrap", "inflate")
+
 
 def of_schema(schema: Json, components: Json) -> st.SearchStrategy[Json]:
     """Return values that a JSON Schema accepts, for the part of JSON Schema that msgspec writes."""
@@ -85,14 +87,17 @@ def _object(schema: Json, components: Json) -> st.SearchStrategy[Json]:
 
 @st.composite
 def damaged(draw: Callable[..., Any], documents: st.SearchStrategy[Json], *, most: int = 3) -> Json:
-    """Return a copy of a document in which some values are replaced, removed, renamed, repeated or wrapped."""
-    document = copy.deepcopy(draw(documents))
+    """Return a copy of a document in which some values are replaced, removed, renamed, repeated, wrapped or inflated."""
+    document, kinds = copy.deepcopy(draw(documents)), _DAMAGES
     for _ in range(draw(st.integers(0, most))):
         places = list(_places(document))
         if not places:
             return draw(VALUES)
         holder, key = places[draw(st.integers(0, len(places) - 1))]
-        _damage(draw, holder, key)
+        kind = draw(st.sampled_from(kinds))
+        if kind == "inflate":  # once: the sizes would multiply, to lists of millions and texts of gigabytes
+            kinds = kinds[:-1]
+        _damage(draw, holder, key, kind)
     return document
 
 
@@ -107,8 +112,8 @@ def _places(value: Json) -> Any:
             pending.append(inner)
 
 
-def _damage(draw: Callable[..., Any], holder: Json, key: Json) -> None:
-    match draw(st.sampled_from(["replace", "replace", "remove", "rename", "repeat", "wrap", "inflate"])):
+def _damage(draw: Callable[..., Any], holder: Json, key: Json, kind: str) -> None:
+    match kind:
         case "replace":
             holder[key] = draw(VALUES)
         case "remove":
