@@ -108,7 +108,10 @@ class Installation(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
-        """Return the installation with its paths changed to be below `root` in a sandbox, and the (source, target) pairs to mount."""
+        """Return the installation with its paths below `root` in a sandbox, and the (source, target) pairs to mount.
+
+        The path of Python does not change.
+        """
         pairs = [(folder, folder) for folder in self._python_mounts]
         moved = self
         if self.folder:

@@ -5,8 +5,8 @@
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
 A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop is running. If the process
-dies, another trainer gets its calls. To keep the event loop running, sample in a thread (`asyncio.to_thread`), or choose a lease that
-lasts longer than sampling a reply takes.
+dies, another trainer gets its calls. Sampling must not block the event loop for longer than the lease lasts: sample in a thread
+(`asyncio.to_thread`), or choose a longer lease.
 """
 
 from __future__ import annotations

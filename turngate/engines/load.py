@@ -62,7 +62,7 @@ def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
 
 
 class _SGLangRank(msgspec.Struct):
-    """One data-parallel rank in SGLang's `/v1/loads`, or in the older `/get_load`, which reports only the total of all requests."""
+    """One data-parallel rank in SGLang's `/v1/loads`, or in the older `/get_load`, which does not report running requests separately."""
 
     dp_rank: int = 0
     num_running_reqs: int | None = None

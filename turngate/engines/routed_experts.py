@@ -72,7 +72,7 @@ class RoutedExpertsReply:
             shape, is_fortran, dtype = read(header)
             values = np.frombuffer(data, dtype, offset=header.tell())
             if is_fortran or len(shape) != 3 or dtype.kind not in "iu":
-                raise ValueError(f"unexpected type {dtype} and shape {shape}")
+                raise ValueError(f"expected a three-dimensional integer array in C order, not {dtype} of shape {shape}")
             return values.reshape(shape)
         except ValueError as error:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None

@@ -91,7 +91,7 @@ class SharedEngineGroup:
 
 
 class SharedEngineChanges(EngineChanges):
-    """Changes the shared list of engines, at the gateway on the shared store. Other gateways may also change the list."""
+    """Changes the shared list of engines, for a gateway on the shared store. Other gateways on the store may also change the list."""
 
     def __init__(
         self,

@@ -34,13 +34,16 @@ class CertificateRecord(msgspec.Struct, frozen=True):
 
 
 def record_name(folder: Path, model: str, family: str) -> str:
-    """Return the name of the record for a tokenizer folder, a model and a family. Files that are missing are ignored."""
+    """Return the name of the record for a model, a family, and the current files of a tokenizer folder."""
     purpose = blake2b(f"{model}\0{family}".encode(), digest_size=8)
     return f"{_tokenizer_digest(folder)}-{purpose.hexdigest()}"
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses."""
+    """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses.
+
+    Not every tokenizer has all of the files.
+    """
     digest = blake2b(f"{_VERSION} {sys.version}".encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")

@@ -237,12 +237,12 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Raise `SandboxError` if one of the sandbox's own folders would be inside a system folder, such as /usr."""
+    """Raise `SandboxError` if one of the sandbox's own folders is not an absolute path outside system folders, such as /usr."""
     for folder in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
-                f"a bubblewrap sandbox cannot have its own folder at {folder}; choose a path such as {WORKDIR}"
+                f"{folder} cannot be a folder of a bubblewrap sandbox; choose an absolute path outside system folders, such as {WORKDIR}"
             )
 
 

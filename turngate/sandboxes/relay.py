@@ -442,7 +442,7 @@ async def read_reply(reader: StreamReader, upstream: StreamWriter, upgrade: bool
     except asyncio.IncompleteReadError as error:
         raise NoAnswer("the connection closed before a reply arrived") from error
     except (OSError, RequestRefused, asyncio.LimitOverrunError) as error:
-        raise NoAnswer(f"no reply: {error}") from error
+        raise NoAnswer(f"no valid reply: {error}") from error
 
 
 async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReader, writer: StreamWriter) -> bool:

@@ -55,7 +55,7 @@ class _RunningGateway:
         self.task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Pass an error that occurred at the start to the rollouts that are waiting for the gateway. Log a later error."""
+        """If the gateway failed to start, pass the error to the rollouts that are waiting for it. If it failed later, log the error."""
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:

@@ -136,7 +136,10 @@ def build_order(
 
 
 def combine_session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
-    """Combine the session settings of the endpoint and of the request. Those of the request take precedence."""
+    """Combine the session settings of the endpoint with those of the request, which take precedence.
+
+    The endpoint's sampling settings are left out, because `endpoint_sampling` contains them.
+    """
     of_endpoint = {name: value for name, value in choice.endpoint.session.items() if name != "sampling"}
     of_caller = request.session if isinstance(request, TaskRolloutRequest) else {}
     settings = {**of_endpoint, **of_caller, **parse_sampling(request.sampling)}

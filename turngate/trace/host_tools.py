@@ -90,7 +90,9 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
         except Unresolvable as missing:
             raise BadRequest(f"the tool's schema has a reference that cannot be resolved: {missing}") from None
         except RecursionError:
-            raise BadRequest("the arguments are nested too deeply") from None
+            raise BadRequest(
+                "the arguments are nested too deeply, or the tool's schema refers to itself endlessly"
+            ) from None
         if error is None:
             return
         field = _argument_path(error.json_path, error.validator, error.message)

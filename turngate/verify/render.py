@@ -81,7 +81,7 @@ def _require_family(family: str) -> None:
         return
     if find_spec("renderers") is None:
         raise ConfigError(
-            f"family {family!r} needs the `renderers` package, which is not installed; install it or use template",
+            f"family {family!r} needs the `renderers` package, which is not installed; run pip install 'turngate[families]'",
             param="family",
         )
     from renderers import config_from_name

@@ -58,7 +58,8 @@ class SharedSessionReader(SessionReader):
             ) from None
         if version not in SHARED_SCHEMAS:
             raise ConfigError(
-                f"data: {self._name} has version {version}, but this version of Turngate verifies versions up to {SHARED_SCHEMAS[-1]}",
+                f"data: {self._name} has schema version {version}, but this version of Turngate supports "
+                f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}",
                 param="data",
             )
         return int(version)

@@ -316,7 +316,7 @@ def _shape(constraint: Constraint | None) -> dict[str, Json]:
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the thinking settings. Thoughts are always requested, because they are recorded."""
+    """Build the thinking settings. Request thoughts, to record them, unless thinking is off or the endpoint has rejected these settings."""
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     optional["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
     optional["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")

@@ -74,7 +74,10 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
 
 def _check_same_checkpoint(worker: Path | None, trainer: str | None) -> None:
-    """Raise `ConfigError` unless worker and trainer resume from the same checkpoint."""
+    """Raise `ConfigError` if the worker and the trainer do not resume from the same checkpoint.
+
+    The trainer alone may resume from a checkpoint that contains no feed position.
+    """
     if trainer is None and worker is not None:
         raise ConfigError(
             f"checkpoint: the worker resumes from {worker}, but the trainer does not; call train(resume_from_checkpoint={str(worker)!r})",
