@@ -1,4 +1,7 @@
-"""Build a `Result` from the service's result and the gateway's trace and rows. `build_result` blocks, for a while if the trace is long."""
+"""Build a `Result` from the service's result and the gateway's trace and rows.
+
+`build_result` blocks for a while if the trace is long, so call it in a thread.
+"""
 
 from __future__ import annotations
 

@@ -316,7 +316,11 @@ class _TreePrinter:
         )
 
     def _colour_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
-        """Return a node's tokens as text. Sampled tokens are coloured from green (likely) to red (unlikely); context tokens are grey."""
+        """Return a node's tokens as text.
+
+        On a terminal, sampled tokens are coloured from green (likely) to red (unlikely), and context tokens are grey. Elsewhere, each
+        sampled token is followed by its log-probability.
+        """
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
         plain = not self._console.is_terminal

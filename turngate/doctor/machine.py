@@ -306,7 +306,7 @@ async def check_port(context: DoctorContext) -> list[CheckOutcome]:
 
 
 def _listener(port: int) -> str:
-    """Return the name of the program that listens on a port, or an empty string if it is not visible to this user."""
+    """Return the name and process id of the program that listens on a port, or an empty string if this user cannot see it."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -64,7 +64,10 @@ class ProjectQuota:
             )
 
     async def require_session(self) -> None:
-        """Wait until a session may be opened. Raise `QuotaExceeded` if a quota does not allow it."""
+        """Raise `QuotaExceeded` if the project's quotas do not allow another session.
+
+        Wait briefly first, because this process may get a larger part of the quota.
+        """
         if self._has_room() or await self._wait(self._has_room):
             return
         if self._is_full:

@@ -53,7 +53,10 @@ class Stages:
     async def enter(
         self, stage: Stage, limit_s: float | None = None, *, since: float | None = None
     ) -> AsyncIterator[None]:
-        """Run the block as a stage with a time limit. `since` is the time at which the stage started, if it started earlier."""
+        """Run the block as a stage with a time limit.
+
+        If `since` is set, the stage's duration is measured from that monotonic time. The time limit still starts now.
+        """
         self.announce(stage)
         began = time.monotonic() if since is None else since
         limit = limit_s or LIMITS_S.get(stage)

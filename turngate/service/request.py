@@ -260,8 +260,8 @@ def _normalize_path(name: str, where: str) -> str:
     is_invalid = not name or len(name) > MAX_PATH or "\0" in name or "\\" in name or not name.isprintable()
     if is_invalid or path.is_absolute() or ".." in path.parts or str(path) == "." or name.endswith("/"):
         raise BadRequest(
-            f"{where} must be the path of a file below the working folder, such as src/main.py: relative, without .., and "
-            f"at most {MAX_PATH} characters long",
+            f"{where} must be the relative path of a file below the working folder, such as src/main.py: at most {MAX_PATH} "
+            "printable characters, without .. or backslashes",
             param="upload_files",
         )
     _encode(name, where, "upload_files")

@@ -67,7 +67,10 @@ class ArchiveCache:
         self._checked: dict[str, bytes] = {}  # the state of each folder when it was last found equal to its archive
 
     def store(self, task: Task) -> PackedTask:
-        """Pack a task and store its archive. Raise `TaskError` if other machines could not use the archive."""
+        """Pack a task and store its archive.
+
+        Raise `TaskError` if its files cannot be read, exceed the size limit, or include a link to a file outside the task.
+        """
         packed, files = lay_out(task)
         if not files.roots:
             return PackedTask(task=packed)

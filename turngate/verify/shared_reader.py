@@ -37,7 +37,10 @@ class SharedSessionReader(SessionReader):
         try:
             connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)
         except psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
-            raise ConfigError(f"data: the address of {self._name} is not valid: {ENCODE_HINT}", param="data") from None
+            raise ConfigError(
+                f"data: the address of {self._name} is not valid; {ENCODE_HINT}, and use only libpq parameters after ?",
+                param="data",
+            ) from None
         except psycopg.Error as error:
             raise ConfigError(f"data: cannot connect to {self._name} ({_one_line(error)})", param="data") from None
         self._db: Any = _PostgresRows(connection, address.schema)

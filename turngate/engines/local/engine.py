@@ -148,8 +148,8 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        With `drain`, calls in flight end first. Otherwise they continue afterwards with the new weights. Everything computed with the old
-        weights is recomputed, so each log-probability is computed with a single set of weights.
+        With `drain`, calls in flight end first. Otherwise they keep their sampled tokens and continue afterwards with the new weights.
+        Cached prefixes are recomputed, so each log-probability is computed with a single set of weights.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
         gateway's fence determines their version.

@@ -131,7 +131,10 @@ class Worker:
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
-        """Resume sampling with weights of this version. Everything computed with the old weights is recomputed."""
+        """End a hold. When no holds remain, resume sampling with weights of this version.
+
+        Sampled tokens are kept. Cached prefixes are recomputed.
+        """
         self._commands.put(lambda: self._resume(version))
 
     def end(self) -> None:

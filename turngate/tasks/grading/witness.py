@@ -76,7 +76,10 @@ MAX_VISITED = 500  # objects reachable from one test
 
 
 def _make_signed_writer(key, path):
-    """Return a function that signs a record and appends it to the report. Everything that the function uses is captured now."""
+    """Return a function that signs a record and appends it to the report.
+
+    It uses only names captured here, not globals that a test could replace.
+    """
     signed, dumps = hmac.new(key, b"", hashlib.sha256), json.dumps
     open_, write, close, getpid = os.open, os.write, os.close, os.getpid
     flags, owner, last = os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.getpid(), [b""]

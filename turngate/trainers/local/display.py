@@ -129,7 +129,11 @@ def _describe_stages(tally: BatchProgress) -> str:
 def describe_step(step: Step, share: StepTime) -> str:
     """Describe a step in one line."""
     measured = step.measured
-    note = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
+    note = (
+        "not compared"
+        if measured.difference is None
+        else f"log-probabilities differ by {measured.difference:.0e} on average"
+    )
     bar = "█" * round(20 * (step.reward or 0.0))
     if step.reward is None:
         note = f"no rollout was graded: {'; '.join(step.why)[:300]}"
@@ -168,7 +172,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
         say(
             console,
             f"Recomputed {rows} rows with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
-            f"average; {rejected} rows rejected",
+            f"average; {rejected} rows of any version rejected",
         )
     if not any(step.measured.signal for step in result.steps):
         say(

@@ -66,7 +66,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: SessionsConfig) -> list[dict[str, Json]]:
-    """Return the rows of a dataset for TRL, one per task. `create` finds the task of a row by the task's instruction."""
+    """Return the rows of a dataset for TRL, one per task. `TurngateSessions.create` finds the task of a row by the task's instruction."""
     tasks_by_text = _read_by_instruction(config)
     return [{"prompt": [{"role": "user", "content": text}], "task": task.id} for text, task in tasks_by_text.items()]
 

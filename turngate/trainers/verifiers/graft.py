@@ -42,7 +42,7 @@ class GraftTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def turns_from_view(view: TraceView) -> list[GraftTurn]:
-    """Convert a trace from the gateway to turns."""
+    """Convert a gateway's trace to turns."""
     turns = []
     for turn in view.turns:
         context = view.contexts[turn.parent]
