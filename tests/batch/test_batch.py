@@ -239,7 +239,36 @@ class ExhaustedBackend(LocalBackend):
         return await super().create(spec)
 
 
-async def test_unavailable_sandboxes_stop_batch() -> None:
+class RestartedBackend(LocalBackend):
+    """The second sandbox cannot be created, because the daemon restarts. It is up again after `checks` checks."""
+
+    def __init__(self, root: Path, checks: int) -> None:
+        super().__init__(root)
+        self._checks = checks
+        self._created = 0
+
+    async def check(self) -> None:
+        if self._created > 1 and self._checks > 0:
+            self._checks -= 1
+            raise SandboxUnavailable("the daemon is restarting")
+        await super().check()
+
+    async def create(self, spec: Any) -> Any:
+        self._created += 1
+        return await super().create(spec)
+
+
+async def test_batch_waits_for_sandboxes_that_return() -> None:
+    async with open_harness() as harness:
+        plan = harness.plan("well-0", n=3, bounds=Bounds(running=1, warm=0))
+        restarted = msgspec.structs.replace(plan, backend=RestartedBackend(harness.root / "s", checks=3))
+        result = await run_batch(restarted, harness.client, harness.connector)
+        assert result.stopped == "" and result.summary.overall.kinds == {"graded": 3}
+        assert read_ledger(harness.out).faults, "the daemon was not missed"
+
+
+async def test_unavailable_sandboxes_stop_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.rollout.health.RESTART_S", 0.2)
     async with open_harness() as harness:
         plan = harness.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
         broken = msgspec.structs.replace(plan, backend=ExhaustedBackend(harness.root / "s", after=4))

@@ -13,7 +13,7 @@ from turngate.rollout.executor import AttemptExecutor
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.results import BatchResults
 
-RESTART_S = 15.0  # how long to wait for a gateway that does not respond
+RESTART_S = 15.0  # how long to wait for a gateway or a sandbox service, such as dockerd, that does not respond
 _PROBE_S = 5.0  # how long the result of a probe stays valid
 _MIN_IN_A_ROW = 20  # the batch does not stop before this many infrastructure faults in a row
 
@@ -59,7 +59,9 @@ class BatchHealth:
         if full := self.check_disk():
             return full
         try:
-            await self._executor.check()
+            await retry_while_unreachable(
+                self._executor.check, limit_s=RESTART_S, unreachable=(SandboxUnavailable,), warn=True
+            )
         except SandboxUnavailable as error:
             return f"sandboxes cannot be created: {error.message}"
         except TurngateError:
