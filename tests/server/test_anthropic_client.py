@@ -682,7 +682,7 @@ INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     ),
     "a server tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.0.type 'web_search",
+        "tools.0.type: tools of type 'web_search",
     ),
     "a prefilled answer": (
         {"messages": [user("Hi"), {"role": "assistant", "content": "{"}]},

@@ -51,7 +51,7 @@ def test_minimal_request() -> None:
         ({"sandbox": "local"}, "sandbox", "sandbox is not a known argument"),
         ({"api_key": "sk-1"}, "api_key", "api_key is not a known argument"),
         ({"upload_files": ["a"]}, "upload_files", "Expected `object`"),
-        ({"upload_files": {"/etc/passwd": ""}}, "upload_files", "relative, without .."),
+        ({"upload_files": {"/etc/passwd": ""}}, "upload_files", "must be the relative path"),
         ({"upload_files": {"a/../../b": ""}}, "upload_files", "without .."),
         ({"upload_files": {"": ""}}, "upload_files", "path of a file"),
         ({"upload_files": {"a\0": ""}}, "upload_files", "path of a file"),
