@@ -28,7 +28,9 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.side_data import SideColumn
 from turngate.trace.tree import Sampled, Trace, path_ids, path_to
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
+from turngate.trainers.export.files import encode_json
 from turngate.trainers.export.side_data import decode_columns
+from turngate.trainers.export.tree import rebuild_rows
 from turngate.types import SideArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import load_session_view
@@ -139,8 +141,12 @@ def check_export(folder: Path, expected: Expected) -> None:
     except Exception as error:
         assert "it has nothing to train on" in str(error) or "refused" in str(error)
         return
-    for record in map(json.loads, out.read_text().splitlines()):
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for record in rows:
         expected.check(record["branch"], np.array(record["ids"]), decode_columns(record["side"]))
+    export(folder, out, ExportChoices(format="tree", side=NAMES))
+    [tree] = map(json.loads, out.read_text().splitlines())
+    assert [json.loads(encode_json(row)) for row in rebuild_rows(tree)] == rows
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.full)])

@@ -344,7 +344,7 @@ class VerifyCommandOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    format: Annotated[str, typer.Argument(help="Output format: rows, sft, rejection, dpo, verl, slime or atif.")]
+    format: Annotated[str, typer.Argument(help="Output format: rows, tree, sft, rejection, dpo, verl, slime or atif.")]
     out: Annotated[
         str,
         _flag("File to write, ending in .jsonl or .parquet; atif also accepts a folder.", OUTPUT, metavar="PATH"),
@@ -383,7 +383,7 @@ class ExportOptions:
         ),
     ] = ""
     advantage: Annotated[
-        str, _flag("rows: method for computing advantages (normalised, leave_one_out or none).", FORMAT)
+        str, _flag("rows, tree: method for computing advantages (normalised, leave_one_out or none).", FORMAT)
     ] = "normalised"
     imitate: Annotated[
         bool,
@@ -397,7 +397,7 @@ class ExportOptions:
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
     side: Annotated[
         list[str] | None,
-        _flag("rows, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
+        _flag("rows, tree, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
     ] = None
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

@@ -16,6 +16,7 @@ from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
 from turngate.types import LOGPROB_DTYPE, Ids, Logprobs, SideArray
 
 REFUSED = "the agent was refused a model call"
+TRAINED_ELSEWHERE = "trained in another row"
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -134,7 +135,7 @@ def _build_row(leaf: Sampled, role_of: Mapping[int, TurnRole], reasons: Mapping[
         if isinstance(node, Sampled):
             reason = reasons[node.id]
             if not reason and node.id in claimed:
-                reason = "trained in another row"
+                reason = TRAINED_ELSEWHERE
             if node.logprobs is not None and len(node.logprobs) == node.size:
                 logprobs[start:end] = node.logprobs
             mask[start:end] = not reason

@@ -179,6 +179,19 @@ def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]
     return {name: _build_column(sorted(found, key=lambda part: part[0])) for name, found in parts.items()}
 
 
+def concatenate_columns(columns: Sequence[tuple[SideColumn, int]]) -> SideColumn:
+    """Join the columns of consecutive ranges of tokens. Each comes with the number of tokens in its range."""
+    parts: list[tuple[_Range, np.ndarray]] = []
+    offset = 0
+    for column, tokens in columns:
+        at = 0
+        for start, end in column.spans:
+            parts.append((_Range(offset + start, offset + end), column.values[at : at + end - start]))
+            at += end - start
+        offset += tokens
+    return _build_column(parts) if parts else columns[0][0].cut(0, 0)
+
+
 def _build_column(parts: Sequence[tuple[_Range, np.ndarray]]) -> SideColumn:
     spans: list[tuple[int, int]] = []
     for start, end in (where for where, _ in parts):

@@ -16,7 +16,7 @@ import msgspec
 
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
-from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, verl
+from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, tree, verl
 from turngate.trainers.export.base import ExportChoices, Format
 from turngate.trainers.export.files import UnwritableRecord, open_output
 from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSource, count_rollouts
@@ -26,6 +26,7 @@ FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
         rows.Rows(),
+        tree.Tree(),
         sft.Sft(),
         rejection.Rejection(),
         dpo.Dpo(),

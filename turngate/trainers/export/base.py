@@ -29,7 +29,7 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.0  # dpo: minimum difference between the rewards of a pair
     pairs: int = 4  # dpo: maximum number of pairs per group
     prompt_ids: bool = False  # atif: include the full prompt of every step
-    side: tuple[str, ...] = ()  # rows, verl, slime: names of the side data to include
+    side: tuple[str, ...] = ()  # rows, tree, verl, slime: names of the side data to include
 
 
 class Format(Protocol):

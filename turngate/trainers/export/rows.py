@@ -15,7 +15,8 @@ from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
-_COLUMNS = {
+# Columns of the whole rollout. They are the same in all of its rows.
+ROLLOUT_COLUMNS = {
     "session": "text",
     "group": "text",
     "task": "text",
@@ -29,6 +30,12 @@ _COLUMNS = {
     "stop": "text",
     "model": "text",
     "agent": "text",
+    "outcome": "json",
+    "vocabulary": "text",
+    "opened": "number",
+    "closed": "number",
+}
+_ROW_COLUMNS = {
     "branch": "int",
     "ids": "id[]",
     "mask": "flag[]",
@@ -36,10 +43,6 @@ _COLUMNS = {
     "version_start": "int",
     "version_end": "int",
     "spans": "json",
-    "outcome": "json",
-    "vocabulary": "text",
-    "opened": "number",
-    "closed": "number",
 }
 
 
@@ -51,7 +54,9 @@ class Rows:
         return reject_unused(choices, "advantage", "side")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="rows", columns=_COLUMNS | ({"side": "json"} if choices.side else {}))
+        return RecordLayout(
+            what="rows", columns=ROLLOUT_COLUMNS | _ROW_COLUMNS | ({"side": "json"} if choices.side else {})
+        )
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -60,22 +65,31 @@ class Rows:
         return str(record["session"])
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
-        rollouts = [*group.selected, *group.others]
-        # As in a feed, the baseline ignores rollouts with nothing to train on.
-        rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]
-        computed = compute_advantages(rewards, choices.advantage)
-        for rollout, advantage in zip(group.selected, computed, strict=False):
-            if not rollout.rows:
-                exclusions.add(rollout.explain_untrained())
-            elif rollout.reward is not None and is_too_large(rollout.reward):
-                exclusions.add(TOO_LARGE)
-                continue
+        for rollout, advantage in compute_group_advantages(group, choices, exclusions):
             for row in rollout.rows_with(choices.side):
-                side = {"side": encode_columns(row, choices.side, exclusions)} if choices.side else {}
-                yield {**_build_record(rollout, row, advantage), **side}
+                side = {"side": encode_columns(row.side, choices.side, exclusions)} if choices.side else {}
+                yield {**describe_training(rollout, advantage), **describe_row(row), **side}
 
 
-def _build_record(rollout: RecordedRollout, row: Sample, advantage: float | None) -> Record:
+def compute_group_advantages(
+    group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions
+) -> Iterator[tuple[RecordedRollout, float | None]]:
+    """Yield each selected rollout that has rows, with its advantage. Count the other rollouts in `exclusions`."""
+    rollouts = [*group.selected, *group.others]
+    # As in a feed, the baseline ignores rollouts with nothing to train on.
+    rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]
+    computed = compute_advantages(rewards, choices.advantage)
+    for rollout, advantage in zip(group.selected, computed, strict=False):
+        if not rollout.rows:
+            exclusions.add(rollout.explain_untrained())
+        elif rollout.reward is not None and is_too_large(rollout.reward):
+            exclusions.add(TOO_LARGE)
+        else:
+            yield rollout, advantage
+
+
+def describe_training(rollout: RecordedRollout, advantage: float | None) -> dict[str, Json]:
+    """Return the fields that are the same in all rows of a rollout."""
     stored, outcome = rollout.row, rollout.outcome
     return {
         **describe_rollout(rollout),
@@ -85,16 +99,22 @@ def _build_record(rollout: RecordedRollout, row: Sample, advantage: float | None
         "stop": rollout.session.stop,
         "model": stored.config.model,
         "agent": rollout.metadata("agent"),
+        "outcome": None if outcome is None else outcome.data,
+        "vocabulary": stored.vocabulary,
+        "opened": stored.opened,
+        "closed": stored.closed,
+    }
+
+
+def describe_row(row: Sample) -> dict[str, Json]:
+    """Return the fields of one row, except its side data."""
+    return {
         "branch": row.branch,
         "ids": row.ids,
         "mask": row.mask,
         "logprobs": row.logprobs,
         **version_range(row),
         "spans": msgspec.to_builtins(row.spans),
-        "outcome": None if outcome is None else outcome.data,
-        "vocabulary": stored.vocabulary,
-        "opened": stored.opened,
-        "closed": stored.closed,
     }
 
 

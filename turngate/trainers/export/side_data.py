@@ -29,15 +29,19 @@ class ExportedColumn(msgspec.Struct, frozen=True):
     data: bytes  # base64 in JSON; little-endian
 
 
-def encode_columns(row: Sample, names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
+def encode_columns(side: Mapping[str, SideColumn], names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
     """Encode the side data `names` of a row. Side data that was not recorded for the row is left out and counted in `exclusions`."""
+    count_missing(side, names, exclusions)
+    return {name: encode_column(side[name]) for name in names if name in side}
+
+
+def count_missing(side: Mapping[str, SideColumn], names: Sequence[str], exclusions: Exclusions) -> None:
     for name in names:
-        if name not in row.side:
+        if name not in side:
             exclusions.add(f"the {name} of a row, which were not recorded")
-    return {name: _encode_column(row.side[name]) for name in names if name in row.side}
 
 
-def _encode_column(column: SideColumn) -> Json:
+def encode_column(column: SideColumn) -> Json:
     values = np.ascontiguousarray(column.values, column.values.dtype.newbyteorder("<"))
     return {
         "dtype": values.dtype.name,
@@ -69,7 +73,7 @@ def encode_experts(
     if column is None or not has_all_experts(column, tokens):
         exclusions.add("a row without the routed experts of all its tokens")
         return None
-    return {field: _encode_column(column.cut(0, tokens - 1))}
+    return {field: encode_column(column.cut(0, tokens - 1))}
 
 
 def decode_experts(value: Json) -> np.ndarray:
