@@ -32,6 +32,7 @@ from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
+from turngate.trace.prefix_tree import PrefixLayout, find_shared_prefixes
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.loss import (
@@ -63,6 +64,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     normalise: Normalise = "token"
     temperature: float = 1.0  # must equal the sessions' temperature, which is part of the recorded log-probabilities
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
+    prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class Learner:
         # Rows with an advantage of 0 are compared, but need no backward pass.
         for silent in (False, True):
             chosen = [row for row in rows if (row.advantage == 0) == silent]
-            for batch in split_batches(chosen, settings.batch_tokens):
+            for batch in split_batches(chosen, settings.batch_tokens, tree=settings.prefix_tree):
                 with torch.set_grad_enabled(not silent):
                     self._pass(batch, version, by, totals)
         measured = totals.summarize(rows, sum(tokens))
@@ -169,7 +171,8 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Compute the log-probabilities and entropies of the trained tokens of all rows under the current weights."""
-        device, pack = self.model.device, pack_rows(rows)
+        device = self.model.device
+        pack = pack_tree(rows) if self.settings.prefix_tree else pack_rows(rows)
         ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
         hidden = self.model.run(ids[None], positions, _mask_attention(torch.from_numpy(pack.sees).to(device)))
         scores = self.model.scores(hidden[0, at]).float() / self.settings.temperature
@@ -269,10 +272,7 @@ def is_of_version(row: Row, version: int) -> bool:
 
 
 class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence: first the prefix that all rows share, then the remaining tokens of each row.
-
-    Rollouts of the same task share a prefix.
-    """
+    """Rows packed into one sequence, in which shared prefixes occur once. Rollouts of the same task share a prefix."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -281,6 +281,7 @@ class PackedRows(msgspec.Struct, frozen=True):
 
 
 def pack_rows(rows: Sequence[Row]) -> PackedRows:
+    """Pack rows: first the prefix that all rows share, then the remaining tokens of each row."""
     shared = count_shared_prefix(rows)
     lengths = [row.ids.size - shared for row in rows]
     owner = np.repeat(np.arange(len(rows) + 1), [shared, *lengths])  # 0: the shared prefix
@@ -297,6 +298,24 @@ def pack_rows(rows: Sequence[Row]) -> PackedRows:
     )
 
 
+def pack_tree(rows: Sequence[Row]) -> PackedRows:
+    """Pack rows as a tree, in which each prefix that two or more rows share occurs once."""
+    layout = _find_prefixes(rows)
+    until = layout.until()
+    place = np.arange(until.size)
+    return PackedRows(
+        ids=layout.pack([row.ids for row in rows]).astype(np.int64),
+        positions=layout.positions(),
+        sees=(place[:, None] >= place[None, :]) & (place[:, None] < until[None, :]),
+        at=np.concatenate([layout.places(n)[np.flatnonzero(row.mask) - 1] for n, row in enumerate(rows)]),
+    )
+
+
+def _find_prefixes(rows: Sequence[Row]) -> PrefixLayout:
+    # Equal ids suffice here, even of different turns: the recorded log-probabilities are taken from the rows.
+    return find_shared_prefixes([[row.ids] for row in rows])
+
+
 def count_shared_prefix(rows: Sequence[Row]) -> int:
     """Return the length of the prefix that all rows share.
 
@@ -309,13 +328,20 @@ def count_shared_prefix(rows: Sequence[Row]) -> int:
     return int(differs.argmax()) if differs.any() else differs.size
 
 
-def split_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
+def count_packed_tokens(rows: Sequence[Row], *, tree: bool = False) -> int:
+    """Return the number of tokens of `pack_rows(rows)`, or of `pack_tree(rows)`."""
+    if tree:
+        return _find_prefixes(rows).starts[-1]
+    shared = count_shared_prefix(rows)
+    return shared + sum(row.ids.size - shared for row in rows)
+
+
+def split_batches(rows: Sequence[Row], tokens: int, *, tree: bool = False) -> Iterator[list[Row]]:
     """Split rows into batches of at most `tokens` packed tokens. A row that is longer than that gets its own batch."""
     batch: list[Row] = []
     for row in rows:
         more = [*batch, row]
-        shared = count_shared_prefix(more)
-        if batch and shared + sum(one.ids.size - shared for one in more) > tokens:
+        if batch and count_packed_tokens(more, tree=tree) > tokens:
             yield batch
             more = [row]
         batch = more

@@ -1,0 +1,227 @@
+"""Tests for training on prefix trees: gradients equal those of flat rows, with every token weighed as there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engines.local_kit import model, torch  # skips if torch is missing
+from turngate.client.feed import Row
+from turngate.engines.local import Model
+from turngate.errors import ConfigError
+from turngate.trace.prefix_tree import build_tree
+from turngate.trace.roles import ROLES
+from turngate.trace.sample import Sample, TrainingPolicy, build_samples
+from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trace
+from turngate.trainers.export.tree import ExportedTree
+from turngate.trainers.local.grpo import GrpoSettings, Learner, count_packed_tokens
+from turngate.trainers.local.loss import LossTerms, Normalise, compute_divisor, compute_loss
+from turngate.trainers.tree_batch import list_rows, pack_trees, read_trees
+
+pytestmark = pytest.mark.needs("torch")
+
+VOCABULARY = 300
+
+
+class Conversations:
+    """A trace with random ids, whose log-probabilities are close to those of a model, so that some ratios are clipped."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.trace = Trace()
+        self._rng = np.random.default_rng(seed)
+
+    def draw(self, count: int) -> np.ndarray:
+        return self._rng.integers(0, VOCABULARY, count, np.int32)
+
+    def turn(
+        self, parent: Sampled | None, *prompt: np.ndarray, reply: int = 4, again: Context | None = None
+    ) -> Sampled:
+        """Record a call: the ids that it adds, or the context that it answers again, and a reply."""
+        context = again or Context(
+            self.trace.reserve_id(), parent, np.concatenate(prompt), ContextInfo(b"p", b"m" * 16, "u", True)
+        )
+        if again is None:
+            self.trace.add_context(context)
+        info = SampledInfo(b"m", b"", b"", "stop", 0, 0, 0.0, 1.0)
+        turn = Sampled(self.trace.reserve_id(), context, self.draw(reply), np.zeros(reply, np.float32), info)
+        self.trace.add_sampled(turn)
+        return turn
+
+    def rows(self) -> list[Sample]:
+        return build_samples(self.trace, TrainingPolicy(roles=ROLES))
+
+    def score(self, learner: Learner) -> None:
+        turns = {turn.id: turn for turn in self.trace.turns()}
+        for row in list_rows(self.export(1.0)):
+            with torch.no_grad():
+                now = learner.logprobs([row])[0].numpy()
+            noisy = np.zeros(len(row.ids), np.float32)
+            noisy[row.mask] = now + self._rng.normal(0, 0.4, len(now))
+            for span in row.spans:
+                if span.trained:
+                    turns[span.node].logprobs = noisy[span.start : span.end]
+
+    def export(self, advantage: float | None) -> ExportedTree:
+        rows = self.rows()
+        return ExportedTree("s", advantage, 1 / len(rows), build_tree(rows))
+
+
+def eight_sub_agents() -> Conversations:
+    """A main conversation, and eight sub-agents that begin with the same system prompt and work for two turns each."""
+    made = Conversations()
+    system = made.draw(40)
+    main = made.turn(None, system, made.draw(5))
+    for _ in range(8):
+        made.turn(made.turn(None, system, made.draw(3)), made.draw(4))
+    made.turn(main, made.draw(8))
+    return made
+
+
+def compaction() -> Conversations:
+    """A conversation that is summarized after three turns, and continues with the same system prompt."""
+    made = Conversations(1)
+    system = made.draw(20)
+    turn = made.turn(None, system, made.draw(6))
+    for _ in range(2):
+        turn = made.turn(turn, made.draw(5))
+    made.turn(made.turn(None, system, made.draw(9)), made.draw(3))
+    return made
+
+
+def forks() -> Conversations:
+    """Two continuations of one turn, which only one row trains, and two answers to one prompt."""
+    made = Conversations(2)
+    turn = made.turn(None, made.draw(10))
+    first = made.turn(turn, made.draw(5), reply=9)
+    made.turn(turn, made.draw(3))
+    made.turn(None, again=first.parent)
+    return made
+
+
+TRACES: list[Callable[[], Conversations]] = [eight_sub_agents, compaction, forks]
+
+
+def gradients(made: Model, settings: GrpoSettings, rows: Sequence[Row]) -> tuple[float, torch.Tensor]:
+    learner = Learner(made, settings)
+    measured = learner.gradients(rows, version=1)
+    assert measured.refused == () and 0 < measured.clipped < 1
+    return measured.loss, collect(made)
+
+
+def collect(made: Model) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in made.parameters() if parameter.grad is not None])
+
+
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == torch.float32 and expected.abs().max() > 1e-3
+    assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+def flat(normalise: Normalise) -> GrpoSettings:
+    """One row per forward pass."""
+    return GrpoSettings(batch_tokens=1, normalise=normalise)
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence"])
+@pytest.mark.parametrize("trace", TRACES)
+def test_trainer_computes_gradients_of_flat_rows(trace: Callable[[], Conversations], normalise: Normalise) -> None:
+    made, conversations = model(), trace()
+    conversations.score(Learner(made, flat(normalise)))
+    rows = list_rows(conversations.export(-0.7))
+    tokens = sum(row.ids.size for row in rows)
+    loss, expected = gradients(made, flat(normalise), rows)
+    packed = count_packed_tokens(rows, tree=True)
+    assert packed < tokens
+    for batch_tokens in (packed, tokens // 3):
+        settings = GrpoSettings(prefix_tree=True, batch_tokens=batch_tokens, normalise=normalise)
+        found_loss, found = gradients(made, settings, rows)
+        assert found_loss == pytest.approx(loss, abs=1e-5)
+        check_equal(found, expected)
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence"])
+def test_batch_of_trees_has_gradients_of_flat_rows(normalise: Normalise) -> None:
+    made = model()
+    trees: list[ExportedTree] = []
+    for trace, advantage in zip(TRACES, (1.0, -0.5, 0.3), strict=True):
+        conversations = trace()
+        conversations.score(Learner(made, flat(normalise)))
+        trees.append(conversations.export(advantage))
+    rows = [row for exported in trees for row in list_rows(exported)]
+    loss, expected = gradients(made, flat(normalise), rows)
+
+    made.zero_grad()
+    batch = pack_trees(trees)
+    assert len(batch.ids) == sum(len(exported.tree.ids) for exported in trees)
+    assert batch.row_tokens.tolist() == [int(row.mask.sum()) for row in rows]
+    mask = batch.dense_mask()
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return output.transpose(1, 2)
+
+    hidden = made.run(batch.ids[None], batch.positions, attend)[0]
+    trained = batch.trained
+    likely = torch.log_softmax(made.scores(hidden[batch.previous[trained]]), dim=-1)
+    terms = LossTerms(
+        now=likely.gather(-1, batch.ids[trained][:, None])[:, 0],
+        then=batch.logprobs[trained],
+        advantage=batch.advantages[trained],
+        weight=batch.weights[trained],
+        row=batch.rows[trained],
+    )
+    by = compute_divisor([row.weight for row in rows], batch.row_tokens.tolist(), normalise)
+    value = compute_loss(terms, batch.row_tokens, by=by, low=0.2, high=0.28, normalise=normalise)
+    value.backward()
+    assert value.item() == pytest.approx(loss, abs=1e-5)
+    check_equal(collect(made), expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_block_mask_equals_dense_mask() -> None:
+    """Without a backward pass, which FlexAttention does not have on a CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    batch = pack_trees([eight_sub_agents().export(1.0), compaction().export(1.0)])
+    size = len(batch.ids)
+    q, k, v = (torch.randn(1, heads, size, 16) for heads in (4, 2, 2))
+    found = flex_attention(q, k, v, block_mask=batch.block_mask(), enable_gqa=True)
+    mask = batch.dense_mask()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert (found - expected).abs().max() <= 1e-5
+    segment = eight_sub_agents().export(1.0).tree.segments[-1]
+    visible = [token for start, end in (*segment.attends, (segment.start, segment.end)) for token in range(start, end)]
+    assert mask[segment.end - 1].nonzero()[:, 0].tolist() == visible, "a token attends to its ancestors and itself"
+
+
+def test_unknown_advantage_is_rejected() -> None:
+    exported = forks().export(None)
+    with pytest.raises(ConfigError, match=r"session s has no advantage, .*; export with --unscored drop"):
+        pack_trees([exported])
+    with pytest.raises(ConfigError, match="has no advantage"):
+        list_rows(exported)
+
+
+def test_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"not a tree that `turngate export tree` wrote: .*`session`"):
+        list(read_trees(path))
+    path.write_text("\nids")
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+        list(read_trees(path))
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="line 1 is not a JSON object"):
+        list(read_trees(path))
+    with pytest.raises(ConfigError, match="at least one tree"):
+        pack_trees([])
+
+
+def test_sub_agents_are_computed_once() -> None:
+    exported = eight_sub_agents().export(1.0)
+    tokens = [len(row.ids) for row in exported.tree.rebuild_rows()]
+    assert len(tokens) == 9 and len(exported.tree.ids) == sum(tokens) - 8 * 40
