@@ -107,6 +107,8 @@ def _insert(top: _Node, rows: Sequence[Sequence[np.ndarray]], row: int, cuts: Se
         while at < end:
             found = None
             for child in node.children:
+                if rows[child.row][0][child.start] != rows[row][0][at]:
+                    continue  # fast: most siblings differ in their first token
                 size = min(child.end - child.start, end - at)
                 if shared := _count_equal(rows[child.row], child.start, rows[row], at, size):
                     found = child if shared == child.end - child.start else _split(child, shared)
