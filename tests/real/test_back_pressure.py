@@ -18,7 +18,7 @@ from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.progress import BatchProgress
 
 pytestmark = [pytest.mark.needs("vllm", "tiny-qwen3"), pytest.mark.full]
-ROLLOUTS, RUNNING, TOKENS = 20, 12, 64
+ROLLOUTS, RUNNING, TOKENS = 24, 12, 128
 
 
 class Watch:
