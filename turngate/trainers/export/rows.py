@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -15,8 +15,7 @@ from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
-# Columns of the whole rollout. They are the same in all of its rows.
-ROLLOUT_COLUMNS = {
+_COLUMNS = {
     "session": "text",
     "group": "text",
     "task": "text",
@@ -30,12 +29,6 @@ ROLLOUT_COLUMNS = {
     "stop": "text",
     "model": "text",
     "agent": "text",
-    "outcome": "json",
-    "vocabulary": "text",
-    "opened": "number",
-    "closed": "number",
-}
-_ROW_COLUMNS = {
     "branch": "int",
     "ids": "id[]",
     "mask": "flag[]",
@@ -43,7 +36,14 @@ _ROW_COLUMNS = {
     "version_start": "int",
     "version_end": "int",
     "spans": "json",
+    "outcome": "json",
+    "vocabulary": "text",
+    "opened": "number",
+    "closed": "number",
 }
+_ROW_COLUMNS = frozenset({"branch", "ids", "mask", "logprobs", "version_start", "version_end", "spans"})
+# The columns of the whole rollout. They are the same in all of its rows.
+ROLLOUT_COLUMNS = {name: kind for name, kind in _COLUMNS.items() if name not in _ROW_COLUMNS}
 
 
 class Rows:
@@ -54,9 +54,7 @@ class Rows:
         return reject_unused(choices, "advantage", "side")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(
-            what="rows", columns=ROLLOUT_COLUMNS | _ROW_COLUMNS | ({"side": "json"} if choices.side else {})
-        )
+        return RecordLayout(what="rows", columns=_COLUMNS | ({"side": "json"} if choices.side else {}))
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -68,7 +66,7 @@ class Rows:
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
             for row in rollout.rows_with(choices.side):
                 side = {"side": encode_columns(row.side, choices.side, exclusions)} if choices.side else {}
-                yield {**describe_training(rollout, advantage), **describe_row(row), **side}
+                yield {**describe_row(describe_training(rollout, advantage), row), **side}
 
 
 def compute_group_advantages(
@@ -106,9 +104,10 @@ def describe_training(rollout: RecordedRollout, advantage: float | None) -> dict
     }
 
 
-def describe_row(row: Sample) -> dict[str, Json]:
-    """Return the fields of one row, except its side data."""
-    return {
+def describe_row(rollout: Mapping[str, Json], row: Sample) -> Record:
+    """Return the record of a row without its side data. `rollout` has the fields of the rollout."""
+    fields = {
+        **rollout,
         "branch": row.branch,
         "ids": row.ids,
         "mask": row.mask,
@@ -116,6 +115,7 @@ def describe_row(row: Sample) -> dict[str, Json]:
         **version_range(row),
         "spans": msgspec.to_builtins(row.spans),
     }
+    return {name: fields[name] for name in _COLUMNS}
 
 
 def describe_rollout(rollout: RecordedRollout) -> dict[str, Json]:

@@ -193,8 +193,8 @@ def rebuild_rows(record: Record) -> list[Record]:
     shared = {name: record[name] for name in ROLLOUT_COLUMNS}
     rows = decode_tree(record).tree.rebuild_rows()
     if "side" not in record:
-        return [{**shared, **describe_row(row)} for row in rows]
+        return [describe_row(shared, row) for row in rows]
     return [
-        {**shared, **describe_row(row), "side": {name: encode_column(column) for name, column in row.side.items()}}
+        {**describe_row(shared, row), "side": {name: encode_column(column) for name, column in row.side.items()}}
         for row in rows
     ]
