@@ -242,3 +242,14 @@ def test_malformed_calls_are_delivered_as_text(syntax: Syntax, body: str) -> Non
     parser.feed(text)
     message = parser.finish()[1].message
     assert (message.content, message.tool_calls) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "delivered"),
+    [('""', "{}"), ("null", "{}"), ('{"n": 1e400}', '{"n": 1e400}'), (r'"{\"a\": 1}"', '{"a": 1}')],
+)
+def test_empty_and_unusual_arguments_are_delivered(arguments: str, delivered: str) -> None:
+    parser = Parser(HERMES, tools=[Tool("f", {"function": {"name": "f"}})])
+    parser.feed(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    [call] = parser.finish()[1].message.tool_calls
+    assert call.arguments == delivered

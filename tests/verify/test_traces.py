@@ -93,6 +93,21 @@ async def test_each_dialect(dialect: str, stream: bool, verified: list[Verdict])
     assert not found.notes and [missing.part for missing in found.unchecked] == []
 
 
+async def test_calls_without_an_object_of_earlier_versions_are_noted(
+    verified: list[Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'
+    async with kit.gateway([kit.say(reply)]) as g:
+        session = await g.open()
+        with monkeypatch.context() as earlier:
+            earlier.setattr("turngate.render.parse._require_object", lambda text: None)
+            async with sdk_agents.agent("chat", g.root, session.key, stream=False) as agent:
+                await agent.ask("Call f.")
+        await g.seal(session.id)
+    [found] = verified
+    assert found.ok and [note.check for note in found.notes] == ["calls"]
+
+
 @pytest.mark.parametrize("name", recording.NAMES)
 async def test_golden_recordings(name: str, verified: list[Verdict]) -> None:
     await replay(recording.read(name))

@@ -7,6 +7,7 @@ that is not a valid call is delivered unchanged, as content.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
         raw = orjson.loads(raw)
     if not call.name:
         raise MalformedCall("the tool call has no name")
-    arguments = "{}" if raw == "null" else raw
+    arguments = "{}" if raw in ("null", "") else raw
     _require_object(arguments)
     return call.name, arguments
 
@@ -171,8 +172,8 @@ def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
 
 def _require_object(text: str) -> None:
     try:
-        arguments = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        arguments = json.loads(text)  # orjson rejects objects that agents can read, such as {"n": 1e400}
+    except (ValueError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
     if not isinstance(arguments, dict):
         raise MalformedCall("the arguments are not a JSON object")

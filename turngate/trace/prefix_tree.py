@@ -231,7 +231,7 @@ class PrefixTree(msgspec.Struct, frozen=True, eq=False):
 
 
 class UnequalSideData(ValueError):
-    """Side data of the same name has different shapes in different rows, so one array cannot hold it."""
+    """Side data of the same name has different types or shapes in different rows, so one array cannot hold it."""
 
 
 def build_tree(rows: Sequence[Sample]) -> PrefixTree:
@@ -294,10 +294,10 @@ def _turn_column(row: Sample) -> np.ndarray:
 
 def _side_columns(rows: Sequence[Sample], name: str) -> Iterator[list[np.ndarray]]:
     """Yield for each row which tokens have a value, and the values."""
-    shapes = {row.side[name].values.shape[1:] for row in rows if name in row.side}
-    if len(shapes) > 1:
-        raise UnequalSideData(f"its {name} have different shapes in different branches")
-    [shape] = shapes
+    kinds = {(row.side[name].values.shape[1:], row.side[name].values.dtype) for row in rows if name in row.side}
+    if len(kinds) > 1:
+        raise UnequalSideData(f"its {name} have different types or shapes in different branches")
+    [(shape, _)] = kinds
     for row in rows:
         tokens = len(row.ids)
         column = row.side.get(name)

@@ -8,6 +8,7 @@ if not, why? Only the last kind of difference is not an error, because sampled i
 from __future__ import annotations
 
 import datetime
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -297,6 +298,10 @@ class _RenderCheck:
                 continue
             parsed, cut = self._parse(turn, tools)
             wrong = self._compare_message(turn, parsed)
+            if wrong and _has_calls_as_text(self._messages.reply(turn), parsed.message):
+                what = "a call has arguments that are not a JSON object; this version records the text of such a call"
+                results.note("calls", what, turn.id)
+                continue
             if check.expect(not wrong, wrong, node=turn.id):
                 self._check_finish(turn, cut, check, results)
             over = [int(i) for i in turn.ids if i >= self._tokenizer.vocab_size]
@@ -462,6 +467,19 @@ def _reasoning_close(renderer: Renderer) -> list[int]:
 
 def _starts_with(ids: Ids, prefix: list[int]) -> bool:
     return bool(ids[: len(prefix)].tolist() == prefix)
+
+
+def _has_calls_as_text(recorded: Message, again: Message) -> bool:
+    """Return whether an earlier version recorded calls with arguments that are not JSON objects, and they now parse to text."""
+    calls = [call for call in recorded.tool_calls if not _is_object(call.arguments)]
+    return bool(calls) and all(call.name in again.content and call.arguments in again.content for call in calls)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _matches(parsed: Parsed, message: Message) -> bool:
