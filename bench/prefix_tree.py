@@ -17,12 +17,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported, as in the engine
 
+import msgspec
 import numpy as np
 import torch
 
+from tests.engines import local_kit
 from turngate.client.feed import Row
 from turngate.engines.local.model import Model
-from turngate.engines.local.shape import Rope, Shape
 from turngate.engines.local.weights import create_random_model
 from turngate.trace.advantage import row_weight
 from turngate.trace.roles import ROLES
@@ -31,23 +32,8 @@ from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trac
 from turngate.trainers.local.grpo import GrpoSettings, Learner, count_packed_tokens, split_batches
 
 VOCABULARY = 1000
-SHAPE = Shape(
-    kind="qwen3",
-    vocabulary=VOCABULARY,
-    hidden=128,
-    inner=384,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head=32,
-    epsilon=1e-6,
-    context=8192,
-    rope=Rope(),
-    tied=True,
-    qkv_bias=False,
-    out_bias=False,
-    inner_bias=False,
-    head_norm=True,
+SHAPE = msgspec.structs.replace(
+    local_kit.SHAPE, vocabulary=VOCABULARY, hidden=128, inner=384, layers=4, head=32, context=8192
 )
 QUESTION, RESULT, REPLY = 20, 60, 30  # tokens of a question, of a tool result, and of a reply
 
