@@ -121,7 +121,7 @@ def prompt(nodes: dict[int, TraceNode], turn: TraceTurn) -> list[int]:
 
 
 def score_tokens(model: Model, ids: list[int], places: list[int], temperature: float) -> dict[int, float]:
-    """Ask vLLM for the log-probabilities of ids at these places: all at once at temperature 1, else of a tenth of them."""
+    """Ask vLLM for the log-probabilities of the ids at these places: at temperature 1 of all of them, otherwise of every tenth."""
     body = {"model": model.name, "max_tokens": 1, "temperature": temperature, "return_tokens_as_token_ids": True}
 
     def ask(**fields: Any) -> Json:

@@ -72,8 +72,8 @@ def test_missing_parameter_is_named() -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"\\", b'"'])
-def test_depth_of_a_long_text_with_escaped_quotes_is_found_in_one_pass(end: bytes) -> None:
-    """A text without an end took a time that grew with the square of its length: hours for 1 MB."""
+def test_depth_of_a_body_with_an_unterminated_string_is_found_in_one_pass(end: bytes) -> None:
+    """The time for an unterminated string grew with the square of its length, to hours for 1 MB."""
     flat = b"[]" * (MAX_DEPTH + 1)
     assert find_too_deep(flat + b'"' + b'\\"' * 500_000 + end) is None
     assert find_too_deep(flat + b'"' + b"[" * 500_000 + end) is None

@@ -28,8 +28,8 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fals
     "no": False,
     "off": False,
 }
-# The quantifiers are possessive: backtracking would need 140 bytes of memory per byte of a text. A text that does not end matches too:
-# otherwise, the search would start again at each of its quotes, which takes hours for a body of 1 MB.
+# The quantifiers are possessive, because backtracking would need 140 bytes of memory per byte of a string. An unterminated string also
+# matches. Otherwise, the search would start again at each escaped quote in it, which would take hours for a body of 1 MB.
 _JSON_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _NAME_END = re.compile(rb"\s*:")
 
