@@ -250,7 +250,7 @@ def test_side_data_is_decoded_without_a_copy() -> None:
         ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn spans tokens 2 to 4, but the row has 3 tokens"),
         ({"advantage": None}, "no advantage"),
         ({"side": (column(dtype="float64"),)}, "experts has the unknown type 'float64'"),
-        ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but the row has 4"),
+        ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but the row has 4 tokens"),
         ({"side": (column(spans=((2, 3), (0, 1))),)}, "experts has values for tokens"),
         ({"side": (column(spans=((1, 2),)),)}, "experts has 4 bytes, which does not match 1 values"),
         ({"side": (column(shape=(3,)),)}, "experts has 4 bytes, which does not match 2 values"),

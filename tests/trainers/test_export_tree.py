@@ -57,11 +57,15 @@ Change = Callable[[Any], None]
 
 DAMAGED: list[tuple[str, Change, str]] = [
     ("a missing field", lambda tree: tree.pop("ids"), "missing required field `ids`"),
-    ("a short array", lambda tree: tree["mask"].pop(), "mask has .* values for .* ids"),
+    ("a short array", lambda tree: tree["mask"].pop(), "mask has .* values, but ids has"),
     ("a gap", lambda tree: tree["segments"].pop(0), r"segments\[0\].start must be 0"),
-    ("a missing end", lambda tree: tree["segments"].pop(), "segments end at token"),
+    ("a missing end", lambda tree: tree["segments"].pop(), "segments has .* tokens, but ids has"),
     ("a later parent", lambda tree: tree["segments"][1].update(parent=2), r"segments\[1\].parent must be 0"),
-    ("a wrong position", lambda tree: tree["segments"][1].update(position=0), r"segments\[1\].position .* count from"),
+    (
+        "a wrong position",
+        lambda tree: tree["segments"][1].update(position=0),
+        r"segments\[1\].position must be .* count up from there",
+    ),
     ("a wrong range", lambda tree: tree["segments"][1].update(attends=[]), r"segments\[1\].attends must be the tokens"),
     (
         "a wrong mask",
@@ -78,7 +82,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
     (
         "an unknown row",
         lambda tree: tree["segments"][1]["turn"].update(trained_in=9),
-        r"segments\[1\].turn.trained_in is not a row",
+        r"segments\[1\].turn.trained_in must be the index of a row",
     ),
     ("text that is not JSON", lambda tree: tree.update(rows="{"), "rows is not JSON"),
 ]

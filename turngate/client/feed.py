@@ -488,7 +488,9 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
         raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
-        raise DamagedDelivery(f"{where}: {wire.name} has values for tokens {wire.spans}, but the row has {tokens}")
+        raise DamagedDelivery(
+            f"{where}: {wire.name} has values for tokens {wire.spans}, but the row has {tokens} tokens"
+        )
     dtype, count = np.dtype(wire.dtype).newbyteorder("<"), sum(end - start for start, end in wire.spans)
     if len(wire.data) != count * dtype.itemsize * math.prod(wire.shape):
         raise DamagedDelivery(f"{where}: {wire.name} has {len(wire.data)} bytes, which does not match {count} values")

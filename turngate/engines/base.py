@@ -134,7 +134,8 @@ class Engine(Protocol):
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A call to relay to an endpoint (observe mode), with the model and sampling that the gateway sets.
 
-    An endpoint that speaks the call's dialect receives the original body (`call.body`). Any other endpoint receives a translation.
+    An endpoint that speaks the call's dialect receives the agent's body (`call.body`) with these overrides. Any other endpoint receives a
+    translation.
     """
 
     call: Call

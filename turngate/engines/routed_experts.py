@@ -59,7 +59,8 @@ class RoutedExpertsReply:
             values = values[start:]
         if len(values) != total - start:
             raise EngineError(
-                f"{self._engine} sent routed experts of shape {_format_shape(values)} for {len(values)} tokens, not {total - start}"
+                f"{self._engine} sent routed experts for {len(values)} tokens ({_format_shape(values)} each); "
+                f"expected {total - start}"
             )
         return (SideArray(ROUTED_EXPERTS, start - prompt, self._narrow(values)),) if len(values) else ()
 

@@ -393,7 +393,9 @@ def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence
         return items[seen:]
     if len(items) == total - seen:
         return items
-    raise EngineError(f"{name} sent {len(items)} entries; expected all {total}, or the {total - seen} new ones")
+    raise EngineError(
+        f"{name} sent ids or log-probabilities of {len(items)} tokens; expected all {total} tokens, or the {total - seen} new ones"
+    )
 
 
 def _sampling(request: Generate) -> dict[str, Any]:

@@ -368,7 +368,7 @@ class VLLM:
         return Chunk(ids, clean_logprobs(logprobs), finish, prompt, cached=cached, version_runs=runs, counted=counted)
 
     def alternatives(self, batch: Sequence[bytes], count: int) -> list[dict[int, float]]:
-        """Return the `count` most likely ids at each position of the events.
+        """Return the `count` most likely ids for each token in the events, with their log-probabilities.
 
         vLLM also lists the sampled token if it is not one of these. Such a token is left out.
         """

@@ -122,8 +122,9 @@ class Feeds:
         if after is None:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
-                    f"{restored}. The last commit in it is {row.committed} of {row.newest}, and later commits may be lost. Open the "
-                    f"feed with after= the number in your checkpoint, or with after={row.committed} if nothing later was trained",
+                    f"{restored}. In the backup, the newest delivery is {row.newest} and the last committed one is {row.committed}; later "
+                    f"commits may be lost. Open the feed with after= the number in your checkpoint, or with after={row.committed} if "
+                    "nothing later was trained",
                     param="after",
                 )
             return

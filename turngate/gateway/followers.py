@@ -16,8 +16,8 @@ _PRUNE_S = 3600.0
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
     """Return the followers that may still serve without having carried out the change `epoch`.
 
-    `since` is a time at which the change was already written. Such a follower may serve until `ttl` seconds after its last report before
-    `since`.
+    `since` is a time after the change was written. A report lets a follower serve for `ttl` seconds. A report after `since` also tells the
+    follower about the change, so it does not count here.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 

@@ -190,7 +190,7 @@ class QuotaKeeper:
                 self.refresh(quota, part)
 
     def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
-        """Take the parts that the project needs next. If the store does not answer, the project can use only the parts it already has."""
+        """Take the parts of its quotas that the project needs next. If the store does not answer, the project keeps the parts it has."""
         quota.limits = limits = self._read_limits(quota.project)
         try:
             self._refresh_tokens(quota, part, limits.tokens_per_day)

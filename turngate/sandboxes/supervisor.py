@@ -448,7 +448,7 @@ def _flatten_once(top: int, keep: str) -> int:
 
 
 def _list_entries(folder: int) -> list[tuple[str, bool]]:
-    """Return the names in a folder, each with whether it is a folder itself."""
+    """Return the name of each entry in a folder, and whether the entry is itself a folder."""
     try:
         with os.scandir(folder) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]

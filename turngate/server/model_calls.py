@@ -144,7 +144,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Check a call that samples nothing in the same way as a call that starts a turn, but without applying limits."""
+        """Apply the checks of a call that starts a turn, except for its limits, to a call that samples nothing."""
         self._pipeline.admit(session, call)
 
     def count_error(

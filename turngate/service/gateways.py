@@ -105,7 +105,7 @@ class Gateways:
         if gateway is None or gateway.task.done():  # not started yet, or it has failed
             if sum(not running.task.done() for running in self._running.values()) >= MAX_GATEWAYS:
                 raise BadRequest(
-                    f"endpoint_url needs a new gateway, but {MAX_GATEWAYS} are already running; try again later",
+                    f"this endpoint needs a new gateway, but {MAX_GATEWAYS} gateways are already running; try again later",
                     param="endpoint_url",
                 )
             gateway = _RunningGateway(choice, lambda own: self._keep_open(choice, own))

@@ -27,13 +27,13 @@ Arguments = Mapping[str, Json]
 
 # An argument has the same meaning in every tool.
 ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
-    "model_key": "The endpoint that answers the agent: a key of list_endpoints, such as vllm://Qwen3-8B.",
+    "model_key": "The endpoint that answers the agent: a key that list_endpoints returns, such as vllm://Qwen3-8B.",
     "instruction": "What the agent should do.",
     "test_script": "A bash script that grades the agent's work. It runs in a fresh sandbox, in a copy of the working folder. Exit code 0 "
     "is reward 1, exit code 1 is reward 0; or the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a script there "
     "is no reward.",
     "task_id": "Your name for the task. Default: derived from the instruction.",
-    "agent": "The agent that works on the task: one of list_endpoints. Default: the first of them.",
+    "agent": "The agent that works on the task: a name that list_endpoints returns. Default: the first of them.",
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
     "upload_files": 'Files for the working folder: relative path → text, or {"base64": "…"} for binary content.',
     "thinking": "Whether the model thinks before it answers. Default: that of its chat template.",

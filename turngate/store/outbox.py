@@ -225,7 +225,7 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Make sessions due that the shared store has lost, and mark them, because their outcomes may already have been delivered."""
+        """Make sessions due that the shared store has lost. Mark them as reshipped, because their outcomes may have been delivered."""
         now = time.time()
         with self._writing() as db:
             for session in sessions:

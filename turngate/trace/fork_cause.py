@@ -7,7 +7,7 @@ edited      a changed history, with an answer that the model never gave or a dif
 compaction  the same conversation, shortened: it repeats or quotes a part of the earlier one
 handoff     another agent takes over: its request repeats answers of the conversation, with a different system prompt
 subagent    a sub-agent's own conversation
-side        a call beside the conversation: a title, a summary or a probe
+side        a call that is not part of the conversation: a title, a summary or a probe
 new         a separate conversation that shares no content with earlier ones; its role says what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt

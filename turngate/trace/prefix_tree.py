@@ -132,7 +132,7 @@ def _count_equal(
 
 
 def _split(node: _Node, size: int) -> _Node:
-    """Split the first `size` tokens of a node off, as its new parent, and return that. The node keeps the rest."""
+    """Move the first `size` tokens of a node to a new parent, and return the parent. The node keeps the other tokens."""
     above = node.parent
     assert above is not None, "the top has no tokens to split"
     head = _Node(node.row, node.start, node.start + size, above)

@@ -67,7 +67,7 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
     _check_array(array)
     if array.first < -prompt:
         raise InvalidSideData(
-            f"{array.name} starts {-array.first} tokens before the reply, but the prompt has only {prompt}"
+            f"{array.name} starts {-array.first} tokens before the reply, but the prompt has only {prompt} tokens"
         )
     before = [each for each in known if each.name == array.name]
     if before:

@@ -99,9 +99,9 @@ def _describe_refused(refused: RefusedCalls) -> str:
 def _find_main_turns(
     turns: Sequence[Sampled], role_of: Mapping[int, TurnRole], policy: TrainingPolicy
 ) -> list[Sampled]:
-    """Return the turns that are expected to be trained, which are those of the main conversation.
+    """Return the turns that are expected to be trained: those of the main conversation, or of all trained roles if `main` is not one.
 
-    If there is no main conversation, return all turns that were not superseded or aborted.
+    If there are none, return all turns that were not superseded or aborted.
     """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]

@@ -64,7 +64,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
         return create_block_mask(self.mask_mod, None, None, size, size, device=str(self.ids.device))
 
     def dense_mask(self) -> Tensor:
-        """Return the mask as (token, token), for `scaled_dot_product_attention`. It takes the square of the tokens in bytes."""
+        """Return the mask as (token, token), for `scaled_dot_product_attention`. For n tokens, it takes n² bytes."""
         import torch
 
         place = torch.arange(len(self.ids), device=self.ids.device)

@@ -34,7 +34,7 @@ _CAUSE_NAMES = {
     "template": "template",
 }
 _MAX_TEXT, _MAX_LINES = 9000, 30  # below these limits, the gateway compares every part of a message
-_ASIDE = ("side", "summary")  # roles of calls beside their conversation
+_ASIDE = ("side", "summary")  # roles of calls that are not part of the conversation
 _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
 
 

@@ -1,7 +1,7 @@
 """Check the rows that a trainer receives against the stored nodes.
 
-The caller passes in the rows, which the gateway's code has built. Chains and reasons are derived here a second time, and roles in
-`roles.py`, with independent code.
+The caller passes in the rows, which the gateway's code has built. Independent code derives the same facts from the stored nodes: the
+chain of nodes in each row and the reasons not to train a turn (here), and the role of each turn (`roles.py`).
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ class StoredSession:
             else:
                 turn = msgspec.msgpack.decode(row.info, type=TurnFacts)
         except DECODE_ERRORS as error:
-            return f"its facts cannot be read: {error}"
+            return f"its info cannot be read: {error}"
         if row.parent is None:
             return StoredContext(row, None, context) if row.kind == "context" else "it is a turn without a parent"
         if row.parent >= row.id:

@@ -264,7 +264,7 @@ def _check_times(session: StoredSession, results: CheckResults) -> None:
         if now < was:
             results.note(
                 "times",
-                "it ended before the turn recorded before it; the clock was set back, or the order was changed",
+                "it ended earlier than the previous turn; the clock was set back, or the order of the turns was changed",
                 node,
             )
 

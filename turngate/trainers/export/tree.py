@@ -79,7 +79,7 @@ def _describe_tree(tree: PrefixTree) -> dict[str, Json]:
 
 
 class ExportedTree(msgspec.Struct, frozen=True, eq=False):
-    """The tree of an exported rollout, and what its training needs beside it."""
+    """The tree of an exported rollout, and the advantage and the weight of its rows."""
 
     session: str
     advantage: float | None  # None: the reward is unknown
@@ -135,7 +135,7 @@ def _check_arrays(tree: PrefixTree) -> None:
     tokens = len(tree.ids)
     for name in ("positions", "mask", "logprobs"):
         if len(getattr(tree, name)) != tokens:
-            raise ConfigError(f"{name} has {len(getattr(tree, name))} values for {tokens} ids", param=name)
+            raise ConfigError(f"{name} has {len(getattr(tree, name))} values, but ids has {tokens}", param=name)
     for name, column in tree.side.items():
         if column.spans and column.spans[-1][1] > tokens:
             raise ConfigError(f"side.{name}.spans ends after the last of {tokens} tokens", param="side")
@@ -148,7 +148,7 @@ def _check_segments(tree: PrefixTree) -> None:
     for index, segment in enumerate(tree.segments):
         where = f"segments[{index}]"
         if segment.start != end or segment.end <= segment.start:
-            raise ConfigError(f"{where}.start must be {end}, and its end greater", param="segments")
+            raise ConfigError(f"{where}.start must be {end}, and {where}.end must be greater", param="segments")
         while path and path[-1] != segment.parent:
             path.pop()
         if segment.parent is not None and not path:
@@ -157,7 +157,10 @@ def _check_segments(tree: PrefixTree) -> None:
         first = 0 if above is None else above.position + above.end - above.start
         positions = np.arange(first, first + segment.end - segment.start)
         if segment.position != first or not np.array_equal(tree.positions[segment.start : segment.end], positions):
-            raise ConfigError(f"{where}.position and its positions must count from {first}", param="segments")
+            raise ConfigError(
+                f"{where}.position must be {first}, and the positions of its tokens must count up from there",
+                param="segments",
+            )
         if segment.attends != list_attended(tree.segments, segment.parent):
             raise ConfigError(f"{where}.attends must be the tokens of its ancestors", param="segments")
         trained = segment.turn is not None and segment.turn.trained_in is not None
@@ -168,7 +171,7 @@ def _check_segments(tree: PrefixTree) -> None:
         path.append(index)
         end = segment.end
     if end != len(tree.ids):
-        raise ConfigError(f"segments end at token {end} of {len(tree.ids)}", param="segments")
+        raise ConfigError(f"segments has {end} tokens, but ids has {len(tree.ids)}", param="segments")
 
 
 def _check_rows(tree: PrefixTree) -> None:
@@ -185,7 +188,10 @@ def _check_rows(tree: PrefixTree) -> None:
         if trained_in is not None and not (
             0 <= trained_in < len(tree.rows) and index in tree.rows[trained_in].segments
         ):
-            raise ConfigError(f"segments[{index}].turn.trained_in is not a row that contains it", param="segments")
+            raise ConfigError(
+                f"segments[{index}].turn.trained_in must be the index of a row that contains the segment",
+                param="segments",
+            )
 
 
 def rebuild_rows(record: Record) -> list[Record]:
