@@ -120,7 +120,7 @@ def plan_launch(
 
 
 def plan_preload(spec: AgentSpec, installed: Installation) -> Preload | None:
-    """Plan a fork server: the modules that it imports, and the variables that are the same in every run. Return None if none is used."""
+    """Plan a fork server: its imports, and the variables that are the same in every run. Return None if the agent cannot use one."""
     # A sandbox with its own Python has no fork server.
     if not spec.preload or not installed.python.startswith("/"):
         return None

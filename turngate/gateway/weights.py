@@ -4,7 +4,7 @@
     load    into one replica first, then into the others (`replicas.py`)
     resume  record the version, then let calls through
 
-`WeightUpdates` operates on a `Barrier`, which is the fence of this process or the fences of all workers together.
+`WeightUpdates` operates on a `Barrier`, which is the fence of this process, or the fences of all workers or cells together.
 """
 
 from __future__ import annotations

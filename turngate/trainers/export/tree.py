@@ -171,7 +171,7 @@ def _check_segments(tree: PrefixTree) -> None:
         path.append(index)
         end = segment.end
     if end != len(tree.ids):
-        raise ConfigError(f"segments has {end} tokens, but ids has {len(tree.ids)}", param="segments")
+        raise ConfigError(f"segments cover {end} tokens, but ids has {len(tree.ids)}", param="segments")
 
 
 def _check_rows(tree: PrefixTree) -> None:
