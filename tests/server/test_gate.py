@@ -22,8 +22,9 @@ from tests.speed import scaled
 from tests.verify.kit import verify_all
 from turngate.client import gate as gate_client
 from turngate.client.gate import RemoteGate
+from turngate.client.gate_protocol import CallAnswer, LeasedCalls, TakeCalls
 from turngate.client.gateway import GatewayClient
-from turngate.client.protocol import MAX_WAIT_S, CallAnswer, LeasedCalls, TakeCalls
+from turngate.client.protocol import MAX_WAIT_S
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.engines.scripted import ScriptedTurn, derive_logprobs

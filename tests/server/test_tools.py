@@ -182,7 +182,8 @@ async def test_number_of_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
         ([{**ASK, "wait_s": 0}], "tools[0].wait_s"),
         ([{**ASK, "wait_s": 1e9}], "tools[0].wait_s"),
         ([{**ASK, "name": f"a{n}"} for n in range(65)], "tools"),
-        ([{**ASK, "reward": 1}], "tools[0].reward"),
+        ([{**ASK, "score": 1}], "tools[0].score"),
+        ([{**ASK, "reward": 1e31}], "tools[0].reward"),
     ],
 )
 async def test_invalid_tools_are_refused_at_open(tools: Any, param: str) -> None:

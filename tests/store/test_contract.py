@@ -15,6 +15,7 @@ from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
 from turngate.store.queries import EventTotals, TimeBucket, TurnTotals
 from turngate.store.sqlite import Store
 from turngate.trace.session import SessionConfig
+from turngate.trace.turn_rewards import TurnReward
 
 
 def kinds(store: Store) -> list[tuple[str, str]]:
@@ -187,6 +188,21 @@ def test_outcome_is_kept_or_replaced(store: Store) -> None:
         db.execute("UPDATE outcomes SET outcome=?", (b"\xff{",))
     assert isinstance(store.outcomes.find(key), DamagedOutcome)
     assert store.sessions()[0].damaged == "its outcome is damaged on disk"
+
+
+def test_turn_rewards_are_kept_in_outcomes_and_feeds(store: Store) -> None:
+    rewards = (
+        TurnReward(turn=2, value=1 / 3, kind="part", name="ü"),
+        TurnReward(turn=4, call=1, value=2 / 3, kind="part", start=0, end=1),
+    )
+    outcome = RecordedOutcome(kind="graded", reward=1.0, group="g", turn_rewards=rewards)
+    feed = store.feeds.open("f", b"{}", 1, "", from_start=False)
+    key = add_session(store, "a")
+    store.close_session(key, "sealed", "", 9.5, event("a", "sealed"))
+    store.outcomes.put(key, outcome.encode(), event("a", "outcome"), replace=False)
+    assert store.outcomes.find(key) == outcome
+    [member] = store.feeds.members(feed.key, 1)
+    assert member.outcome.turn_rewards == rewards
 
 
 def test_group_completes_once_and_keeps_its_members(store: Store) -> None:

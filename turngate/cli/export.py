@@ -14,6 +14,7 @@ from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
+from turngate.trace.turn_advantage import Compare, TurnCredit
 from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
 
 _LITERALS: Mapping[str, tuple[str, ...]] = {
@@ -21,6 +22,7 @@ _LITERALS: Mapping[str, tuple[str, ...]] = {
     "advantage": get_args(Choice),
     "keep": ("all", "best"),
 }
+_COMPARE: tuple[str, ...] = get_args(Compare)
 
 
 def export_rollouts(options: ExportOptions) -> None:
@@ -51,6 +53,8 @@ def export_rollouts(options: ExportOptions) -> None:
         pairs=options.pairs,
         prompt_ids=options.prompt_ids,
         side=tuple(options.side or ()),
+        turn_rewards=options.turn_rewards,
+        credit=_read_credit(options),
     )
     refuse_password_flag(options.data)
     done = export(options.data, options.out, request)
@@ -58,6 +62,19 @@ def export_rollouts(options: ExportOptions) -> None:
         print(msgspec.json.encode(done, enc_hook=str).decode())
     else:
         print_summary(done)
+
+
+def _read_credit(options: ExportOptions) -> TurnCredit | None:
+    """Return how to compute the advantages of turns, or None if they are not requested."""
+    if not options.credit:
+        if options.gamma != 1:
+            raise ConfigError("gamma applies only to the advantages of turns; add --credit turn_index", param="gamma")
+        return None
+    if options.credit not in _COMPARE:
+        raise ConfigError(f"credit must be one of {', '.join(_COMPARE)}, not {options.credit!r}", param="credit")
+    if not 0 <= options.gamma <= 1:
+        raise ConfigError(f"gamma must be a number from 0 to 1, not {options.gamma}", param="gamma")
+    return TurnCredit(compare=cast(Any, options.credit), gamma=options.gamma)
 
 
 def print_summary(done: ExportResult) -> None:

@@ -399,6 +399,20 @@ class ExportOptions:
         list[str] | None,
         _flag("rows, tree, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
     ] = None
+    turn_rewards: Annotated[
+        bool, _flag("rows, verl, slime: include the rewards of turns.", FORMAT, "--turn-rewards")
+    ] = False
+    credit: Annotated[
+        str,
+        _flag(
+            "rows: include the advantages of turns, compared with turns of the same number (turn_index) or with all turns "
+            "of the group (all_turns).",
+            FORMAT,
+        ),
+    ] = ""
+    gamma: Annotated[
+        float, _flag("rows: discount of later rewards in the advantages of turns, from 0 to 1.", FORMAT)
+    ] = 1.0
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 

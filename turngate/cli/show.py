@@ -28,6 +28,7 @@ from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CacheUse
 from turngate.trace.training_report import list_warnings
+from turngate.trace.turn_rewards import TurnReward
 from turngate.types import Message
 from turngate.views.session import encode_json, load_session_view
 from turngate.views.session_directory import describe_session
@@ -232,6 +233,8 @@ class _TreePrinter:
         self._full = full
         self._console = console
         self._evidence = ""  # the evidence for the role of the branch that is being printed
+        outcome = view.summary.outcome
+        self._rewards = () if outcome is None else outcome.turn_rewards or ()
 
     def print(self) -> None:
         waiting = list(self._children.get(None, []))
@@ -310,6 +313,7 @@ class _TreePrinter:
         facts += [fact for fact in marks if fact]
         if node.capture != "tokens":
             facts.append(f"captured as {node.capture}")
+        facts += [_describe_reward(reward) for reward in self._rewards if reward.turn == node.id]
         line = " · ".join(facts) + _describe_cause(node.cause, node.role)
         return Text.assemble(
             (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {sanitize_line(line)}", "dim")
@@ -349,6 +353,14 @@ class _TreePrinter:
         while current is not None:
             yield current
             current = max(self._children.get(current.id, []), key=self._weight, default=None)
+
+
+def _describe_reward(reward: TurnReward) -> str:
+    """Describe the reward of a turn, such as `reward -0.5 (extra, style, tokens 0–3)`."""
+    span = "" if reward.start is None or reward.end is None else f"tokens {reward.start}–{reward.end}"
+    call = "" if reward.call is None else f"tool call {reward.call}"
+    facts = (reward.kind, reward.name, call, span)
+    return f"reward {reward.value:g} ({', '.join(fact for fact in facts if fact)})"
 
 
 def _explain_role(evidence: str) -> str:

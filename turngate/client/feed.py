@@ -48,6 +48,8 @@ from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.sample import RowSpan
 from turngate.trace.side_data import DTYPES, SideColumn
+from turngate.trace.turn_advantage import spread_advantages
+from turngate.trace.turn_rewards import RowReward, spread_rewards
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [
@@ -101,6 +103,17 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     weight: float  # 1/K if the rollout has K rows
     advantage: float  # of the rollout
     side: Mapping[str, SideColumn] = {}  # by name: the side data that `FeedConfig.side` requests, if it was recorded
+    turn_rewards: tuple[RowReward, ...] = ()  # the rewards of the turns that this row trains
+    # One per span; None for turns without an advantage. Empty if `FeedConfig.credit` is not set or the rollout has no turn rewards.
+    turn_advantages: tuple[float | None, ...] = ()
+
+    def token_rewards(self) -> np.ndarray:
+        """Return the reward at each token, as float32: each turn reward at the last of its tokens, and 0 elsewhere."""
+        return spread_rewards(len(self.ids), self.turn_rewards)
+
+    def token_advantages(self) -> np.ndarray:
+        """Return the advantage of each token's turn, as float32. It is NaN for tokens without one."""
+        return spread_advantages(len(self.ids), self.spans, self.turn_advantages)
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -120,6 +133,7 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     turns: int
     sampled_tokens: int
     data: Json  # the runner's own data from the outcome
+    uncredited: str = ""  # why its rows have no turn advantages, although `FeedConfig.credit` is set
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -439,6 +453,7 @@ def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
         turns=wire.turns,
         sampled_tokens=wire.sampled_tokens,
         data=msgspec.json.decode(wire.data),
+        uncredited=wire.uncredited or "",
     )
 
 
@@ -469,6 +484,10 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
         raise DamagedDelivery(f"{where}: the mask does not match the trained turns")
     if not np.isfinite(logprobs[mask]).all():
         raise DamagedDelivery(f"{where}: a trained token has no log-probability")
+    if any(not 0 <= reward.start < reward.end <= len(ids) for reward in wire.turn_rewards):
+        raise DamagedDelivery(f"{where}: a turn reward is outside the row, which has {len(ids)} tokens")
+    if wire.turn_advantages and len(wire.turn_advantages) != len(wire.spans):
+        raise DamagedDelivery(f"{where}: {len(wire.spans)} turns have {len(wire.turn_advantages)} advantages")
     assert rolled.advantage is not None
     return Row(
         ids=ids,
@@ -479,6 +498,8 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
         weight=wire.weight,
         advantage=rolled.advantage,
         side={column.name: _decode_column(column, len(ids), where) for column in wire.side},
+        turn_rewards=wire.turn_rewards,
+        turn_advantages=wire.turn_advantages,
     )
 
 

@@ -19,8 +19,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
-from turngate.client.protocol import (
+from turngate.client.gate_protocol import (
     CallAnswer,
     CallFailure,
     CallRelease,
@@ -30,6 +29,7 @@ from turngate.client.protocol import (
     RenewLeases,
     TakeCalls,
 )
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.retry import PAUSES_S, Backoff
 from turngate.engines.gate_call import GateCall, GateFault, GateFinish, GateRequest
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError

@@ -12,7 +12,6 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
-from turngate.engines.gate_call import GateFault, GateFinish
 from turngate.errors import BadRequest
 from turngate.store.attempts import AttemptRow
 from turngate.store.audit import AuditEntry
@@ -25,7 +24,9 @@ from turngate.trace.sample import RowSpan
 from turngate.trace.session import CacheUse, CallError, Status
 from turngate.trace.training_report import TrainingReport
 from turngate.trace.tree import RefusedCalls
-from turngate.types import Constraint, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
+from turngate.trace.turn_advantage import TurnCredit
+from turngate.trace.turn_rewards import RowReward
+from turngate.types import Ids, Json, Logprobs, Message, Mode, encode_array
 
 # All modes hold new calls. `drain` also waits until calls in flight have ended, and `keep` freezes them in the engine.
 PauseMode = Literal["hold", "drain", "keep"]
@@ -379,6 +380,7 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     from_start: bool = False  # include rollouts recorded before the feed was created
     # Names of the side data to deliver with each row. Not sent if unset, because older clients reject unknown settings.
     side: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    credit: TurnCredit | msgspec.UnsetType = msgspec.UNSET  # deliver the advantages of single turns, computed like this
 
 
 def parse_history(mark: str) -> str:
@@ -425,6 +427,10 @@ class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
     spans: tuple[RowSpan, ...]
     weight: float
     side: tuple[WireColumn, ...] = ()
+    turn_rewards: tuple[RowReward, ...] = ()
+    turn_advantages: tuple[
+        float | None, ...
+    ] = ()  # one per span; empty if they were not requested or could not be computed
 
 
 class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -444,6 +450,9 @@ class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     data: bytes  # JSON
     rows: tuple[WireRow, ...]
+    uncredited: str | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # why the rows have no turn advantages, although they were requested
 
 
 class WireDelivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -528,65 +537,3 @@ class KeyList(msgspec.Struct, frozen=True):
 
 class AuditPage(msgspec.Struct, frozen=True):
     entries: list[AuditEntry]
-
-
-# ── the gate: msgpack, with token ids as int32 and log-probabilities as float32, both little-endian ─────────────────
-
-
-class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for model calls that the trainer will answer."""
-
-    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
-
-
-class LeasedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call that is leased to a trainer. Only the holder of `lease` may answer it."""
-
-    id: str
-    lease: str
-    session: str
-    version: int
-    prompt: bytes
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    constraint: Constraint | None = None
-    stream: bool = True
-
-
-class LeasedCalls(msgspec.Struct, frozen=True):
-    calls: list[LeasedCall]
-
-
-class CallAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A chunk of an answer, starting at token `at`. The last chunk, which may be the only one, sets `finish`."""
-
-    lease: str
-    ids: bytes
-    logprobs: bytes | None
-    at: Annotated[int, msgspec.Meta(ge=0)] = 0
-    finish: GateFinish | None = None
-    version: int | None = None
-
-
-class CallFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    lease: str
-    message: str
-    fault: GateFault = "unavailable"
-
-
-class CallRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to give a call back, so that another trainer can take it."""
-
-    lease: str
-
-
-class RenewLeases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    leases: dict[str, str]  # by call id
-
-
-class RenewedLeases(msgspec.Struct, frozen=True):
-    over: dict[str, str]  # by call id: why the lease was lost

@@ -17,10 +17,11 @@ from turngate.store.restores import RESHIPPED
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.roles import assign_roles
-from turngate.trace.sample import Sample, build_samples
+from turngate.trace.sample import Sample, add_turn_rewards, build_samples
 from turngate.trace.session import Session
 from turngate.trace.side_data import SideColumn
 from turngate.trace.training_report import report_training
+from turngate.trace.turn_advantage import ScoredRollout, TurnAdvantages, compute_turn_advantages
 
 # Values of `Session.stop`
 _LIMIT_STOPS = ("turns", "sampled_tokens", "context_tokens", "context_length_exceeded", "limit")
@@ -39,7 +40,12 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int = 0
     rows: list[Sample] = []
 
-    def to_wire(self, advantage: float | None) -> WireRollout:
+    @property
+    def scored(self) -> ScoredRollout:
+        rewards = self.member.outcome.turn_rewards
+        return ScoredRollout(self.rows, self.reward, None if isinstance(rewards, msgspec.UnsetType) else rewards)
+
+    def to_wire(self, advantage: float | None, credited: TurnAdvantages | None) -> WireRollout:
         outcome = self.member.outcome
         excluded = self.excluded
         if not excluded and advantage is None:
@@ -58,7 +64,10 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
             turns=self.turns,
             sampled_tokens=self.sampled_tokens,
             data=msgspec.json.encode(outcome.data),
-            rows=() if excluded else tuple(_to_wire_row(row, row_weight(len(self.rows))) for row in self.rows),
+            rows=()
+            if excluded
+            else tuple(_to_wire_row(row, row_weight(len(self.rows)), credited) for row in self.rows),
+            uncredited=msgspec.UNSET if excluded or credited is None else credited.missing or msgspec.UNSET,
         )
 
 
@@ -76,12 +85,18 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> byt
         for member in members
     ]
     advantages = compute_advantages([rollout.reward for rollout in rollouts], config.advantage)
+    credited: list[TurnAdvantages] | list[None] = [None] * len(rollouts)
+    if config.credit:
+        credited = compute_turn_advantages([rollout.scored for rollout in rollouts], config.credit, config.advantage)
     delivery = WireDelivery(
         number=number,
         group=members[0].group,
         task=members[0].outcome.task,
         version=version,
-        rollouts=tuple(rollout.to_wire(value) for rollout, value in zip(rollouts, advantages, strict=True)),
+        rollouts=tuple(
+            rollout.to_wire(value, credit)
+            for rollout, value, credit in zip(rollouts, advantages, credited, strict=True)
+        ),
     )
     return msgspec.msgpack.encode(delivery)
 
@@ -97,7 +112,9 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
         return _DeliveredRollout(member=member, reward=None, excluded=error.message)  # permanently damaged
     if session is None:
         return _DeliveredRollout(member=member, reward=None, excluded="its session was deleted")
-    rows = build_samples(session.trace, session.config.policy, side=side)
+    rows = add_turn_rewards(
+        build_samples(session.trace, session.config.policy, side=side), member.outcome.turn_rewards or ()
+    )
     timed_out = _is_timed_out(session, member)
     truncated = not timed_out and _is_truncated(session, member, rows)
     untrained = "" if rows else _explain_untrained(session)
@@ -172,7 +189,7 @@ def _agent_status(member: DeliveryMember) -> str:
     return status if isinstance(status, str) else ""
 
 
-def _to_wire_row(row: Sample, weight: float) -> WireRow:
+def _to_wire_row(row: Sample, weight: float, credited: TurnAdvantages | None) -> WireRow:
     sampled = [row.logprobs[span.start : span.end] for span in row.spans]
     return WireRow(
         branch=row.branch,
@@ -182,6 +199,8 @@ def _to_wire_row(row: Sample, weight: float) -> WireRow:
         spans=row.spans,
         weight=weight,
         side=tuple(_to_wire_column(name, column) for name, column in row.side.items()),
+        turn_rewards=row.turn_rewards,
+        turn_advantages=() if credited is None or credited.missing else credited.of_row(row),
     )
 
 

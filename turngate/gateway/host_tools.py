@@ -19,6 +19,7 @@ from turngate.store.sqlite import Store
 from turngate.store.tool_calls import HostToolCall
 from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.session import Session
+from turngate.trace.turn_rewards import ToolCallRecord
 from turngate.types import Json
 
 MAX_KEY = 256  # characters of an idempotency key; further characters are ignored
@@ -27,6 +28,7 @@ _CHECK_S = 3.0  # time limit for checking arguments
 
 class HostTools:
     def __init__(self, store: Store, events: Events) -> None:
+        self._store = store
         self._calls = store.tool_calls
         self._events = events
         self._waiting: dict[asyncio.Future[bytes], int] = {}  # number of callers waiting for the same answer
@@ -111,6 +113,12 @@ class HostTools:
         found = self._calls.find(session.key, number)
         assert found is not None
         return found
+
+    def list_records(self, session_id: str) -> list[ToolCallRecord]:
+        """Return the number, tool and time of all calls of a session, oldest first."""
+        row = self._store.find(session_id)
+        calls = [] if row is None else self._calls.page(row.key, 0, MAX_CALLS)
+        return [ToolCallRecord(call.call, call.tool, call.called) for call in calls]
 
     def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
         """Return up to `limit` calls of a session after number `after`, oldest first."""

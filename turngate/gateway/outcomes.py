@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,14 @@ from turngate.store.events import new_event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
+from turngate.trace.session import Session
+from turngate.trace.turn_rewards import (
+    ToolCallRecord,
+    check_turn_rewards,
+    list_turn_records,
+    resolve_turn_rewards,
+    reward_tool_calls,
+)
 
 _MAX_NAME_BYTES = 2000
 
@@ -36,6 +44,12 @@ class OutcomeRecorder:
         self._feeds = feeds
         self._metrics = metrics
         self._require_lease = require_lease
+
+    def has_turn_rewards(self, session_id: str, outcome: RecordedOutcome) -> bool:
+        """Return whether `complete_turn_rewards` must complete an outcome: it or a host tool of its session gives rewards to turns."""
+        row = self._sessions.find_row(session_id)
+        gives_rewards = any(tool.reward is not None for tool in row.config.tools)
+        return bool(outcome.turn_rewards) or (gives_rewards and outcome.reward is not None)
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> str:
         """Store the outcome of an ended session. Return why the outcome does not count, or an empty string if it counts.
@@ -62,6 +76,22 @@ class OutcomeRecorder:
         self._events.wake(session_id)
         self._feeds.wake()
         return self._attempts.find_exclusion(row.key)
+
+
+def complete_turn_rewards(
+    outcome: RecordedOutcome, session: Session, replies: Mapping[int, bytes], calls: Sequence[ToolCallRecord]
+) -> RecordedOutcome:
+    """Return an outcome with the rewards of host tools, and with the turn of each reward.
+
+    `replies` has the JSON of each turn's message, by node id. Raise `BadRequest` if a reward does not belong to a turn of the session.
+    """
+    turns = list_turn_records(session.trace, replies)
+    of_tools = {} if outcome.reward is None else reward_tool_calls(session.config.tools, turns, calls)
+    # If a stored outcome is recorded again, it already has the rewards of host tools.
+    given = [one for one in outcome.turn_rewards or () if msgspec.structs.replace(one, turn=None) not in of_tools]
+    check_turn_rewards(given, outcome.reward)
+    resolved = resolve_turn_rewards(given, turns, calls)
+    return msgspec.structs.replace(outcome, turn_rewards=(*resolved, *of_tools.values()))
 
 
 def _check_name(name: str, field: str) -> None:

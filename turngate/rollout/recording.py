@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from turngate.client.gateway import GatewayClient
 from turngate.client.retry import retry_while_unreachable
 from turngate.rollout.outcome import Outcome
@@ -16,6 +18,7 @@ def build_record(outcome: Outcome) -> RecordedOutcome:
     The same outcome must always produce the same record, because the gateway rejects a second record that differs from the first."""
     assert outcome.kind is not None
     grade, fault = outcome.grade, outcome.fault
+    rewards = None if grade is None or outcome.reward is None else grade.turn_rewards
     logs = {
         "stdout": outcome.collected.stdout,
         "stderr": outcome.collected.stderr,
@@ -40,6 +43,7 @@ def build_record(outcome: Outcome) -> RecordedOutcome:
             **({} if fault is None else {"fault": {"stage": fault.stage, "boundary": fault.boundary}}),
             **({"warnings": outcome.warnings} if outcome.warnings else {}),
         },
+        turn_rewards=msgspec.UNSET if rewards is None else rewards,
     )
 
 

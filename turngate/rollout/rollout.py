@@ -282,7 +282,9 @@ class Rollout:
         copy = await copy_work(
             sandbox, self._folder / "work", spec.task, self._read_answers, limit_s=LIMITS_S["collect"] / 2
         )
-        self._work = copy.work
+        self._work = (
+            None if copy.work is None else msgspec.structs.replace(copy.work, read_turns=self._session.read_turns)
+        )
         self.outcome.collected = msgspec.structs.replace(
             collected, work=spec.keep_work and copy.is_gradable, missing=(*collected.missing, *copy.missing)
         )
@@ -292,7 +294,7 @@ class Rollout:
         if not self._spec.task.tools:
             return []
         calls = await self._gateway.tool_calls(self._session.id)
-        return [{"tool": call.tool, "arguments": call.arguments} for call in calls]
+        return [{"call": call.call, "tool": call.tool, "arguments": call.arguments} for call in calls]
 
     async def _compare_transcript(self) -> None:
         """Compare the agent's own transcript, if it writes one, with the trace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -11,7 +11,7 @@ import msgspec
 
 from turngate.agents.launch import resolve_signals
 from turngate.client.gateway import GatewayClient, RequestRejected
-from turngate.client.protocol import SessionInfo
+from turngate.client.protocol import DecodedTrace, SessionInfo, ToolCallView, TraceContext, TraceTurn
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import TurngateError
@@ -21,6 +21,8 @@ from turngate.rollout.recording import record_outcome
 from turngate.rollout.sampling import resolve_settings
 from turngate.rollout.spec import RolloutSpec
 from turngate.store.outcomes import RecordedOutcome
+from turngate.tasks.grading.types import GradedTurn, RecordedTurns
+from turngate.trace.turn_rewards import ToolCallRecord, describe_calls
 from turngate.types import STALE, SUPERSEDED, Json
 
 RESTART_S = 40.0  # how long to wait for a gateway that is restarting
@@ -104,6 +106,15 @@ class AgentSession:
         if live.last_error is not None:
             ending.last_error = live.last_error
 
+    async def read_turns(self) -> RecordedTurns:
+        """Read the turns of the session and its calls of host tools, for a grader that gives rewards to turns."""
+
+        async def read() -> tuple[DecodedTrace, list[ToolCallView]]:
+            return await self._gateway.trace(self.id), await self._gateway.tool_calls(self.id)
+
+        trace, calls = await retry_while_unreachable(read, limit_s=RESTART_S)
+        return await asyncio.to_thread(list_recorded_turns, trace, calls)
+
     async def record(self, record: RecordedOutcome) -> str:
         """Record the outcome at the gateway. Return why it does not count, or an empty string if it does."""
         return await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
@@ -128,6 +139,28 @@ class AgentSession:
                 self._note(f"the session could not be ended: {refused.message}")
         except TurngateError as error:
             self._note(f"the session could not be ended: {error.message}")
+
+
+def list_recorded_turns(trace: DecodedTrace, calls: Sequence[ToolCallView]) -> RecordedTurns:
+    """Convert a trace and the calls of host tools to what graders see of them."""
+    previous = {node.id: node.parent for node in trace.nodes if isinstance(node, TraceContext)}
+    turns = []
+    for node in trace.nodes:
+        if isinstance(node, TraceTurn):
+            message = node.decode_message()
+            turns.append(
+                GradedTurn(
+                    id=node.id,
+                    previous=previous[node.parent],
+                    started=node.started,
+                    ended=node.ended,
+                    tokens=len(node.ids),
+                    calls=describe_calls(message),
+                    role=node.role,
+                    message=message,
+                )
+            )
+    return RecordedTurns(tuple(turns), tuple(ToolCallRecord(call.call, call.tool, call.time) for call in calls))
 
 
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:

@@ -16,7 +16,7 @@ from turngate.errors import BadRequest, NotFound
 from turngate.gateway.attempts import Attempts
 from turngate.gateway.events import Events
 from turngate.gateway.host_tools import HostTools
-from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.outcomes import OutcomeRecorder, complete_turn_rewards
 from turngate.gateway.projects import AuditNote
 from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.sampling import pin_for_training
@@ -223,6 +223,11 @@ class AdminRoutes:
     async def record(self, request: Request, query: RecordQuery, body: RecordedOutcome) -> JsonReply[OutcomeReply]:
         """Record the outcome of a rollout."""
         session_id = request.path_params["id"]
+        if self._outcomes.has_turn_rewards(session_id, body):
+            calls = self._host_tools.list_records(session_id)
+            body = await self._session_views.build(
+                session_id, lambda view: complete_turn_rewards(body, view.session, view.texts, calls)
+            )
         excluded = self._outcomes.record(session_id, body, replace=query.replace)
         return json_response(OutcomeReply(session_id, body, excluded))
 

@@ -15,7 +15,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.routing import Route
 
-from turngate.client.protocol import (
+from turngate.client.gate_protocol import (
     CallAnswer,
     CallFailure,
     CallRelease,

@@ -11,6 +11,7 @@ import msgspec
 from turngate.errors import BadRequest, NotFound
 from turngate.store.connection import FOR_UPDATE, Connect, StoreConnection
 from turngate.store.events import NewEvent, insert_event
+from turngate.trace.turn_rewards import TurnReward, check_turn_rewards
 from turngate.types import Json
 
 OUTCOME_TABLES = """
@@ -38,6 +39,8 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     task: str = ""
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
     data: Json = None  # the runner's own data
+    # Unset: no rewards of turns were given. Empty: no turn earned one. Not stored if unset, so that older outcomes keep their bytes.
+    turn_rewards: tuple[TurnReward, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def failure(self) -> str:
@@ -64,13 +67,15 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"reward must be null if kind is {self.kind!r}, because the agent was not graded",
                 param="reward",
             )
+        check_turn_rewards(self.turn_rewards or (), self.reward)
         try:
             written = msgspec.json.encode(self, order="sorted")
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"data cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
             raise BadRequest(
-                f"data is too large: the outcome is {len(written)} bytes long; the limit is {MAX_BYTES}", param="data"
+                f"data or turn_rewards is too large: the outcome is {len(written)} bytes long; the limit is {MAX_BYTES}",
+                param="data",
             )
         return written
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Protocol
 
 import msgspec
 
 from turngate.errors import BadRequest
+from turngate.trace.advantage import is_too_large
 from turngate.types import Json
 
 MAX_TOOLS = 64
@@ -28,6 +30,9 @@ class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = (
         None  # seconds that a call waits for the host to reply; None: `reply` is sent immediately
     )
+
+    # The reward of the turn that makes a call, in addition to the rollout's reward, such as -0.1 for a hint. The agent never sees it.
+    reward: float | None = None
 
     def immediate_reply(self) -> Json:
         return OK if self.reply is None else self.reply
@@ -52,6 +57,10 @@ def check_tools(tools: tuple[HostTool, ...]) -> None:
         if tool.name in names[:n]:
             raise BadRequest(
                 f"tools[{n}].name: {tool.name!r} is already used; choose a different name", param=f"tools[{n}].name"
+            )
+        if tool.reward is not None and (not math.isfinite(tool.reward) or is_too_large(tool.reward)):
+            raise BadRequest(
+                f"tools[{n}].reward must be a finite number, not {tool.reward}", param=f"tools[{n}].reward"
             )
         if tool.schema.get("type") != "object":
             raise BadRequest(

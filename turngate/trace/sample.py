@@ -5,7 +5,7 @@ Each sampled token is trained at most once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
 from turngate.trace.side_data import SideColumn, join_columns
 from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
+from turngate.trace.turn_rewards import RowReward, TurnReward
 from turngate.types import LOGPROB_DTYPE, Ids, Logprobs, SideArray
 
 REFUSED = "the agent was refused a model call"
@@ -52,6 +53,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: Logprobs
     spans: tuple[RowSpan, ...]
     side: Mapping[str, SideColumn] = {}  # side data by name, if the caller passed any
+    turn_rewards: tuple[RowReward, ...] = ()  # of the turns that this row trains, if the caller passed any
 
     @property
     def trained_tokens(self) -> int:
@@ -82,6 +84,26 @@ def build_samples(
         return rows
     turns = {turn.id: turn for turn in trace.turns()}
     return [msgspec.structs.replace(row, side=join_columns(path_to(turns[row.branch]), side)) for row in rows]
+
+
+def add_turn_rewards(rows: Sequence[Sample], rewards: Sequence[TurnReward]) -> list[Sample]:
+    """Add the rewards of turns to the rows that train these turns. Rewards of turns that no row trains are in no row."""
+    rewards_of: dict[int | None, list[TurnReward]] = {}
+    for reward in rewards:
+        rewards_of.setdefault(reward.turn, []).append(reward)
+    return [
+        msgspec.structs.replace(row, turn_rewards=tuple(_place_rewards(row, rewards_of))) if rewards_of else row
+        for row in rows
+    ]
+
+
+def _place_rewards(row: Sample, rewards_of: Mapping[int | None, Sequence[TurnReward]]) -> Iterator[RowReward]:
+    for span in row.spans:
+        if span.trained and span.end > span.start:
+            for reward in rewards_of.get(span.node, ()):
+                start = span.start + (reward.start or 0)
+                end = span.end if reward.end is None else span.start + reward.end
+                yield RowReward(span.node, start, end, reward.name, reward.value, reward.kind)
 
 
 def _find_leaves(trace: Trace) -> list[Sampled]:

@@ -47,6 +47,7 @@ from turngate.verify.side_data import check_side_data
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
+from turngate.verify.turn_rewards import check_turn_rewards
 
 __all__ = [
     "TOLERANCE",
@@ -114,6 +115,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     sound = all(finding.ok for finding in results.findings())
     check_replies(session, messages, results)
     check_outcome(session, results)  # after `sound`: rows can be built even if the outcome or the events are wrong
+    check_turn_rewards(session, results)
     check_attempts(session, results)
     check_events(session, results)
     renderer = check_rendering(session, messages, options.renderers or Renderers(), results)

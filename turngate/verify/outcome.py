@@ -20,7 +20,7 @@ _UNJUDGED = ("invalid task", "infrastructure fault")  # never have a reward
 _MAX_BYTES = 262_144
 _MAX_ATTEMPT = 2_147_483_648
 _TEXTS = ("message", "group", "task")
-_FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", *_TEXTS})
+_FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", "turn_rewards", *_TEXTS})
 
 
 def check_outcome(session: StoredSession, results: CheckResults) -> None:
@@ -78,7 +78,7 @@ def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
     kinds = (*_JUDGED, *_UNJUDGED)
     check.expect(kind in kinds, f"its kind is {brief(kind)}, which is not one of {', '.join(kinds)}")
     check.expect(
-        reward is None or _is_finite(reward),
+        reward is None or is_finite(reward),
         f"its reward is {brief(reward)}, which is neither a finite number nor null",
     )
     check.expect(
@@ -96,7 +96,7 @@ def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
         check.expect(isinstance(outcome.get(name, ""), str), f"its {name} is {brief(outcome.get(name))}, not text")
 
 
-def _is_finite(value: Json) -> bool:
+def is_finite(value: Json) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:

@@ -19,6 +19,7 @@ from turngate.verify.messages import NodeMessages
 from turngate.verify.roles import derive_roles
 from turngate.verify.side_data import TrainerColumn, check_columns
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
+from turngate.verify.turn_rewards import TrainerReward, check_row_rewards
 
 
 class TrainerSpan(Protocol):
@@ -55,6 +56,8 @@ class TrainerRow(Protocol):
     def spans(self) -> Sequence[TrainerSpan]: ...
     @property
     def side(self) -> Mapping[str, TrainerColumn]: ...
+    @property
+    def turn_rewards(self) -> Sequence[TrainerReward]: ...
 
 
 # Takes a session id, and whether to include rows without trained tokens. Returns the rows.
@@ -88,6 +91,7 @@ def check_rows(
     _check_reasons(session, role_of, every, results)
     _check_roles(role_of, every, results)
     check_columns(session, every, results)
+    check_row_rewards(session, every, results)
     return {row.branch: int(np.asarray(row.mask).astype(bool).sum()) for row in trained}
 
 

@@ -13,13 +13,15 @@ import msgspec
 
 from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceSideData, TraceTurn
 from turngate.errors import NotFound, StoreError
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import RoleDecision, decide_roles
-from turngate.trace.sample import Sample, TrainingPolicy, build_samples
+from turngate.trace.sample import Sample, TrainingPolicy, add_turn_rewards, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
+from turngate.trace.turn_rewards import TurnReward
 from turngate.types import SideArray, encode_array
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ class SessionView(msgspec.Struct, frozen=True):
     texts: Mapping[int, bytes]  # JSON by node id: a list of messages for a context, one message for a turn
     preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments as JSON, by digest
     side: Mapping[int, Sequence[SideArray]] = {}  # by node id, if requested
+    turn_rewards: tuple[TurnReward, ...] = ()  # from its outcome
 
     def encode_trace(self) -> bytes:
         """Encode the whole tree in the format of `GET /admin/sessions/{id}/trace`.
@@ -71,7 +74,8 @@ class SessionView(msgspec.Struct, frozen=True):
     ) -> list[Sample]:
         """Return the training rows. `side` is the side data to add to them, by node id."""
         policy = policy or self.session.config.policy
-        return build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side)
+        rows = build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side)
+        return add_turn_rewards(rows, self.turn_rewards)
 
 
 class SessionViews:
@@ -110,7 +114,9 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     preambles = store.preambles(row.key)
     if not all(_is_json(tools, list | dict) and _is_json(kwargs, dict) for tools, kwargs in preambles.values()):
         raise StoreError(f"session {session_id}: its tools are damaged on disk; the trace cannot be used")
-    return SessionView(session, store.messages(row.key), preambles, store.side_data.load(session, side))
+    outcome = store.outcomes.find(row.key)
+    rewards = (outcome.turn_rewards or ()) if isinstance(outcome, RecordedOutcome) else ()
+    return SessionView(session, store.messages(row.key), preambles, store.side_data.load(session, side), rewards)
 
 
 def _is_json(stored: object, kind: Any) -> bool:

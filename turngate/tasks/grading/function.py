@@ -4,8 +4,9 @@
         text = (subject.folder / "answer.txt").read_text()
         return 1.0 if text.strip() == "42" else 0.0
 
-The function receives a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh
-sandbox with a copy of the work. It returns a number or a `Grade`. If it raises an exception, it gives no reward.
+The function receives a `Subject`: the work as files on the host, the agent's host tool calls and turns, and `exec`, which runs a command in
+a fresh sandbox with a copy of the work. It returns a number or a `Grade`, which may also give rewards to turns. If it raises an exception,
+it gives no reward.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from turngate.errors import SandboxError, TaskError
+from turngate.errors import SandboxError, TaskError, TurngateError
 from turngate.sandboxes.base import ExecResult, Sandbox
 from turngate.tasks.grading import sandbox as grading_sandbox
 from turngate.tasks.grading.result import Control, GraderLog, GraderResult, Undecided
-from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
+from turngate.tasks.grading.types import Grade, GradedTurn, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.tasks.task import Function, Task
 
@@ -47,8 +48,17 @@ class Subject:
 
     @property
     def answers(self) -> tuple[Mapping[str, object], ...]:
-        """The agent's host tool calls, oldest first: {"tool": …, "arguments": …}."""
+        """The agent's host tool calls, oldest first: {"call": 1, "tool": …, "arguments": …}."""
         return self._work.answers
+
+    async def read_turns(self) -> tuple[GradedTurn, ...]:
+        """Return the turns of the rollout, oldest first. There are none for the untouched task."""
+        return await self._sandbox_owner.read_turns(self._work)
+
+    def turns(self) -> tuple[GradedTurn, ...]:
+        """Do the same as `read_turns`, for a grading function that is not async."""
+        reading = self._sandbox_owner.read_turns(self._work)
+        return asyncio.run_coroutine_threadsafe(reading, self._sandbox_owner.loop).result()
 
     async def exec(
         self,
@@ -80,7 +90,7 @@ class Subject:
 class _SubjectSandbox:
     """The sandbox of a subject, created when it is first used.
 
-    It records sandbox faults, so that a function that catches the exception cannot turn a fault into a reward.
+    It records faults of the sandbox and the gateway, so that a function that catches the exception cannot turn a fault into a reward.
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class _SubjectSandbox:
     ) -> None:
         self._task, self._work, self._environment, self._life_s, self._log = task, work, environment, life_s, log
         self.loop = asyncio.get_running_loop()
-        self.fault: SandboxError | None = None
+        self.fault: TurngateError | None = None
         self._stack = AsyncExitStack()
         self._sandbox: Sandbox | None = None
         self._lock = asyncio.Lock()
@@ -117,6 +127,15 @@ class _SubjectSandbox:
                 raise
         self._log.add(f"{command[0]}: exit code {done.exit_code}", done.stdout + done.stderr)
         return done
+
+    async def read_turns(self, work: Work) -> tuple[GradedTurn, ...]:
+        if work.read_turns is None:
+            return ()
+        try:
+            return (await work.read_turns()).turns
+        except TurngateError as error:
+            self.fault = error
+            raise
 
     async def close(self) -> None:
         await self._stack.aclose()

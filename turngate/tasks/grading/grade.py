@@ -28,6 +28,7 @@ from turngate.common.safe_text import make_encodable
 from turngate.errors import SandboxError, SandboxGone, TaskError, TurngateError
 from turngate.tasks.grading import function, rubric, script, swe
 from turngate.tasks.grading.result import GraderLog, GraderResult, OutputUnreadable, Undecided
+from turngate.tasks.grading.turn_rewards import check_grade
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.host_env import find_host_values
 from turngate.tasks.task import Function, Part, Rubric, Script, Swe, Task
@@ -140,7 +141,8 @@ async def _run_grader(
         case Script():
             return await script.run_grader(task, grader, work, environment, log, control)
         case Function():
-            return await function.run_grader(task, grader, work, environment, log, control)
+            result = await function.run_grader(task, grader, work, environment, log, control)
+            return msgspec.structs.replace(result, grade=await check_grade(result.grade, work))
         case Swe():
             return await swe.run_grader(task, grader, work, environment, log, control)
 

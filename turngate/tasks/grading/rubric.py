@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from turngate.errors import TaskError
+from turngate.errors import BadRequest, TaskError
 from turngate.store.outcomes import OutcomeClass
 from turngate.tasks.grading.types import Grade, PartGrade
 from turngate.tasks.task import Part, Rubric
+from turngate.trace.turn_rewards import TurnReward, check_turn_rewards
 
 _WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "agent failed")
 
@@ -43,4 +44,31 @@ async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Gr
     reward = sum(part.weight * (grades[part.name].reward or 0.0) for part in rubric.parts) / total
     if not math.isfinite(reward):
         raise TaskError("task: the sum of the rubric's weighted rewards overflows; use smaller weights", param="rubric")
-    return msgspec.structs.replace(combined, reward=reward)
+    return msgspec.structs.replace(combined, reward=reward, turn_rewards=_combine_turn_rewards(rubric, grades, reward))
+
+
+def _combine_turn_rewards(rubric: Rubric, grades: Mapping[str, Grade], reward: float) -> tuple[TurnReward, ...] | None:
+    """Return the turn rewards of all parts, with the weights of the parts. Return None if no part gives any."""
+    given = {part.name: grades[part.name].turn_rewards for part in rubric.parts}
+    if all(rewards is None for rewards in given.values()):
+        return None
+    total = sum(part.weight for part in rubric.parts)
+    combined = tuple(
+        msgspec.structs.replace(
+            one, value=one.value * part.weight / total, name=": ".join(filter(None, (part.name, one.name)))
+        )
+        for part in rubric.parts
+        for one in given[part.name] or ()
+    )
+    without = [part.name for part in rubric.parts if part.weight and given[part.name] is None]
+    if without and any(one.kind == "part" for one in combined):
+        raise TaskError(
+            f"task: the rubric's parts {', '.join(without)} give no turn rewards, but others give rewards of kind 'part', which "
+            "must add up to the whole reward; use kind 'extra', or give turn rewards in every part",
+            param="rubric",
+        )
+    try:
+        check_turn_rewards(combined, reward)
+    except BadRequest as error:
+        raise TaskError(f"task: the rubric's {error.message}", param="rubric") from None
+    return combined

@@ -5,7 +5,7 @@ A reward is a number that a grader actually returned. If there is none, the rewa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +13,27 @@ import msgspec
 
 from turngate.sandboxes.base import Backend, Resources
 from turngate.store.outcomes import OutcomeClass
+from turngate.trace.turn_rewards import ToolCallRecord, TurnRecord, TurnReward
+from turngate.types import Message
 
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
+
+
+class GradedTurn(TurnRecord, frozen=True, kw_only=True):
+    """One turn of the rollout, as a grader sees it."""
+
+    role: str  # main, subagent, side …
+    message: Message  # the model's reply
+
+
+class RecordedTurns(msgspec.Struct, frozen=True):
+    """The turns of a rollout and its calls of host tools, both oldest first."""
+
+    turns: tuple[GradedTurn, ...] = ()
+    calls: tuple[ToolCallRecord, ...] = ()
+
+
+NO_TURNS = RecordedTurns()
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +42,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path  # the copy; none of its links point outside
     left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason
     lost: str = ""  # why the work could not be copied, if it exceeds the size limit
-    answers: tuple[Mapping[str, object], ...] = ()  # host tool calls, oldest first: {"tool": …, "arguments": …}
+    answers: tuple[
+        Mapping[str, object], ...
+    ] = ()  # host tool calls, oldest first: {"call": 1, "tool": …, "arguments": …}
+    read_turns: Callable[[], Awaitable[RecordedTurns]] | None = None  # reads the rollout's turns; None: there are none
 
 
 class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +74,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     resolved: bool | None = None
     cases: Mapping[str, CaseOutcome] = {}  # outcome of each test, if the grader runs tests
     parts: tuple[PartGrade, ...] = ()
+    turn_rewards: tuple[TurnReward, ...] | None = None  # None: the grader gives no rewards to turns
     message: str = ""  # why there is no reward, or anything unusual
     notes: tuple[str, ...] = ()  # parts of the work that were left out before grading
     log: str = ""  # the end of the grader's output

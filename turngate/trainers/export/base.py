@@ -9,6 +9,7 @@ import msgspec
 
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
+from turngate.trace.turn_advantage import TurnCredit
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RolloutFilter
 from turngate.types import Json
@@ -30,6 +31,8 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int = 4  # dpo: maximum number of pairs per group
     prompt_ids: bool = False  # atif: include the full prompt of every step
     side: tuple[str, ...] = ()  # rows, tree, verl, slime: names of the side data to include
+    turn_rewards: bool = False  # rows, verl, slime: include the rewards of turns
+    credit: TurnCredit | None = None  # rows: include the advantages of turns, computed like this
 
 
 class Format(Protocol):
@@ -57,7 +60,7 @@ class Format(Protocol):
 
 
 _DEFAULTS = ExportChoices(format="")
-_FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids", "side")
+_FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids", "side", "turn_rewards", "credit")
 _FLAG_NAMES = {"form": "as"}
 
 

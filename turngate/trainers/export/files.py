@@ -233,5 +233,5 @@ class _ParquetFile(OutputFile):
             values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
         elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
             # Store NaN as null, so that no program uses it as a number.
-            values = [self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
+            values = [v if v is None else self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
         return self._arrow.array(values, type=kind)

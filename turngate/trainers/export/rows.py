@@ -13,6 +13,12 @@ from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import TOO_LARGE
 from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
+from turngate.trainers.export.turn_rewards import (
+    count_missing_rewards,
+    credit_group,
+    describe_turns,
+    list_turn_columns,
+)
 from turngate.types import Json
 
 _COLUMNS = {
@@ -51,10 +57,11 @@ class Rows:
     whole_groups = True  # the baseline covers the whole group, including rollouts that are not selected
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices, "advantage", "side")
+        return reject_unused(choices, "advantage", "side", "turn_rewards", "credit")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="rows", columns=_COLUMNS | ({"side": "json"} if choices.side else {}))
+        columns = _COLUMNS | ({"side": "json"} if choices.side else {}) | list_turn_columns(choices)
+        return RecordLayout(what="rows", columns=columns)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -63,10 +70,13 @@ class Rows:
         return str(record["session"])
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        credited = credit_group(group, choices)
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
+            count_missing_rewards(rollout, choices, exclusions)
             for row in rollout.rows_with(choices.side):
                 side = {"side": encode_columns(row.side, choices.side, exclusions)} if choices.side else {}
-                yield {**describe_row(describe_training(rollout, advantage), row), **side}
+                turns = describe_turns(rollout, row, choices, credited)
+                yield {**describe_row(describe_training(rollout, advantage), row), **side, **turns}
 
 
 def compute_group_advantages(

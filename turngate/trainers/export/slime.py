@@ -17,6 +17,7 @@ from turngate.trainers.export.rows import describe_rollout, version_range
 from turngate.trainers.export.side_data import check_experts, encode_experts
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
+from turngate.trainers.export.turn_rewards import count_missing_rewards, describe_rewards
 
 _COLUMNS = {
     "group_index": "int",
@@ -43,7 +44,7 @@ class Slime:
     whole_groups = False
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return check_experts(reject_unused(choices, "side"))
+        return check_experts(reject_unused(choices, "side", "turn_rewards"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
         return RecordLayout(what="slime samples", columns=_COLUMNS | ({_EXPERTS: "json"} if choices.side else {}))
@@ -61,12 +62,17 @@ class Slime:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in select_trainable(group, exclusions):
+            count_missing_rewards(rollout, choices, exclusions)
             for row in rollout.rows_with(choices.side):
                 parts = split_row(row)
                 size = len(parts.prompt) + len(parts.response)
                 experts = encode_experts(row, size, choices.side, exclusions, field=_EXPERTS)
                 if experts is None:
                     continue
+                start = len(parts.prompt)
+                rewards = (
+                    describe_rewards(rollout, row, start, start + len(parts.response)) if choices.turn_rewards else {}
+                )
                 yield {
                     **experts,
                     # Both numbers derive from session keys, so they are stable across exports. `group_index` is the same for all rows
@@ -89,6 +95,7 @@ class Slime:
                         "branch": row.branch,
                         "weight": row_weight(len(rollout.rows)),
                         **version_range(row),
+                        **rewards,
                     },
                 }
 

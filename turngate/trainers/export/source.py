@@ -22,10 +22,11 @@ from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import assign_roles
-from turngate.trace.sample import Sample, build_samples, find_exclusion
+from turngate.trace.sample import Sample, add_turn_rewards, build_samples, find_exclusion
 from turngate.trace.session import Session
 from turngate.trace.training_report import report_training
 from turngate.trace.tree import Context, Node, Sampled
+from turngate.trace.turn_rewards import TurnReward
 
 _PAGE = 500
 
@@ -113,14 +114,23 @@ class RecordedRollout:
     @cached_property
     def rows(self) -> list[Sample]:
         """The rows with at least one trained token."""
-        return build_samples(self.session.trace, self.session.config.policy)
+        return self._add_rewards(build_samples(self.session.trace, self.session.config.policy))
 
     def rows_with(self, side: Collection[str]) -> list[Sample]:
         """Return `rows` with the side data named in `side`. The result is not cached, because side data may be large."""
         if not side:
             return self.rows
         arrays = self._store.side_data.load(self.session, side)
-        return build_samples(self.session.trace, self.session.config.policy, side=arrays)
+        return self._add_rewards(build_samples(self.session.trace, self.session.config.policy, side=arrays))
+
+    @property
+    def turn_rewards(self) -> tuple[TurnReward, ...] | None:
+        """The rewards of its turns, or None if none were given."""
+        rewards = msgspec.UNSET if self.outcome is None else self.outcome.turn_rewards
+        return None if isinstance(rewards, msgspec.UnsetType) else rewards
+
+    def _add_rewards(self, rows: list[Sample]) -> list[Sample]:
+        return add_turn_rewards(rows, self.turn_rewards or ())
 
     @cached_property
     def branches(self) -> list[Sample]:

@@ -12,6 +12,7 @@ from turngate.trainers.export.rows import describe_rollout, version_range
 from turngate.trainers.export.side_data import check_experts, encode_experts
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
+from turngate.trainers.export.turn_rewards import count_missing_rewards, describe_rewards
 
 _COLUMNS = {
     "uid": "text",
@@ -30,7 +31,7 @@ class Verl:
     whole_groups = False
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return check_experts(reject_unused(choices, "side"))
+        return check_experts(reject_unused(choices, "side", "turn_rewards"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
         return RecordLayout(what="verl rows", columns=_COLUMNS | dict.fromkeys(choices.side, "json"))
@@ -43,11 +44,16 @@ class Verl:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in select_trainable(group, exclusions):
+            count_missing_rewards(rollout, choices, exclusions)
             for row in rollout.rows_with(choices.side):
                 parts = split_row(row)
                 experts = encode_experts(row, len(parts.prompt) + len(parts.response), choices.side, exclusions)
                 if experts is None:
                     continue
+                start = len(parts.prompt)
+                rewards = (
+                    describe_rewards(rollout, row, start, start + len(parts.response)) if choices.turn_rewards else {}
+                )
                 yield {
                     **experts,
                     "uid": rollout.group or rollout.id,
@@ -63,5 +69,6 @@ class Verl:
                         "weight": row_weight(len(rollout.rows)),
                         "truncated": rollout.truncated,
                         **version_range(row),
+                        **rewards,
                     },
                 }

@@ -1,0 +1,31 @@
+"""Check the turn rewards that a grader gives against the turns of the rollout."""
+
+from __future__ import annotations
+
+import msgspec
+
+from turngate.errors import BadRequest
+from turngate.tasks.grading.result import Undecided
+from turngate.tasks.grading.types import NO_TURNS, Grade, Work
+from turngate.trace.turn_rewards import TurnReward, check_turn_rewards, resolve_turn_rewards
+
+
+async def check_grade(grade: Grade, work: Work | None) -> Grade:
+    """Return the grade with the turn of each of its turn rewards. Raise `Undecided`, with the name of the field, if one is invalid."""
+    if grade.turn_rewards is None:
+        return grade
+    try:
+        # A function may pass values of any type, because structs are not validated when they are created.
+        given = {"turn_rewards": msgspec.to_builtins(grade.turn_rewards)}
+        rewards = msgspec.convert(given, _GivenRewards).turn_rewards
+        check_turn_rewards(rewards, grade.reward)
+        turns = await work.read_turns() if rewards and work is not None and work.read_turns is not None else NO_TURNS
+        return msgspec.structs.replace(grade, turn_rewards=resolve_turn_rewards(rewards, turns.turns, turns.calls))
+    except (msgspec.ValidationError, TypeError) as error:
+        raise Undecided(f"the grader returned invalid turn_rewards: {error}") from None
+    except BadRequest as error:
+        raise Undecided(f"the grader returned invalid turn rewards: {error.message}") from None
+
+
+class _GivenRewards(msgspec.Struct, frozen=True):
+    turn_rewards: tuple[TurnReward, ...]

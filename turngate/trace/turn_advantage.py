@@ -1,0 +1,143 @@
+"""Compute the advantages of single turns from the rewards of turns and rollouts.
+
+The trained turns of a rollout are numbered from 1 in the order in which they were recorded. Turn t of rollout i earns r(i,t), the sum of
+its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already share it out. The rewards of
+a turn that is not trained count for the trained turn before it. The return of a turn discounts what it and later turns earn:
+
+    G(i,t) = r(i,t) + gamma · G(i,t+1)
+
+The advantage compares this return with other returns of the group, by the feed's or export's method (`advantage.py`):
+
+    turn_index   with the returns of the turns that have the same number t, in the rollouts that have that many trained turns
+    all_turns    with the returns of all trained turns of the group; `leave_one_out` leaves out those of the same rollout
+
+Only returns are compared, never single rewards. A sum of rewards that were each compared with others depends on the number of turns, which
+the policy decides itself, so it would reward short or long rollouts as such.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.trace.advantage import Choice, compute_advantages
+from turngate.trace.sample import RowSpan, Sample
+from turngate.trace.turn_rewards import TurnReward
+
+Compare = Literal["turn_index", "all_turns"]
+NO_TURN_REWARDS = "it has no turn rewards"
+
+
+class TurnCredit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to compute the advantages of turns."""
+
+    compare: Compare = "turn_index"
+    gamma: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+
+class ScoredRollout(msgspec.Struct, frozen=True):
+    """One rollout of a group, with its rewards. A reward of None is unknown or excluded."""
+
+    rows: Sequence[Sample]
+    reward: float | None
+    turn_rewards: Sequence[TurnReward] | None  # None: no rewards of turns were given
+
+    @property
+    def turns(self) -> list[int]:
+        """The node ids of its trained turns that have tokens, in the order in which they were recorded."""
+        spans = (span for row in self.rows for span in row.spans)
+        return sorted(span.node for span in spans if span.trained and span.end > span.start)
+
+
+class TurnAdvantages(msgspec.Struct, frozen=True):
+    """The advantages of a rollout's trained turns, by node id. `missing` says why it has none."""
+
+    values: Mapping[int, float | None] = {}  # None: no other turn to compare it with
+    missing: str = ""
+
+    def of_row(self, row: Sample) -> tuple[float | None, ...]:
+        """Return one advantage per span of a row. It is None for turns that the row does not train."""
+        return tuple(self.values.get(span.node) if span.trained else None for span in row.spans)
+
+
+def compute_turn_advantages(
+    rollouts: Sequence[ScoredRollout], credit: TurnCredit, choice: Choice
+) -> list[TurnAdvantages]:
+    """Compute the advantages of the turns of a group's rollouts.
+
+    A rollout without a reward or without turn rewards has none, and does not affect the others.
+    """
+    missing = [_explain_missing(rollout) for rollout in rollouts]
+    turns = [[] if why else rollout.turns for rollout, why in zip(rollouts, missing, strict=True)]
+    returns = [
+        [] if why else compute_returns(numbered, rollout.turn_rewards or (), rollout.reward or 0.0, credit.gamma)
+        for rollout, numbered, why in zip(rollouts, turns, missing, strict=True)
+    ]
+    compared = (_compare_by_index if credit.compare == "turn_index" else _compare_all)(returns, choice)
+    return [
+        TurnAdvantages(dict(zip(numbered, values, strict=True)), why)
+        for numbered, values, why in zip(turns, compared, missing, strict=True)
+    ]
+
+
+def _explain_missing(rollout: ScoredRollout) -> str:
+    """Return why a rollout's turns have no advantages, or an empty string if they have."""
+    if rollout.reward is None:
+        return "it has no reward that counts"
+    if rollout.turn_rewards is None:
+        return NO_TURN_REWARDS
+    unknown = next((one.call for one in rollout.turn_rewards if one.turn is None), None)
+    return (
+        "" if unknown is None else f"it cannot be decided which turn made host-tool call {unknown}, which has a reward"
+    )
+
+
+def compute_returns(turns: Sequence[int], rewards: Sequence[TurnReward], reward: float, gamma: float) -> list[float]:
+    """Compute the discounted return of each trained turn. `turns` are their node ids, in ascending order."""
+    earned = [0.0] * len(turns)
+    for one in rewards:
+        assert one.turn is not None, "checked by the caller"
+        at = bisect_right(turns, one.turn) - 1
+        if at >= 0:  # no trained turn can have led to an earlier reward
+            earned[at] += one.value
+    if earned and not any(one.kind == "part" for one in rewards):
+        earned[-1] += reward
+    for at in reversed(range(len(earned) - 1)):
+        earned[at] += gamma * earned[at + 1]
+    return earned
+
+
+def _compare_by_index(returns: Sequence[Sequence[float]], choice: Choice) -> list[list[float | None]]:
+    compared: list[list[float | None]] = [[] for _ in returns]
+    for at in range(max(map(len, returns), default=0)):
+        reached = [values[at] if at < len(values) else None for values in returns]
+        for values, own, advantage in zip(returns, compared, compute_advantages(reached, choice), strict=True):
+            if at < len(values):
+                own.append(advantage)
+    return compared
+
+
+def _compare_all(returns: Sequence[Sequence[float]], choice: Choice) -> list[list[float | None]]:
+    if choice == "leave_one_out":
+        return [_subtract_mean(own, [v for values in returns if values is not own for v in values]) for own in returns]
+    flat = iter(compute_advantages([value for values in returns for value in values], choice))
+    return [[next(flat) for _ in values] for values in returns]
+
+
+def _subtract_mean(own: Sequence[float], others: Sequence[float]) -> list[float | None]:
+    mean = math.fsum(others) / len(others) if others else None
+    return [None if mean is None else value - mean for value in own]
+
+
+def spread_advantages(tokens: int, spans: Sequence[RowSpan], advantages: Sequence[float | None]) -> np.ndarray:
+    """Return the advantage at each token of a row, as float32. `advantages` has one value per span; tokens without one have NaN."""
+    spread = np.full(tokens, np.nan, np.float32)
+    for span, advantage in zip(spans, advantages or (None,) * len(spans), strict=True):
+        if span.trained and advantage is not None:
+            spread[span.start : span.end] = advantage
+    return spread

@@ -1,0 +1,215 @@
+"""Rewards of single turns, given by graders and host tools: validate them, and find the turns that they belong to.
+
+A reward of kind `part` is a share of the rollout's reward: all parts add up to it. A reward of kind `extra` counts in addition to it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.errors import BadRequest
+from turngate.trace.advantage import MAX_REWARD, is_too_large
+from turngate.trace.host_tools import HostTool
+from turngate.trace.tree import Sampled, Trace
+from turngate.types import Message
+
+RewardKind = Literal["part", "extra"]
+TOLERANCE = 1e-6  # between the sum of the parts and the rollout's reward; relative if the reward is larger than 1
+MAX_NAME = 200  # characters
+MAX_NODE = 2**31
+_MAX_LISTED = 10  # turns that an error message lists
+_Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_NODE)]
+
+
+class TurnReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The reward of one turn, or of a span of its sampled tokens.
+
+    The turn is named by its node id, or by a call of a host tool that it made.
+    """
+
+    value: float
+    kind: RewardKind
+    name: str = ""
+    turn: _Index | None = None  # in stored outcomes, only missing if it cannot be decided which turn made the call
+    call: _Index | None = None  # the number of the host-tool call
+    start: _Index | None = None  # the span, in tokens of the turn's reply; None: the whole turn
+    end: _Index | None = None
+
+
+class RowReward(msgspec.Struct, frozen=True):
+    """The reward of a turn that a row trains, with the tokens of the row that it belongs to."""
+
+    node: int
+    start: int
+    end: int
+    name: str
+    value: float
+    kind: RewardKind
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about a recorded turn that decide which rewards it can have."""
+
+    id: int
+    previous: int | None  # the turn before it in its conversation
+    started: float
+    ended: float
+    tokens: int
+    calls: str  # the names and arguments of the tool calls in its reply
+
+
+class ToolCallRecord(msgspec.Struct, frozen=True):
+    """One call of a host tool."""
+
+    call: int
+    tool: str
+    time: float
+
+
+def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> None:
+    """Check the values of turn rewards, and that the parts add up to `reward`. Raise `BadRequest`, with the name of the field."""
+    if rewards and reward is None:
+        raise _invalid("", "must be empty if reward is null, because the rollout was not graded")
+    for n, one in enumerate(rewards):
+        if not math.isfinite(one.value) or is_too_large(one.value):
+            raise _invalid(f"[{n}].value", f"must be a finite number of at most {MAX_REWARD:g}, not {one.value}")
+        if one.turn is None and one.call is None:
+            raise _invalid(
+                f"[{n}]", "names no turn; set turn to the id of a turn, or call to the number of a host-tool call"
+            )
+        if (one.start is None) != (one.end is None):
+            raise _invalid(f"[{n}]", "has only one of start and end; set both, or neither for the whole turn")
+        if one.start is not None and one.end is not None and one.start >= one.end:
+            raise _invalid(f"[{n}].end", f"must be greater than start ({one.start}), not {one.end}")
+        if len(one.name) > MAX_NAME or not one.name.isprintable():
+            raise _invalid(f"[{n}].name", f"must be at most {MAX_NAME} printable characters")
+    parts = [one.value for one in rewards if one.kind == "part"]
+    if parts and reward is not None:
+        total = math.fsum(parts)
+        if abs(total - reward) > TOLERANCE * max(1.0, abs(reward)):
+            raise _invalid(
+                "",
+                f"of kind 'part' must add up to the reward: their sum is {total:.9g}, the reward is {reward:.9g}, and the "
+                f"difference is {total - reward:.9g}; use kind 'extra' for rewards that count in addition to it",
+            )
+
+
+def resolve_turn_rewards(
+    rewards: Sequence[TurnReward], turns: Iterable[TurnRecord], calls: Iterable[ToolCallRecord] = ()
+) -> tuple[TurnReward, ...]:
+    """Return the rewards with `turn` set. Raise `BadRequest`, with the name of the field, if one does not belong to a turn.
+
+    `check_turn_rewards` must have accepted the rewards.
+    """
+    turn_of, call_of = {turn.id: turn for turn in turns}, {call.call: call for call in calls}
+    resolved = []
+    for n, one in enumerate(rewards):
+        if one.turn is not None and one.turn not in turn_of:
+            raise _invalid(f"[{n}].turn", f"is {one.turn}, but the session has {_list_turns(turn_of)}")
+        turn = turn_of[one.turn] if one.turn is not None else _find_caller(n, one, turn_of, call_of)
+        if one.call is not None and turn not in _find_callers(n, one.call, turn_of, call_of):
+            raise _invalid(
+                f"[{n}].turn", f"is {one.turn}, but this turn did not make call {one.call}; omit one of the two"
+            )
+        if one.end is not None and one.end > turn.tokens:
+            raise _invalid(f"[{n}].end", f"is {one.end}, but turn {turn.id} has {turn.tokens} tokens")
+        resolved.append(msgspec.structs.replace(one, turn=turn.id))
+    return tuple(resolved)
+
+
+def _find_callers(
+    n: int, number: int, turn_of: Mapping[int, TurnRecord], call_of: Mapping[int, ToolCallRecord]
+) -> list[TurnRecord]:
+    call = call_of.get(number)
+    if call is None:
+        raise _invalid(f"[{n}].call", f"is {number}, but the session made {len(call_of)} host-tool calls")
+    return find_callers(call, turn_of.values())
+
+
+def _find_caller(
+    n: int, one: TurnReward, turn_of: Mapping[int, TurnRecord], call_of: Mapping[int, ToolCallRecord]
+) -> TurnRecord:
+    assert one.call is not None, "checked by check_turn_rewards"
+    candidates = _find_callers(n, one.call, turn_of, call_of)
+    if len(candidates) != 1:
+        which = _list_turns({turn.id: turn for turn in candidates})
+        raise _invalid(
+            f"[{n}].call",
+            f"is {one.call}, but it cannot be decided which turn made this call ({which}); set turn instead",
+        )
+    return candidates[0]
+
+
+def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[TurnRecord]:
+    """Return the turns that may have made a call of a host tool. The result is certain if it has one turn.
+
+    The call was made by a turn that had ended, and whose conversation had not continued yet. If this is true of several turns, those whose
+    tool calls name the host tool are preferred, and then those with any tool call.
+    """
+    turns = list(turns)
+    continued = {turn.previous for turn in turns if turn.started <= call.time}
+    waiting = [turn for turn in turns if turn.ended <= call.time and turn.id not in continued]
+    names_tool = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(call.tool)}(?![A-Za-z0-9_])")
+    naming = [turn for turn in waiting if names_tool.search(turn.calls)]
+    return naming or [turn for turn in waiting if turn.calls] or waiting
+
+
+def reward_tool_calls(
+    tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
+) -> dict[TurnReward, TurnReward]:
+    """Return the rewards that host tools give for their calls, without and with the turn. The turn is None if it cannot be decided."""
+    values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
+    rewards = {}
+    for call in calls:
+        if call.tool in values:
+            reward = TurnReward(value=values[call.tool], kind="extra", name=call.tool, call=call.call)
+            callers = find_callers(call, turns)
+            rewards[reward] = msgspec.structs.replace(reward, turn=callers[0].id if len(callers) == 1 else None)
+    return rewards
+
+
+def list_turn_records(trace: Trace, messages: Mapping[int, bytes]) -> list[TurnRecord]:
+    """Return the facts about all turns of a trace. `messages` has the reply of each turn as JSON, by node id."""
+    return [_describe_turn(turn, msgspec.json.decode(messages[turn.id], type=Message)) for turn in trace.turns()]
+
+
+def _describe_turn(turn: Sampled, reply: Message) -> TurnRecord:
+    previous = turn.parent.parent
+    return TurnRecord(
+        id=turn.id,
+        previous=None if previous is None else previous.id,
+        started=turn.info.started,
+        ended=turn.info.ended,
+        tokens=turn.size,
+        calls=describe_calls(reply),
+    )
+
+
+def describe_calls(reply: Message) -> str:
+    """Return the names and arguments of the tool calls of a reply, as one text."""
+    return "\n".join(f"{call.name} {call.arguments}" for call in reply.tool_calls)
+
+
+def spread_rewards(tokens: int, rewards: Iterable[RowReward]) -> np.ndarray:
+    """Return the reward at each token of a row, as float32: each reward at the last of its tokens, and 0 elsewhere."""
+    spread = np.zeros(tokens, np.float32)
+    for reward in rewards:
+        spread[reward.end - 1] += reward.value
+    return spread
+
+
+def _list_turns(turns: Mapping[int, TurnRecord]) -> str:
+    if not turns:
+        return "no turns"
+    shown = ", ".join(str(turn) for turn in sorted(turns)[:_MAX_LISTED])
+    return f"turns {shown}" + (f" and {len(turns) - _MAX_LISTED} more" if len(turns) > _MAX_LISTED else "")
+
+
+def _invalid(field: str, message: str) -> BadRequest:
+    return BadRequest(f"turn_rewards{field} {message}", param=f"turn_rewards{field}")
