@@ -20,6 +20,8 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CatalogEntry, load_catalog
 from turngate.errors import AgentError, BadRequest, ConfigError, SandboxUnavailable, TurngateError
+from turngate.rollout.cluster.cell_actor import CellActor, CellUnusable
+from turngate.rollout.cluster.messages import RunnerSettings
 from turngate.rollout.executor import LocalExecutor, fail_attempt
 from turngate.rollout.order import RolloutOrder, decode_order, encode_order
 from turngate.rollout.outcome import Fault
@@ -315,6 +317,33 @@ async def test_archive_is_fetched_once_and_again_if_it_is_damaged(tmp_path: Path
     alone = MachineResolver(tmp_path, ArchiveCache(tmp_path / "empty"), environment={"API_KEY": ""}, install=install)
     with pytest.raises(ArchiveError, match="is not on this machine, and there is no machine to fetch it from"):
         await alone.resolve(order)
+
+
+async def test_orders_of_one_project_do_not_open_archives_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Project beta knows the SHA-256 of an archive of alpha, but not its content."""
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path / "node"))
+    own = ArchiveCache(tmp_path / "own")
+    packed = own.store(Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"hidden": "answer"})))
+    orders = {
+        p: msgspec.structs.replace(make_order(), project=p, task=packed) for p in ("alpha", "beta", "", "default")
+    }
+    runner = RunnerSettings(shared="", name="node", folder=str(tmp_path / "cell"), sandbox="local")
+    sent = asyncio.get_running_loop().create_future()
+    sent.set_result(own.read(packed.archive))
+    with pytest.raises(
+        CellUnusable
+    ):  # the archive has arrived, but this test starts no process that would run the order
+        await CellActor(msgspec.json.encode(runner)).run(encode_order(orders["alpha"]), [sent])
+    resolver = MachineResolver(tmp_path, ArchiveCache(), environment={"API_KEY": "x"}, install=install)
+    files = (await resolver.resolve(orders["alpha"])).task.files
+    assert files is not None and (files / "hidden").read_text() == "answer"
+    for project in ("beta", "", "default"):
+        with pytest.raises(ArchiveError, match="is not on this machine, and there is no machine to fetch it from"):
+            await resolver.resolve(orders[project])
+    with pytest.raises(BadRequest, match="project must be"):
+        await resolver.resolve(msgspec.structs.replace(orders["alpha"], project="../../projects/alpha"))
 
 
 class _Refuser:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from turngate.errors import ConfigError, TaskError, TurngateError
+from turngate.errors import BadRequest, ConfigError, TaskError, TurngateError
 from turngate.tasks import archive_cache, load_task
 from turngate.tasks.archive import PackedTask, pack_task
 from turngate.tasks.archive_cache import ArchiveCache, ArchiveError
@@ -423,6 +423,36 @@ def test_archives_in_use_are_not_removed(tmp_path: Path) -> None:
     age(tmp_path, used, 3600)
     cache.add(*archives[2])
     assert not cache.has(used) and not folder.exists() and cache.has(other)
+
+
+def test_projects_share_no_archive_but_one_limit(tmp_path: Path) -> None:
+    archives = [make_archive(number) for number in range(3)]
+    cache = ArchiveCache(tmp_path, cache_bytes=len(archives[0][1]) * 2.5)
+    alpha, beta = cache.open_project("alpha"), cache.open_project("beta")
+    digest, data = archives[0]
+    alpha.add(digest, data)
+    packed = PackedTask(task=Task(id="t", instruction="x", files=Path("f")), archive=digest)
+    ghost = msgspec.structs.replace(packed, archive="0" * 64)
+    for other in (cache, beta):
+        assert not other.has(digest)
+        refusals = []
+        for wanted in (packed, ghost):
+            with pytest.raises(ArchiveError) as refused:
+                other.open_task(wanted, {})
+            refusals.append(refused.value.message.replace(wanted.archive[:12], "DIGEST"))
+        assert refusals[0] == refusals[1]
+    beta.add(digest, data)  # who has the content may use it
+    assert alpha.open_task(packed, {}).files != beta.open_task(packed, {}).files
+    age(tmp_path / "projects" / "alpha", digest, 3600)
+    age(tmp_path / "projects" / "beta", digest, 1800)
+    beta.add(*archives[1])
+    assert not alpha.has(digest) and beta.has(archives[1][0])
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "A", "-a", "a" * 41])
+def test_project_of_an_archive_must_be_a_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadRequest, match="project must be 1 to 40 lowercase letters"):
+        ArchiveCache(tmp_path).open_project(name)
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from turngate.rollout.plan import BatchPlan
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.tasks.archive import PackedTask, function_names
 from turngate.tasks.archive_cache import ArchiveCache, ArchiveError
 from turngate.tasks.host_env import read_variable
@@ -122,13 +123,13 @@ class MachineResolver:
     ) -> None:
         """Prepare a resolver. Agents' files are stored in `folder`. Orders refer to variables in `environment` by name."""
         self._folder = folder
-        self._archives = archives
+        self._archives = {DEFAULT_PROJECT: archives}  # by project
         self._fetch = fetch
         self._environment = environment
         self._install = install
         self._installing: dict[bytes, asyncio.Lock] = {}  # by the agent's recipe
         self._installations: dict[bytes, Installation] = {}
-        self._fetching: dict[str, asyncio.Lock] = {}  # by the archive's digest
+        self._fetching: dict[tuple[str, str], asyncio.Lock] = {}  # by project and the archive's digest
         self._backends: dict[bytes, Backend] = {}  # by name and settings
 
     @property
@@ -136,11 +137,11 @@ class MachineResolver:
         return self._backends.values()
 
     def hold_files(self, order: RolloutOrder) -> AbstractContextManager[None]:
-        return self._archives.hold(order.task.archive)
+        return self._find_archives(order.project).hold(order.task.archive)
 
     async def resolve(self, order: RolloutOrder) -> RolloutSpec:
         parts = MachineParts(
-            task=await self._open_task(order.task),
+            task=await self._open_task(order.project, order.task),
             installed=await self._install_agent(order.agent),
             backend=self._find_backend(order.sandbox),
             env={name: read_variable(name, self._environment, f"rollout {order.rollout}") for name in order.env},
@@ -148,25 +149,34 @@ class MachineResolver:
         )
         return build_spec(order, parts)
 
-    async def _open_task(self, packed: PackedTask) -> Task:
-        await self._fetch_missing(packed.archive)
+    def _find_archives(self, project: str) -> ArchiveCache:
+        """Return the archives of a project. An empty name means the project `default`."""
+        project = project or DEFAULT_PROJECT
+        if project not in self._archives:
+            self._archives[project] = self._archives[DEFAULT_PROJECT].open_project(project)
+        return self._archives[project]
+
+    async def _open_task(self, project: str, packed: PackedTask) -> Task:
+        archives = self._find_archives(project)
+        await self._fetch_missing(project, packed.archive)
         try:
-            task = await asyncio.to_thread(self._archives.open_task, packed, self._environment)
+            task = await asyncio.to_thread(archives.open_task, packed, self._environment)
         except ArchiveError:
-            if self._archives.has(packed.archive):
+            if archives.has(packed.archive):
                 raise
-            await self._fetch_missing(packed.archive)  # the archive was damaged and has been removed
-            task = await asyncio.to_thread(self._archives.open_task, packed, self._environment)
+            await self._fetch_missing(project, packed.archive)  # the archive was damaged and has been removed
+            task = await asyncio.to_thread(archives.open_task, packed, self._environment)
         _check_modules(task)
         return task
 
-    async def _fetch_missing(self, digest: str) -> None:
+    async def _fetch_missing(self, project: str, digest: str) -> None:
         if not digest:
             return
-        async with self._fetching.setdefault(digest, asyncio.Lock()):
-            if not self._archives.has(digest):
+        archives = self._find_archives(project)
+        async with self._fetching.setdefault((project, digest), asyncio.Lock()):
+            if not archives.has(digest):
                 data = await self._fetch(digest)
-                await asyncio.to_thread(self._archives.add, digest, data)
+                await asyncio.to_thread(archives.add, digest, data)
 
     async def _install_agent(self, agent: AgentSpec) -> Installation:
         """Return the agent's installation, and install it if necessary. The result is cached, because `ensure_installed` is slow."""

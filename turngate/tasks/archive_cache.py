@@ -1,5 +1,8 @@
 """Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
 
+Each project has archives of its own, in `projects/<name>/`. An order names its archive only by the SHA-256, and a project that knows this
+name but not the content must not get the content.
+
 Files are written under a temporary name and renamed, so that no process sees an incomplete one. Everything is checked before it is read: an
 archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in it.
 An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no rollout is
@@ -30,6 +33,7 @@ from typing import IO
 from turngate.agents.install import cache_folder
 from turngate.errors import ConfigError, SandboxError, TaskError, TurngateError
 from turngate.sandboxes.archive import CHUNK_BYTES, stays_inside, unpack
+from turngate.store.projects import DEFAULT_PROJECT, check_project_name
 from turngate.tasks.archive import PackedTask, lay_out, move_paths, unreadable
 from turngate.tasks.host_env import add_host_values
 from turngate.tasks.task import Task
@@ -42,6 +46,7 @@ _CACHE_GB = 20.0
 _GRACE_S = 60.0  # how long a new archive is kept in any case, so that it is not removed before its rollout starts
 _STALE_S = 86400.0
 _NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
+_PROJECTS = "projects"  # the folder with a folder for each project except `default`
 
 
 class ArchiveError(TurngateError):
@@ -51,20 +56,30 @@ class ArchiveError(TurngateError):
 
 
 class ArchiveCache:
-    """The archives in one folder, which several processes may use at the same time."""
+    """The archives of one project in a folder, which several processes may use at the same time."""
 
     def __init__(
-        self, folder: Path | None = None, max_bytes: int = MAX_BYTES, cache_bytes: float | None = None
+        self,
+        folder: Path | None = None,
+        max_bytes: int = MAX_BYTES,
+        cache_bytes: float | None = None,
+        project: str = DEFAULT_PROJECT,
     ) -> None:
-        """Create a cache. `max_bytes` limits the size of one archive, and `cache_bytes` that of all archives together.
+        """Open a cache. `max_bytes` limits the size of one archive, and `cache_bytes` that of all archives of all projects together.
 
         If `cache_bytes` is None, the limit is read from the environment variable `TURNGATE_ARCHIVE_CACHE_GB`.
         """
-        self._folder = folder or cache_folder() / "archives"
+        check_project_name(project, "project")
+        self._root = folder or cache_folder() / "archives"
+        self._folder = self._root if project == DEFAULT_PROJECT else self._root / _PROJECTS / project
         self._max_bytes = max_bytes
         self._cache_bytes = read_cache_bytes(os.environ) if cache_bytes is None else cache_bytes
         self._unpacking = threading.Lock()
         self._checked: dict[str, bytes] = {}  # the state of each folder when it was last found equal to its archive
+
+    def open_project(self, project: str) -> ArchiveCache:
+        """Open the archives of another project in the same folder. Both share the limit on the size of all archives."""
+        return ArchiveCache(self._root, self._max_bytes, self._cache_bytes, project)
 
     def store(self, task: Task) -> PackedTask:
         """Pack a task and store its archive.
@@ -120,7 +135,7 @@ class ArchiveCache:
         if not digest:
             yield
             return
-        with self._open_lock(digest) as lock:
+        with _open_lock(self._path(digest)) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             os.utime(lock.fileno())
             try:
@@ -190,40 +205,22 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives until the cache does not exceed its limit."""
+        """Remove the least recently used archives of all projects until they do not exceed the limit."""
         now, entries = time.time(), []
-        for path in self._folder.glob(".*"):  # left behind by a process that was killed
-            if path.name.startswith((_NEW, _UNPACK)) and now - _last_use(path) > _STALE_S:
-                _remove(path)
-        for path in self._folder.glob("*.tar"):
-            if _DIGEST.fullmatch(path.stem):
-                used = max(_last_use(path), _last_use(path.with_suffix(".lock")))
-                entries.append((used, path.stem, _measure(path)))
+        for folder in (self._root, *self._root.glob(f"{_PROJECTS}/*")):
+            for path in folder.glob(".*"):  # left behind by a process that was killed
+                if path.name.startswith((_NEW, _UNPACK)) and now - _last_use(path) > _STALE_S:
+                    _remove(path)
+            for path in folder.glob("*.tar"):
+                if _DIGEST.fullmatch(path.stem):
+                    used = max(_last_use(path), _last_use(path.with_suffix(".lock")))
+                    entries.append((used, path, _measure(path)))
         size = sum(entry[2] for entry in entries)
-        for used, digest, freed in sorted(entries):
+        for used, path, freed in sorted(entries):
             if size <= self._cache_bytes or now - used < _GRACE_S:
                 return
-            if self._remove_unused(digest):
+            if _remove_unused(path):
                 size -= freed
-
-    def _remove_unused(self, digest: str) -> bool:
-        """Remove an archive and its folder. Return False if a rollout is using them."""
-        with self._open_lock(digest) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            self._path(digest).unlink(missing_ok=True)
-            _remove(self._folder / digest)
-            return True
-
-    def _open_lock(self, digest: str) -> IO[bytes]:
-        path = self._path(digest).with_suffix(".lock")
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return path.open("ab")
-        except OSError as error:
-            raise ArchiveError(f"{path} cannot be written ({error.strerror})") from None
 
     # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -274,6 +271,27 @@ def read_cache_bytes(environment: Mapping[str, str]) -> float:
             param=CACHE_VARIABLE,
         )
     return size * 1e9 or math.inf
+
+
+def _remove_unused(archive: Path) -> bool:
+    """Remove an archive and its unpacked folder. Return False if a rollout is using them."""
+    with _open_lock(archive) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        archive.unlink(missing_ok=True)
+        _remove(archive.with_suffix(""))
+        return True
+
+
+def _open_lock(archive: Path) -> IO[bytes]:
+    path = archive.with_suffix(".lock")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be written ({error.strerror})") from None
 
 
 def _last_use(path: Path) -> float:

@@ -29,6 +29,7 @@ from turngate.rollout.cluster.messages import (
     RunOrder,
 )
 from turngate.rollout.order import decode_order
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.tasks.archive_cache import ArchiveCache
 
 DATA_FOLDER = "TURNGATE_CELL_DATA"  # environment variable that sets the folder for the cells of a node
@@ -87,8 +88,10 @@ class CellActor:
             while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
                 self._results.popitem(last=False)
             try:
-                if archive and not self._archives.has(parsed.task.archive):
-                    await asyncio.to_thread(self._archives.add, parsed.task.archive, await archive[0])
+                if archive:
+                    archives = self._archives.open_project(parsed.project or DEFAULT_PROJECT)
+                    if not archives.has(parsed.task.archive):
+                        await asyncio.to_thread(archives.add, parsed.task.archive, await archive[0])
                 self._write(msgspec.json.encode(RunOrder(msgspec.Raw(order))))
             except BaseException:
                 del self._results[parsed.session_id]

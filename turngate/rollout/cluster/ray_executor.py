@@ -32,6 +32,7 @@ from turngate.rollout.order import RolloutOrder, encode_order
 from turngate.rollout.outcome import Fault, PhaseGate, ProgressCallback, RolloutProgress
 from turngate.rollout.results import is_unrecorded
 from turngate.store.outcomes import RecordedOutcome
+from turngate.store.projects import DEFAULT_PROJECT
 from turngate.tasks.archive_cache import ArchiveCache
 from turngate.tasks.grading.types import Grade
 from turngate.tasks.task import Task
@@ -51,7 +52,7 @@ class RayExecutor:
         self._project = project
         self._cluster = cluster
         self._gateway = gateway
-        self._archives = TaskArchives(cluster, tasks)
+        self._archives = TaskArchives(cluster, tasks, project)
 
     async def check(self) -> None:
         await self._cluster.wait_for_cell()
@@ -67,10 +68,10 @@ class RayExecutor:
 class TaskArchives:
     """Stores the archives of a batch's tasks in Ray's object store, each of them once."""
 
-    def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, cluster: RayCluster, tasks: tuple[Task, ...], project: str) -> None:
         self._connection = cluster.connection
         self._tasks = {task.id: task for task in tasks}
-        self._cache = ArchiveCache()
+        self._cache = ArchiveCache(project=project or DEFAULT_PROJECT)
         self._references: dict[str, Any] = {}  # by digest
         self._lock = asyncio.Lock()
 
