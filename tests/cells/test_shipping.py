@@ -18,7 +18,7 @@ from turngate.errors import Conflict
 from turngate.gateway.cell.shipping import Shipper
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
-from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, read_shipments
+from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, RejectedShipment, read_shipments
 from turngate.store.sqlite import Store
 from turngate.trace.tree import Sampled
 from turngate.types import SideArray
@@ -224,6 +224,24 @@ def test_a_value_of_the_wrong_type_does_not_stop_shipping(cell: Store, shared: S
     ((_, reason),) = batch.damaged
     assert reason.startswith("session s: node ") and "a value has the wrong type; it cannot be shipped" in reason
     assert [shipment.id for _, shipment in batch.shipments] == ["t"]
+
+
+@pytest.mark.parametrize("change", ["kind='context'", "kind='other'", "kind=x'ff'", "delivered=0", "delivered=3"])
+def test_a_change_of_any_column_is_damage(cell: Store, shared: SharedStore, change: str) -> None:
+    key = finish_rollout(cell, "s", "g")
+    with cell.database.writing() as db:
+        db.execute(f"UPDATE nodes SET {change} WHERE session=? AND kind='sampled'", (key,))
+    batch = read_shipments(cell, cell.outbox.find_due(time.time(), 10), 2**30)
+    assert not batch.shipments and "is damaged on disk; it cannot be shipped" in batch.damaged[0][1]
+
+
+def test_a_damaged_kind_of_event_is_rejected(cell: Store, shared: SharedStore) -> None:
+    finish_rollout(cell, "s", "g")
+    with cell.database.writing() as db:
+        db.execute("UPDATE events SET kind=CAST(x'ff' AS TEXT) WHERE session='s' AND kind='outcome'")
+    with pytest.raises(RejectedShipment):
+        ship(cell, shared)
+    assert shared.find("s") is None
 
 
 def test_another_session_with_the_same_id_is_refused(cell: Store, shared: SharedStore, tmp_path: Path) -> None:

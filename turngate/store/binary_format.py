@@ -15,8 +15,8 @@ import numpy as np
 COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 COPY_TRAILER = b"\xff\xff"
 _NULL = b"\xff\xff\xff\xff"
-_node_start = Struct(">hiqiqiq").pack  # 10 columns; session, id, parent
-_root_start = Struct(">hiqiqi").pack  # the same, for a node without a parent
+_node_start = Struct(">hiqiqiqi7si").pack  # 10 columns; session, id, parent, kind, and the length of the ids
+_root_start = Struct(">hiqiqii7si").pack  # the same, for a node without a parent
 _length = Struct(">i").pack
 _node_end = Struct(">iqiq").pack  # delivered, checksum
 _SESSION_AT, _CHECKSUM_AT = np.arange(6, 14), np.arange(-8, 0)  # in an encoded node, from its start and its end
@@ -35,13 +35,10 @@ class EncodedArray(msgspec.Struct, frozen=True):
     oid: int  # PostgreSQL's number for the array type
 
 
-def encode_text(value: str) -> bytes:
-    """Encode a string as an element of a text array or as a column of a row."""
-    data = value.encode()
+def encode_text(value: str | bytes) -> bytes:
+    """Encode a string, or the UTF-8 of one, as an element of a text array."""
+    data = value.encode() if isinstance(value, str) else value
     return _length(len(data)) + data
-
-
-_KINDS = {kind: encode_text(kind) for kind in ("context", "sampled")}
 
 
 def make_text_array(elements: Sequence[bytes], count: int) -> EncodedArray:
@@ -94,7 +91,7 @@ def encode_node(
     session: int,
     node: int,
     parent: int | None,
-    kind: str,
+    kind: bytes,
     ids: bytes,
     logprobs: bytes | None,
     info: bytes,
@@ -102,14 +99,12 @@ def encode_node(
     delivered: int,
     checksum: int,
 ) -> bytes:
-    """Encode a row of the nodes table for COPY."""
+    """Encode a row of the nodes table for COPY. `kind` has seven letters: context or sampled."""
     return b"".join(
         (
-            _root_start(10, 8, session, 8, node, -1)
+            _root_start(10, 8, session, 8, node, -1, 7, kind, len(ids))
             if parent is None
-            else _node_start(10, 8, session, 8, node, 8, parent),
-            _KINDS.get(kind) or encode_text(kind),
-            _length(len(ids)),
+            else _node_start(10, 8, session, 8, node, 8, parent, 7, kind, len(ids)),
             ids,
             _NULL if logprobs is None else _length(len(logprobs)),
             logprobs or b"",

@@ -34,8 +34,13 @@ _SIDE_DATA = (
     f"SELECT {', '.join(SESSION_TABLES['side_data'])} FROM side_data WHERE session=? ORDER BY node, name, first"
 )
 NODE_COLUMNS = ("id", "parent", "kind", "ids", "logprobs", "info", "messages", "delivered", "checksum")
-_NODES = f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? ORDER BY id"
-_EVENTS = "SELECT seq, time, kind, data FROM events WHERE session=? ORDER BY seq"
+# Python decodes each text value with a call, so the two large queries return none.
+_NODES = (
+    "SELECT id, parent, kind IS 'sampled', ids, logprobs, info, messages, delivered, checksum FROM nodes"
+    " WHERE session=? ORDER BY id"
+)
+_KINDS = (("context", b"context"), ("sampled", b"sampled"))
+_EVENTS = "SELECT seq, time, CAST(kind AS BLOB), data FROM events WHERE session=? ORDER BY seq"
 
 
 class ConflictingShipment(StoreError):
@@ -71,7 +76,7 @@ class Shipment(msgspec.Struct, frozen=True):
     session: Row  # the columns of `SESSION_COLUMNS`
     trace: EncodedTrace
     others: dict[str, list[Row]]  # rows of `SESSION_TABLES`, by table
-    events: list[Row]  # number in the cell's store, time, kind and data
+    events: list[Row]  # number in the cell's store, time, kind as UTF-8, and data
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
     is_reshipped: bool = False  # the shared store had the session and lost it when it was restored from a backup
 
@@ -157,14 +162,15 @@ def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
     """Verify the checksums of nodes, and encode the nodes for COPY. Raise `StoreError` if one is damaged."""
     trace, before, crc = EncodedTrace(), len(str(key)), zlib.crc32
     rows, ends, sizes, checksums = trace.rows, trace.ends, trace.sizes, trace.checksums
-    for node, parent, kind, ids, logprobs, info, messages, delivered, checksum in nodes:
+    for node, parent, is_sampled, ids, logprobs, info, messages, delivered, checksum in nodes:
+        kind, encoded_kind = _KINDS[is_sampled]  # the checksum does not match if the stored kind is neither of them
         try:
             data = join_fields(key, node, parent, kind, ids, logprobs, info, messages)
         except TypeError:  # SQLite stores a value of any type in any column
             raise StoreError(f"node {node} is damaged on disk: a value has the wrong type") from None
         if checksum != (crc(data) if delivered == 1 else crc(data) ^ UNDELIVERED) or delivered not in (0, 1):
             raise StoreError(f"node {node} is damaged on disk")
-        rows += encode_node(key, node, parent, kind, ids, logprobs, info, messages, delivered, checksum)
+        rows += encode_node(key, node, parent, encoded_kind, ids, logprobs, info, messages, delivered, checksum)
         ends.append(len(rows))
         sizes.append(len(data) - before)
         checksums.append(checksum)

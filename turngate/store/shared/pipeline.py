@@ -124,13 +124,17 @@ class PipelinedConnection:
                 if result.status in (self._status.FATAL_ERROR, self._status.PIPELINE_ABORTED):
                     failed = failed or result
                 else:
-                    self._loader.set_pgresult(result)
-                    rows = self._loader.load_rows(0, result.ntuples, tuple)
-                    cursor.set_result(rows, result.command_tuples or 0)
+                    cursor.set_result(self._load_rows(result), result.command_tuples or 0)
         self._read_result()  # the result of `pipeline_sync`
         libpq.exit_pipeline_mode()
         if failed is not None:
             raise self._make_error(failed)
+
+    def _load_rows(self, result: PGresult) -> list[tuple[Any, ...]]:
+        if not result.ntuples:
+            return []
+        self._loader.set_pgresult(result)
+        return self._loader.load_rows(0, result.ntuples, tuple)
 
     def finish(self) -> None:
         """Commit the transaction."""

@@ -107,7 +107,7 @@ class _Known(msgspec.Struct, frozen=True):
         """
         if shipment.outcome is None or shipment.outcome[1] == self.outcome:
             return False
-        return self.outcome is None or any(event[2] == "outcome" for event in shipment.events_after(self.newest))
+        return self.outcome is None or any(event[2] == b"outcome" for event in shipment.events_after(self.newest))
 
 
 class _Writing(msgspec.Struct, frozen=True):
@@ -320,7 +320,7 @@ class ShipmentWriter:
         times: list[float] = []
         kinds: list[bytes] = []
         data: list[bytes] = []
-        names: dict[str, bytes] = {}
+        names: dict[bytes, bytes] = {}
         for shipment in writing.shipments:
             before = writing.known.get(shipment.id)
             events = shipment.events_after(0 if before is None else before.newest)
