@@ -1,7 +1,8 @@
 """One OpenEnv session with a client: `reset`, `step` and `state`. A step is one tool call.
 
-The tools are the service's (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
-service, so a rollout can outlive the session that started it, and any session can access it by its id.
+The tools are the service's (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, where a call is not a step and returns
+only the tool's result. All sessions share one service, so a rollout can outlive the session that started it, and any session can access it
+by its id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key."""
+"""Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key. An API key may only list engines."""
 
 from __future__ import annotations
 

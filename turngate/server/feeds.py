@@ -1,7 +1,7 @@
-"""The feed API for trainers, under `/admin/feeds` and `/admin/groups`. Requires the admin key.
+"""The feed API for trainers, under `/admin/feeds` and `/admin/groups`.
 
-Deliveries are msgpack with raw little-endian arrays. Everything else is JSON, including errors. Any worker can serve these routes, because
-feeds are in the store.
+Requires the admin key, or an API key with one of the route's scopes (`scopes.py`). Deliveries are msgpack with raw little-endian arrays.
+Everything else is JSON, including errors. Any worker can serve these routes, because feeds are in the store.
 """
 
 from __future__ import annotations

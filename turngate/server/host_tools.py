@@ -1,6 +1,7 @@
 """Host tools for agents: `GET /v1/tools` lists the session's tools, and `POST /v1/tools/{name}` calls one.
 
-Like model calls, these routes require the session's secret, and the path may name the session. Errors use OpenAI's format.
+Like model calls, these routes require the session's secret or, if the path names the session, a key with a scope for model calls. Errors
+use OpenAI's format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`. They require the admin key."""
+"""Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`.
+
+They require the admin key. An API key may only read the state of the fence.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/fence/resume`.
 
-    `model` is the name under which the engine serves this version. `null` means that the engine's weights were replaced in place.
+    `version` is the policy version at which calls resume; `null` keeps the current version. `model` is the name under which the engine
+    serves a new version; `null` means that the engine's weights were replaced in place.
     """
 
     version: Version | None = None

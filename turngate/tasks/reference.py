@@ -38,12 +38,14 @@ def solution_folders(backend: Backend) -> tuple[str, ...]:
 def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
     """Return the commands that apply a solution in a sandbox. Raise `TaskError` if the solution cannot be turned into commands."""
     if solution.env:
-        raise TaskError("its solution needs environment variables, which a trace must not contain", param="solution")
+        raise TaskError(
+            "the task's solution needs environment variables, which a trace must not contain", param="solution"
+        )
     folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
     files = dict(_read_files(solution))
     if (size := sum(map(len, files.values()))) > MAX_BYTES:
         raise TaskError(
-            f"its solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
+            f"the task's solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
         )
     parents = {f"{folder}/{shlex.quote(str(parent))}" for name in files if (parent := Path(name).parent) != Path()}
     fragments = [f"mkdir -p {' '.join([folder, *sorted(parents)])}"]
@@ -65,7 +67,8 @@ def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
     try:
         if (size := sum(path.stat().st_size for path in paths if path.is_file())) > MAX_BYTES:
             raise TaskError(
-                f"its solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
+                f"the task's solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed",
+                param="solution",
             )
         for path in paths:
             if path.is_file():

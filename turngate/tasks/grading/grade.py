@@ -117,7 +117,7 @@ async def _run_with_retry(
 def _describe_loss(error: SandboxError) -> str:
     if isinstance(error, OutputUnreadable):
         return f"the output that the work left in the grader's sandbox cannot be read ({error.message})"
-    return f"processes in the grader's sandbox stopped it ({error.message})"
+    return f"the grader's sandbox was lost ({error.message})"
 
 
 async def _run_on_work(
