@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Mapping
 
@@ -10,7 +11,8 @@ import pytest
 
 from tests.kit import Gated, gateway, say, until
 from tests.projects.kit import create_project, project_client
-from turngate.gateway.fair_shares import FairQueue, FairShares
+from turngate.gateway.cell_parts import OtherCells, ProjectCalls
+from turngate.gateway.fair_shares import YIELD_S, FairQueue, FairShares
 
 Owner = tuple[str, str]  # project, group
 
@@ -59,6 +61,165 @@ def test_shares(waiting: Mapping[Owner, int], weights: Mapping[str, float], expe
     assert idle == 0  # no slot is idle while calls wait
     for owner, calls in expected.items():
         assert abs(ended[owner] - calls) <= 8, (owner, ended)
+
+
+@pytest.mark.parametrize(
+    ("running", "others", "expected"),
+    [
+        # Without calls elsewhere: the fewest running calls.
+        ({"a": 1, "b": 2}, {}, "a"),
+        # Project `a` has most of its calls elsewhere, so its part here is small.
+        ({"a": 1, "b": 2}, {"a": 20}, "b"),
+        ({"a": 3, "b": 20}, {"a": 20}, "a"),
+        # A project without a running call here comes first, however small its part is.
+        ({"b": 2}, {"a": 900}, "a"),
+        ({"a": 2}, {"b": 900}, "b"),
+        # Calls of other projects elsewhere change nothing here.
+        ({"a": 1, "b": 2}, {"c": 50}, "a"),
+    ],
+)
+def test_choice_compares_parts_of_this_cell(
+    running: Mapping[str, int], others: Mapping[str, int], expected: str
+) -> None:
+    queue: FairQueue[str] = FairQueue(lambda project: 1.0)
+    for project, calls in running.items():
+        for _ in range(calls):
+            queue.begin(project, "")
+    for project in ("a", "b"):
+        for _ in range(20):
+            queue.add(project, "", project)
+    queue.count_others(OtherCells([ProjectCalls(others)]), 0, 10, is_saturated=True)
+    assert queue.choose() == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_choice_without_other_cells(seed: int) -> None:
+    """The project with the fewest running calls for its weight comes first. The reports of cells without calls change nothing."""
+    rng = random.Random(seed)
+    weights = {"a": 1.0, "b": 3.0, "c": 0.5}
+    queue: FairQueue[str] = FairQueue(weights.__getitem__)
+    running: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()  # in the order in which the projects began to wait
+    for step in range(2000):
+        project = rng.choice("abc")
+        match rng.choice(["add", "end", "report", "poll"]):
+            case "add":
+                queue.add(project, "", project)
+                waiting[project] += 1
+            case "end" if running[project]:
+                queue.end(project, "")
+                running[project] -= 1
+                assert queue.choose() == choose(waiting, running, weights)
+            case "report":
+                queue.count_others(OtherCells([ProjectCalls()]), step, 10, is_saturated=rng.random() < 0.5)
+            case "poll":
+                has_room = rng.random() < 0.1
+                calls = waiting.total() if has_room else int(not running.total() and bool(waiting))
+                chosen = [choose(waiting, running, weights) for _ in range(calls)]
+                assert queue.choose_for_room(step, is_saturated=not has_room) == chosen
+        assert not any(map(queue.is_limited, "abc")) and not any(map(queue.is_idle, "abc"))
+        assert (queue.running, queue.waiting) == (running.total(), waiting.total())
+
+
+def choose(waiting: Counter[str], running: Counter[str], weights: Mapping[str, float]) -> str | None:
+    """Choose the next call as one gateway without other cells does."""
+    if not waiting:
+        return None
+    project = min(waiting, key=lambda name: (running[name] + 1) / weights[name])
+    running[project] += 1
+    waiting[project] -= 1
+    if not waiting[project]:
+        del waiting[project]
+    return project
+
+
+def limited_queue(*, is_saturated: bool = True) -> FairQueue[str]:
+    """Return a queue in which project `a` exceeds its part, until time 100: 4 of its calls run, and 4 wait."""
+    queue: FairQueue[str] = FairQueue(lambda project: 1.0)
+    for _ in range(4):
+        queue.begin("a", "")
+        queue.add("a", "", "a")
+    queue.count_others(OtherCells([ProjectCalls({}, {"b": 50})]), 0, 100, is_saturated=is_saturated)
+    return queue
+
+
+def test_calls_that_end_leave_room_for_other_cells() -> None:
+    queue = limited_queue()
+    admitted = []
+    for _ in range(4):
+        queue.end("a", "")
+        admitted.append(queue.choose())
+    assert admitted == [None, None, "a", "a"]  # two of four are given up
+    assert queue.is_limited("a") and not queue.is_limited("b")
+
+
+def test_a_project_keeps_its_calls_while_the_engines_have_room() -> None:
+    queue = limited_queue(is_saturated=False)
+    assert queue.is_limited("a") and queue.choose_for_room(1, is_saturated=False) == []
+    queue.end("a", "")
+    assert queue.choose() == "a" and queue.choose() is None
+
+
+def test_room_that_other_cells_do_not_use_is_used() -> None:
+    queue = limited_queue()
+    for now, is_saturated, admitted in [
+        (0.0, False, []),
+        (YIELD_S - 0.5, False, []),
+        (YIELD_S, True, []),  # the other cell used it
+        (YIELD_S + 0.5, False, []),
+        (2 * YIELD_S, False, []),
+        (2 * YIELD_S + 0.5, False, ["a"]),
+        (2 * YIELD_S + 1, True, []),
+    ]:
+        assert queue.choose_for_room(now, is_saturated=is_saturated) == admitted, now
+
+
+def test_old_numbers_of_other_cells_do_not_count() -> None:
+    queue = limited_queue()
+    assert queue.choose_for_room(99.9, is_saturated=True) == [] and queue.is_limited("a")
+    assert queue.choose_for_room(100, is_saturated=True) == [] and not queue.is_limited("a")
+    queue.end("a", "")
+    assert queue.choose() == "a"
+    assert queue.choose_for_room(100.1, is_saturated=False) == ["a"] * 3  # as without other cells
+
+
+async def test_gateway_that_no_longer_reads_other_cells_serves_its_calls() -> None:
+    shares = FairShares(lambda: True, lambda project: 1.0)
+    for _ in range(3):
+        shares.queue.begin("a", "")
+    call = asyncio.create_task(shares.enter("a", ""))
+    await asyncio.sleep(0)
+    shares.count_others(OtherCells([ProjectCalls({}, {"b": 50})]), fresh_s=0.2)
+    shares.leave("a", "")
+    assert shares.queue.is_limited("a") and not call.done()
+    await until(lambda: not shares.queue.is_limited("a"))
+    shares.leave("a", "")
+    await call
+    await shares.close()
+
+
+async def test_new_call_waits_if_its_project_has_its_part() -> None:
+    shares = FairShares(lambda: False, lambda project: 1.0)
+    for project in ("a", "a", "c"):
+        await shares.enter(project, "")
+    shares.count_others(OtherCells([ProjectCalls({"a": 2}, {"b": 50})]), fresh_s=60)
+    assert not shares.is_contended
+    assert [shares.must_wait(project) for project in ("a", "b", "c")] == [True, False, True]
+    shares.count_others(OtherCells([ProjectCalls({"a": 2}, {})]), fresh_s=60)  # no call waits any more
+    assert [shares.must_wait(project) for project in ("a", "b", "c")] == [False, False, False]
+
+
+async def test_first_call_of_a_project_in_a_cell_does_not_wait() -> None:
+    shares = FairShares(lambda: True, lambda project: 1.0)
+    shares.queue.begin("a", "")
+    assert shares.must_wait("b")  # without other cells
+    shares.count_others(OtherCells([ProjectCalls({"b": 9}, {"b": 9})]), fresh_s=0.0)
+    assert not shares.must_wait("b") and shares.must_wait("a")
+    await shares.enter("b", "")
+    assert shares.must_wait("b")
+    assert shares.queue.choose_for_room(float("inf"), is_saturated=True) == []  # the reports are too old now
+    shares.leave("b", "")
+    assert not shares.must_wait("b")
 
 
 def test_calls_of_one_group_keep_their_order() -> None:

@@ -92,9 +92,14 @@ class Pool:
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
 
     @property
+    def accepts_calls(self) -> bool:
+        """Whether some engines are up and not draining."""
+        return any(lane.accepts_calls for lane in self._lanes)
+
+    @property
     def is_crowded(self) -> bool:
         """Whether at least one engine accepts calls, and more calls would only wait longer."""
-        return any(lane.accepts_calls for lane in self._lanes) and self.is_saturated
+        return self.accepts_calls and self.is_saturated
 
     # ── replicas that come and go ───────────────────────────────────────────────────────────────────────────────
 

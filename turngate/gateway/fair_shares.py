@@ -6,32 +6,71 @@ calls of other projects are waiting. The share that a project does not use goes 
 
 Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
 stay as full as they are. A gateway with only one project lets every call through.
+
+If several cells use the same engines, each has a part of each project's share (`cell_parts.py`). The next call in a cell comes from the
+project with the fewest running calls relative to its part. While another cell runs less than its part, a project that has its part here
+lets calls end without letting others in, so that the engines get room. Each project with calls in a cell has at least one running there.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Generic, TypeVar
 
+from turngate.gateway.cell_parts import OtherCells, ProjectCalls, Weight
+
 T = TypeVar("T")
-_POLL_S = 0.1  # between checks of the engines' load while calls wait
+POLL_S = 0.1  # between checks of the engines' load while calls wait
+YIELD_S = 3.0  # how long a cell leaves room for the calls of other cells before it uses the room itself
+_KEEP_S = 30.0  # how long it then leaves no more room, so that a cell that cannot use it costs the others little
+_GROWTH = 20  # beyond its part, a cell lets in one call for each 20 that run in each poll, since other cells see the same room
 
 
 class FairQueue(Generic[T]):
     """The waiting calls by project and group, and the number of running calls of each. Does no I/O."""
 
-    def __init__(self, weight: Callable[[str], float]) -> None:
+    def __init__(self, weight: Weight) -> None:
         self._weight = weight
         self._waiting: dict[str, dict[str, deque[T]]] = {}
         self._projects: Counter[str] = Counter()  # running calls
         self._groups: Counter[tuple[str, str]] = Counter()
         self.running = 0
         self.waiting = 0
+        self._others = OtherCells()
+        self._has_others = False  # also while their numbers are too old
+        self._others_until = inf  # when these numbers are too old to use
+        self._limits: Mapping[str, int] = {}
+        self._room_since: float | None = None  # since when the engines have had room while calls were waiting
+        self._keeps_until = -inf  # until then, there are no limits
+
+    def count(self) -> ProjectCalls:
+        """Count the calls of each project."""
+        waiting = {name: sum(map(len, groups.values())) for name, groups in self._waiting.items()}
+        return ProjectCalls({name: calls for name, calls in self._projects.items() if calls}, waiting)
+
+    def count_others(self, others: OtherCells, now: float, fresh_s: float, *, is_saturated: bool) -> None:
+        """Take the calls of other cells into account for `fresh_s` seconds."""
+        self._others, self._others_until, self._has_others = others, now + fresh_s, bool(others)
+        limits = others.limit(self.count(), self._weight) if now >= self._keeps_until else {}
+        if not is_saturated:  # a project that exceeds its part keeps its calls
+            limits = {project: max(calls, self._projects[project]) for project, calls in limits.items()}
+        self._limits = limits
+
+    def is_limited(self, project: str) -> bool:
+        """Return whether the project has to leave room for calls that wait in other cells."""
+        return project in self._limits and self._projects[project] >= self._limits[project]
+
+    def is_idle(self, project: str) -> bool:
+        """Return whether the project has no call here although other cells use the engines. Its next call does not wait."""
+        return self._has_others and not self._projects[project] and project not in self._waiting
 
     def add(self, project: str, group: str, call: T) -> None:
         """Add a waiting call."""
+        if not self.waiting:
+            self._room_since = None
         self._waiting.setdefault(project, {}).setdefault(group, deque()).append(call)
         self.waiting += 1
 
@@ -46,16 +85,51 @@ class FairQueue(Generic[T]):
         return True
 
     def choose(self) -> T | None:
-        """Choose the next call, and count it as running. Return None if no call is waiting."""
-        if not self._waiting:
+        """Choose the next call, and count it as running. Return None if no call is waiting that may run."""
+        allowed = [name for name in self._waiting if not self.is_limited(name)]
+        if not allowed:
             return None
-        project = min(self._waiting, key=lambda name: (self._projects[name] + 1) / self._weight(name))
+        parts = self._others.divide(self.count(), self._weight) if self._others else None
+        project = min(allowed, key=lambda name: self._order(name, parts))
         groups = self._waiting[project]
         group = min(groups, key=lambda name: self._groups[project, name])
         call = groups[group].popleft()
         self._drop_empty(project, group)
         self.begin(project, group)
         return call
+
+    def _order(self, project: str, parts: Mapping[str, float] | None) -> tuple[bool, float]:
+        """Return a sort key that puts the project first that should run the next call."""
+        running = self._projects[project]
+        return self._has_others and running > 0, (running + 1) / (
+            self._weight(project) if parts is None else parts[project]
+        )
+
+    def choose_for_room(self, now: float, *, is_saturated: bool) -> list[T]:
+        """Choose the calls that may run now because the engines have room, or because their project has no running call."""
+        if now >= self._others_until:
+            self._others, self._others_until, self._limits = OtherCells(), inf, {}
+        if is_saturated:
+            self._room_since = None
+        elif self._room_since is None:
+            self._room_since = now
+        elif self._limits and now - self._room_since >= YIELD_S:
+            self._limits, self._keeps_until = {}, now + _KEEP_S  # other cells do not use the room
+        most = 0 if is_saturated else self.waiting
+        least = 0 if self.running else 1
+        if self._others:
+            most = min(most, max(1, self.running // _GROWTH, self._count_lacking()))
+        if self._has_others:
+            least = sum(not self._projects[project] for project in self._waiting)
+        chosen: list[T] = []
+        while len(chosen) < max(most, least) and (call := self.choose()) is not None:
+            chosen.append(call)
+        return chosen
+
+    def _count_lacking(self) -> int:
+        """Return how many more calls the parts of this cell's projects have room for."""
+        parts = self._others.divide(self.count(), self._weight)
+        return int(sum(max(0.0, part - self._projects[project]) for project, part in parts.items()))
 
     def begin(self, project: str, group: str) -> None:
         """Count a call as running."""
@@ -82,22 +156,32 @@ class FairQueue(Generic[T]):
 class FairShares:
     """Lets calls through to the engines, or makes them wait their turn while the engines are saturated."""
 
-    def __init__(self, is_saturated: Callable[[], bool], weight: Callable[[str], float]) -> None:
+    def __init__(self, is_saturated: Callable[[], bool], weight: Weight) -> None:
         self.is_saturated = is_saturated
         self.is_active = False  # whether there are several projects
         self.queue: FairQueue[asyncio.Future[None]] = FairQueue(weight)
         self._polling: asyncio.Task[None] | None = None
 
     @property
-    def must_wait(self) -> bool:
-        """Whether a new call has to wait."""
+    def is_contended(self) -> bool:
+        """Whether calls are waiting, or would wait if they came now."""
         queue = self.queue
         return bool(queue.waiting) or (bool(queue.running) and self.is_saturated())
+
+    def must_wait(self, project: str) -> bool:
+        """Return whether a new call has to wait."""
+        queue = self.queue
+        return (self.is_contended or queue.is_limited(project)) and not queue.is_idle(project)
+
+    def count_others(self, others: OtherCells, fresh_s: float) -> None:
+        """Take the calls of other cells into account for this long."""
+        now = asyncio.get_running_loop().time()
+        self.queue.count_others(others, now, fresh_s, is_saturated=self.is_saturated())
 
     async def enter(self, project: str, group: str) -> None:
         """Wait until it is this call's turn. The call then counts as running until `leave`."""
         queue = self.queue
-        if not self.must_wait:
+        if not self.must_wait(project):
             queue.begin(project, group)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,24 +198,17 @@ class FairShares:
     def leave(self, project: str, group: str) -> None:
         """Record that a call has ended, and let the next one in."""
         self.queue.end(project, group)
-        self._admit_one()
-
-    def _admit_one(self) -> bool:
-        while (turn := self.queue.choose()) is not None:
-            if not turn.done():
-                turn.set_result(None)
-            return True
-        return False
+        if (turn := self.queue.choose()) is not None:
+            _admit(turn)
 
     async def _poll(self) -> None:
         """Let waiting calls in when the engines have room again."""
+        now = asyncio.get_running_loop().time
         try:
             while self.queue.waiting:
-                await asyncio.sleep(_POLL_S)
-                if not self.queue.running:
-                    self._admit_one()
-                while not self.is_saturated() and self._admit_one():
-                    pass
+                await asyncio.sleep(POLL_S)
+                for turn in self.queue.choose_for_room(now(), is_saturated=self.is_saturated()):
+                    _admit(turn)
         finally:
             self._polling = None
 
@@ -139,3 +216,8 @@ class FairShares:
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
+
+
+def _admit(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -23,6 +23,7 @@ from turngate.gateway.fence import Fence, fence_clock
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.followers import POLL_S, wait_for_followers
 from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.shared_calls import REPORT_S, SharedCalls
 from turngate.gateway.shared_engines import FollowedEngines
 from turngate.gateway.weights import LoadReply, LocalBarrier, WeightUpdates
 from turngate.store.shared.fence import FenceStage, FenceTable, SharedFence
@@ -31,6 +32,7 @@ log = logging.getLogger("turngate")
 _REPORTS = 5  # reports per ttl
 _HELD_S = 0.25  # between reports while calls are held, so that agents hardly wait longer than the update takes
 _BUSY_S = 1.0  # between reports while a draining engine has calls, so that it can be removed soon after they end
+_FRESH = 2 / _REPORTS  # share of the ttl for which the reported calls count
 _DRIFT = 0.02  # share of the ttl by which a follower stops early, since two clocks do not run at the same speed
 
 
@@ -101,7 +103,7 @@ def _refusal() -> Conflict:
 
 
 class FenceFollower:
-    """Makes the fence of one process of a cell follow the fence of the shared store.
+    """Makes the fence of one process of a cell follow the fence of the shared store. Its reports also carry the process's calls by project.
 
     `connect` opens the table of the shared fence. `abort_calls` aborts the calls in flight when the cell may no longer serve.
     """
@@ -119,6 +121,7 @@ class FenceFollower:
         name: str,
         ttl_s: float,
         engines: FollowedEngines | None = None,
+        calls: SharedCalls | None = None,
     ) -> None:
         self._fence = fence
         self._barrier = barrier
@@ -128,6 +131,7 @@ class FenceFollower:
         self._abort_calls = abort_calls
         self._id, self._name, self._ttl_s = id, name, ttl_s
         self._engines = engines
+        self._calls = calls
         self._table: FenceTable | None = None
         self._epoch = -1  # the newest change that was carried out
         self._is_away = False
@@ -156,7 +160,7 @@ class FenceFollower:
     async def _keep_reporting(self) -> None:
         pause = self._ttl_s / _REPORTS
         while True:
-            await asyncio.sleep(pause)
+            await self._pause(pause)
             try:
                 pause = await self._report()
             except TurngateError as error:
@@ -164,11 +168,27 @@ class FenceFollower:
                     log.warning("cannot follow the fence of the shared store: %s; retrying", error.message)
                 self._is_away, pause = True, self._ttl_s / _REPORTS
 
+    async def _pause(self, seconds: float) -> None:
+        """Wait until the next report. If calls begin to wait for their share of the engines, it is due sooner."""
+        began = fence_clock()
+        while True:
+            left = began + min(seconds, self._longest_pause_s) - fence_clock()
+            if left <= 0:
+                return
+            await asyncio.sleep(min(left, REPORT_S))
+
+    @property
+    def _longest_pause_s(self) -> float:
+        return math.inf if self._calls is None else self._calls.longest_pause_s
+
     async def _report(self) -> float:
         """Report to the shared store and carry out what has changed. Return the number of seconds until the next report."""
         sent = fence_clock()
-        shared = await asyncio.to_thread(self._exchange, " ".join(self._busy))
+        calls = "" if self._calls is None else self._calls.encode()
+        shared, others = await asyncio.to_thread(self._exchange, " ".join(self._busy), calls)
         self._is_away = False
+        if self._calls is not None and calls:
+            self._calls.update(others, sent + self._ttl_s * _FRESH - fence_clock())
         carried_out = await self._carry_out(shared)
         self._fence.valid_until = sent + self._ttl_s * (1 - _DRIFT)
         if carried_out and self._epoch != shared.epoch:
@@ -188,10 +208,12 @@ class FenceFollower:
     def _busy(self) -> list[str]:
         return [] if self._engines is None else self._engines.busy
 
-    def _exchange(self, busy: str) -> SharedFence:
+    def _exchange(self, busy: str, calls: str) -> tuple[SharedFence, list[str]]:
+        """Report, and return the fence and the calls of other processes, which are read only if this one has its own to compare."""
         if self._table is None:
             self._table = self._connect()
-        return self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy)
+        shared = self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy, calls)
+        return shared, self._table.list_calls(self._id, _FRESH) if calls else []
 
     async def _carry_out(self, shared: SharedFence) -> bool:
         """Apply the shared engine list, stage and version in this process. Return False if calls in flight still have to end first."""

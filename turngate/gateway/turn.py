@@ -178,7 +178,7 @@ class TurnPipeline:
         """Run a turn when its project may use the engines. The turn waits outside the fence, so that weight updates do not wait for it."""
         group = session.config.metadata.get("group")
         owner = (self._settings.project, group if isinstance(group, str) else "")
-        if shares.must_wait:
+        if shares.must_wait(owner[0]):
             began = time.perf_counter()
             try:
                 async with asyncio.timeout_at(_to_loop_time(session.deadline())):

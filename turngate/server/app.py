@@ -27,6 +27,7 @@ from turngate.gateway.fence_state import FenceState
 from turngate.gateway.projects import Projects
 from turngate.gateway.quotas import QuotaKeeper
 from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.shared_calls import SharedCalls
 from turngate.gateway.shared_engines import (
     FollowedEngineChanges,
     FollowedEngineList,
@@ -179,7 +180,8 @@ class Gateway(ProjectGateway):
             engines = FollowedEngines(
                 self.engine_list, self.local_engines, lambda: shared().engines, self._apply_context_limit
             )
-        return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines)
+        calls = SharedCalls(self.shares, self.engine, self.fence) if isinstance(self.engine, Pool) else None
+        return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
         """Create the `EngineChanges`: for `group` or, on the shared store, for all cells. Those of a cell refuse changes."""

@@ -92,6 +92,8 @@ class HostedProjects:
             try:
                 if self._host.cell is not None and self._host.shard.number == 0:
                     self._open_known()  # this worker ships the sessions of all workers, so it needs their projects
+                if self._host.cell is not None and len(self._host.projects.ring.list_projects()) > 1:
+                    self._host.shares.is_active = True  # other cells may serve those projects with the same engines
                 deleted = self._host.projects.ring.list_deleted() - self._removed
             except (TurngateError, OSError) as error:
                 log.warning("cannot follow the list of projects: %s; retrying", error)

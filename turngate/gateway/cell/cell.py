@@ -27,6 +27,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.sessions import Sessions
+from turngate.gateway.shared_calls import SharedCalls
 from turngate.gateway.shared_engines import FollowedEngines
 from turngate.gateway.shared_fence import FenceFollower
 from turngate.gateway.weights import LocalBarrier
@@ -76,8 +77,9 @@ class Cell:
         state: FenceState,
         replicas: ReplicaSet,
         engines: FollowedEngines | None,
+        calls: SharedCalls | None,
     ) -> FenceFollower:
-        """Return an object that makes this worker follow the shared fence and engines. Until it starts, the fence admits no calls."""
+        """Make this worker follow the shared fence, engines and calls. Until the follower starts, the fence admits no calls."""
         return FenceFollower(
             fence,
             barrier,
@@ -89,6 +91,7 @@ class Cell:
             name=self._config.cell_name or socket.gethostname(),
             ttl_s=self._config.lease_s,
             engines=engines,
+            calls=calls,
         )
 
     def open_shared(self) -> SharedStore:

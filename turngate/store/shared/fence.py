@@ -27,7 +27,8 @@ CREATE TABLE IF NOT EXISTS fence_followers (
     ttl REAL NOT NULL,            -- seconds after a report for which the follower may serve
     seen REAL NOT NULL,           -- time of its last report
     epoch INTEGER NOT NULL,       -- the newest change that it has carried out
-    busy TEXT NOT NULL DEFAULT '' -- URLs of draining engines at which it has calls, separated by spaces
+    busy TEXT NOT NULL DEFAULT '', -- URLs of draining engines at which it has calls, separated by spaces
+    calls TEXT NOT NULL DEFAULT ''  -- its calls by project, as JSON; empty: it shares no engines between projects
 );
 """
 FenceStage = Literal["open", "hold", "drain"]
@@ -79,15 +80,24 @@ class FenceTable:
             (epoch,) = db.execute(query, (stage, version, model, weights)).fetchone()
         return int(epoch)
 
-    def report(self, follower: str, name: str, ttl_s: float, epoch: int, busy: str = "") -> SharedFence:
+    def report(
+        self, follower: str, name: str, ttl_s: float, epoch: int, busy: str = "", calls: str = ""
+    ) -> SharedFence:
         """Report the newest epoch that a follower has carried out, then read the fence in a second transaction."""
         query = (
-            f"INSERT INTO fence_followers (id, name, ttl, seen, epoch, busy) VALUES (?,?,?,{_NOW},?,?)"
-            " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch, busy=excluded.busy"
+            f"INSERT INTO fence_followers (id, name, ttl, seen, epoch, busy, calls) VALUES (?,?,?,{_NOW},?,?,?)"
+            " ON CONFLICT (id) DO UPDATE SET ttl=excluded.ttl, seen=excluded.seen, epoch=excluded.epoch,"
+            " busy=excluded.busy, calls=excluded.calls"
         )
         with self._writing() as db:
-            db.execute(query, (follower, name, ttl_s, epoch, busy))
+            db.execute(query, (follower, name, ttl_s, epoch, busy, calls))
         return self.read()
+
+    def list_calls(self, follower: str, age: float) -> list[str]:
+        """Return the calls of the other followers, if reported within the last part `age` of their ttl."""
+        query = f"SELECT calls FROM fence_followers WHERE id<>? AND calls<>'' AND {_NOW} < seen + ttl * ? ORDER BY id"
+        with self._reading() as db:
+            return [calls for (calls,) in db.execute(query, (follower, age)).fetchall()]
 
     def forget(self, follower: str) -> None:
         """Remove a follower that has stopped serving."""

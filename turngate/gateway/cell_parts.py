@@ -1,0 +1,84 @@
+"""Divide the engines between projects, and each project's share between the cells that use the same engines.
+
+A cell's *part* of a project's share is as large as its part of the project's calls, running and waiting. When a call ends, its place at the
+engines is free in one cell only. So a cell compares its projects by their parts in this cell, and not by their calls in all cells. It gives
+up places only while another cell runs less than its part. All functions here are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+Weight = Callable[[str], float]
+_LEAST = 1e-9  # the least share, since rounding errors can leave nothing for a project with a tiny weight
+
+
+class ProjectCalls(msgspec.Struct, frozen=True):
+    """How many calls of each project are running, and how many are waiting for their turn."""
+
+    running: Mapping[str, int] = {}
+    waiting: Mapping[str, int] = {}
+
+    def demand(self, project: str) -> int:
+        return self.running.get(project, 0) + self.waiting.get(project, 0)
+
+
+class OtherCells:
+    """The calls of the other cells that use the same engines."""
+
+    def __init__(self, cells: Sequence[ProjectCalls] = ()) -> None:
+        self._cells = [cell for cell in cells if cell.running or cell.waiting]
+        self._running = 0
+        self._demands: dict[str, int] = {}
+        for cell in self._cells:
+            self._running += sum(cell.running.values())
+            _add_demands(cell, self._demands)
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def divide(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
+        """Return this cell's part of each of its projects."""
+        rates = self._rate(own, weight)
+        return {project: rates[project] * own.demand(project) for project in {**own.running, **own.waiting}}
+
+    def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
+        """Return how many calls of each of its projects this cell may run. Without a cell that lacks calls, there are no limits."""
+        rates = self._rate(own, weight)
+        if not any(self._lacks_calls(cell, rates) for cell in self._cells):
+            return {}
+        projects = {**own.running, **own.waiting}
+        return {project: max(1, round(rates[project] * own.demand(project))) for project in projects}
+
+    def _lacks_calls(self, cell: ProjectCalls, rates: Mapping[str, float]) -> bool:
+        """Return whether a cell has a waiting call that its part has room for."""
+        return any(
+            cell.running.get(project, 0) + 1 <= rates[project] * cell.demand(project) for project in cell.waiting
+        )
+
+    def _rate(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
+        """Return how many calls each project may run for each call that it has, in all cells."""
+        demands = self._demands.copy()
+        _add_demands(own, demands)
+        total = max(1, self._running + sum(own.running.values()))
+        shares = divide_fairly(total, demands, weight)
+        return {project: max(share, _LEAST) / demands[project] for project, share in shares.items()}
+
+
+def _add_demands(cell: ProjectCalls, demands: dict[str, int]) -> None:
+    for calls in (cell.running, cell.waiting):
+        for project, number in calls.items():
+            demands[project] = demands.get(project, 0) + number
+
+
+def divide_fairly(total: float, demands: Mapping[str, int], weight: Weight) -> dict[str, float]:
+    """Divide `total` by weight. A project gets at most its demand, and the others divide the rest."""
+    shares: dict[str, float] = {}
+    while len(shares) < len(demands):
+        unmet = {project: demand for project, demand in demands.items() if project not in shares}
+        level = (total - sum(shares.values())) / sum(map(weight, unmet))
+        met = {project: float(demand) for project, demand in unmet.items() if demand <= level * weight(project)}
+        shares |= met or {project: level * weight(project) for project in unmet}
+    return shares

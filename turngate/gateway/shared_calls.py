@@ -1,0 +1,101 @@
+"""The calls of many cells, counted by project, so that fair shares hold for all cells that use the same engines.
+
+Each process of a cell sends its numbers with its reports to the shared fence (`shared_fence.py`), and then reads those of the others. No
+call waits for this. Numbers that were not renewed for two reports do not count. A cell that cannot serve calls, because its lease has
+lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store uses only its own numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+
+from turngate.engines.pool import Pool
+from turngate.gateway.cell_parts import OtherCells, ProjectCalls
+from turngate.gateway.fair_shares import FairShares
+from turngate.gateway.fence import Fence
+
+log = logging.getLogger("turngate")
+REPORT_S = 1.0  # between reports while calls wait for their share
+_CELLS_PER_S = 100  # with many cells, reports are less frequent, since each reads the numbers of all cells
+
+
+_Calls = dict[str, Annotated[int, msgspec.Meta(gt=0)]]  # by project
+
+
+class ReportedCalls(msgspec.Struct, frozen=True):
+    """The calls of one process of a cell, and the engines that it uses."""
+
+    engines: str  # from `identify_engines`
+    running: _Calls
+    waiting: _Calls
+
+
+def identify_engines(addresses: Iterable[str], host: str) -> str:
+    """Return a short id of a set of engines. An engine on the loopback interface belongs to `host`."""
+    named = (f"{host} {address}" if _is_loopback(urlsplit(address).hostname) else address for address in addresses)
+    return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return ip_address(host or "").is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class SharedCalls:
+    """The calls of one process of a cell, and those of the others."""
+
+    def __init__(self, shares: FairShares, pool: Pool, fence: Fence) -> None:
+        self._shares = shares
+        self._pool = pool
+        self._fence = fence
+        self._host = socket.gethostname()
+        self._cells = 0
+        self._has_warned = False
+
+    @property
+    def _engines(self) -> str:
+        return identify_engines((replica.address for replica in self._pool.replicas), self._host)
+
+    def encode(self) -> str:
+        """Return what to report: JSON, or nothing if there are no other projects, or if this cell cannot serve calls."""
+        if not (self._shares.is_active and self._fence.admits and self._pool.accepts_calls):
+            return ""
+        calls = self._shares.queue.count()
+        report = ReportedCalls(self._engines, dict(calls.running), dict(calls.waiting))
+        return msgspec.json.encode(report).decode()
+
+    def update(self, reports: Sequence[str], fresh_s: float) -> None:
+        """Use what the other cells have reported for this long."""
+        self._cells = len(reports)
+        engines = self._engines
+        decoded = [report for text in reports if (report := self._decode(text)) is not None]
+        cells = [ProjectCalls(report.running, report.waiting) for report in decoded if report.engines == engines]
+        self._shares.count_others(OtherCells(cells), fresh_s)
+
+    def _decode(self, report: str) -> ReportedCalls | None:
+        try:
+            return msgspec.json.decode(report, type=ReportedCalls)
+        except msgspec.MsgspecError as error:
+            if not self._has_warned:
+                log.warning(
+                    "cannot read the calls that another cell has reported: %s; fair shares leave them out. "
+                    "Run the same version of turngate in all cells",
+                    error,
+                )
+            self._has_warned = True
+            return None
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest time until the next report: short while calls wait for their share."""
+        return max(REPORT_S, self._cells / _CELLS_PER_S) if self._shares.is_contended else float("inf")
