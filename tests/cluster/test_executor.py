@@ -68,6 +68,11 @@ class FakeActor:
         self.cancelled: list[str] = []
         self.run = SimpleNamespace(remote=lambda order, archive: lambda: self._run(order))
         self.cancel = SimpleNamespace(remote=lambda session: lambda: self._cancel(session))
+        self.progress_error = CallFailed("ActorUnavailableError")
+        self.progress = SimpleNamespace(remote=lambda: self._report_progress)
+
+    async def _report_progress(self) -> bytes:
+        raise self.progress_error
 
     async def _run(self, order: bytes) -> bytes:
         self.orders.append(decode_order(order).session_id)
@@ -163,6 +168,16 @@ async def test_dead_actor_is_not_called_again() -> None:
     actor = FakeActor(CallFailed("ActorDiedError", actor_died=True))
     result, _ = await execute(actor, FakeStore(outcome=None))
     assert actor.orders == ["s1"] and result.is_lost
+
+
+@pytest.mark.parametrize("actor_died", [True, False])
+async def test_idle_cell_whose_actor_died_gets_no_orders(actor_died: bool) -> None:
+    actor = FakeActor()
+    actor.progress_error = CallFailed("ActorDiedError", actor_died=actor_died)
+    cluster, cell = make_cluster(actor)
+    await cluster._poll(cell)
+    assert cell.is_lost == actor_died and cell.load.has_room != actor_died
+    assert bool(cluster.cells) != actor_died, "a cell can be started on its node again"
 
 
 async def test_lost_cell_is_superseded_only_after_its_lease() -> None:

@@ -189,11 +189,18 @@ class RayCluster:
         self.note(self._failures[node.id])
 
     async def _poll(self, cell: PlacedCell) -> None:
-        """Read the progress of a cell's orders, and pass it to their callbacks. Ignore a call that fails: the next poll repeats it."""
+        """Read the progress of a cell's orders, and pass it to their callbacks. If the call fails, the next poll repeats it.
+
+        If the actor has died, remove the cell. Otherwise, an idle cell would get orders that can only fail.
+        """
         try:
             async with asyncio.timeout(_POLL_S):
                 reply = await self.connection.call(cell.actor.progress.remote())
-        except (TimeoutError, CallFailed):
+        except TimeoutError:
+            return
+        except CallFailed as error:
+            if error.actor_died:
+                self.mark_dead(cell, error.message)
             return
         for progress in msgspec.json.decode(reply, type=list[OrderProgress]):
             if (callback := self._watchers.get(progress.session)) is not None:
