@@ -137,7 +137,19 @@ def ensure_docker() -> None:
         if not _daemon_answers():
             _start_daemon()
         if _imported() != fingerprint():
-            _import(_tarball())
+            import_image()
+
+
+def import_image(host: str = "") -> None:
+    """Import the base image into a daemon, by default the one that `docker` uses. Make its tarball first, if the cache has none."""
+    changes = [f"USER {USER}", f"LABEL {RECIPE_LABEL}={fingerprint()}", 'CMD ["/bin/bash"]']
+    options = [word for change in changes for word in ("--change", change)]
+    daemon = ["--host", host] if host else []
+    _run("docker: import the base image", ["docker", *daemon, "import", *options, str(_tarball()), IMAGE])
+
+
+def tarball_path() -> Path:
+    return cache() / "docker" / f"base-{fingerprint()}.tar"
 
 
 def fingerprint() -> str:
@@ -183,16 +195,10 @@ def _imported() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _import(tarball: Path) -> None:
-    changes = [f"USER {USER}", f"LABEL {RECIPE_LABEL}={fingerprint()}", 'CMD ["/bin/bash"]']
-    options = [word for change in changes for word in ("--change", change)]
-    _run("docker: import the base image", ["docker", "import", *options, str(tarball), IMAGE])
-
-
 def _tarball() -> Path:
-    folder = cache() / "docker"
+    tarball = tarball_path()
+    folder = tarball.parent
     folder.mkdir(parents=True, exist_ok=True)
-    tarball = folder / f"base-{fingerprint()}.tar"
     if not tarball.exists():
         if not shutil.which("debootstrap"):
             _install("debootstrap")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -12,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.docker_daemon import DockerDaemon, start_docker
 from tests.sandboxes import kit
 from tests.sandboxes.contract import sh
 from tests.speed import scaled
 from tools import base_image
 from turngate.errors import SandboxError
+from turngate.sandboxes import docker
 from turngate.sandboxes.base import Resources, Sandbox, SandboxSpec
 from turngate.sandboxes.docker import DEFAULT_IMAGE, DockerBackend
 
@@ -148,3 +152,40 @@ async def test_removed_container_is_noticed(backend: DockerBackend) -> None:
         with pytest.raises(SandboxError):
             await (await sandbox.start(["true"])).wait()
         await job.kill()
+
+
+@pytest.fixture
+def own_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerDaemon]:
+    """A daemon that a test may kill."""
+    with start_docker() as daemon:
+        monkeypatch.setenv("DOCKER_HOST", daemon.host)
+        yield daemon
+
+
+@pytest.mark.needs("root")
+async def test_end_of_command_that_docker_does_not_report_is_error(
+    root: Path, own_daemon: DockerDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker loses the end of a command that containerd reports before Docker is connected again. The agent would seem to run on."""
+    monkeypatch.setattr(docker, "END_CHECK_S", 1.0)
+    monkeypatch.setattr(docker, "END_GRACE_S", 1.0)
+
+    def find(line: str) -> list[int]:
+        return [pid for pid, found in own_daemon.processes().items() if found == line]
+
+    async with create_sandbox(DockerBackend(root), SandboxSpec()) as sandbox:
+        other = await sandbox.start(["sleep", "6303"])
+        job = await sandbox.start(["sleep", "6304"])
+        await kit.wait_until(lambda: find("sleep 6303") and find("sleep 6304"))
+        waiting = [asyncio.ensure_future(one.wait()) for one in (job, other)]
+        await asyncio.sleep(5)  # several checks
+        assert not any(one.done() for one in waiting), "both are running"
+        os.kill(own_daemon.pid, signal.SIGSTOP)
+        await asyncio.to_thread(own_daemon.kill_containerd)
+        os.kill(*find("sleep 6304"), signal.SIGKILL)
+        own_daemon.start()  # only containerd
+        await asyncio.sleep(scaled(1))  # the container's shim reports the end again every few seconds
+        os.kill(own_daemon.pid, signal.SIGCONT)
+        for one in waiting:
+            with pytest.raises(SandboxError, match="containerd was probably restarted"):
+                await asyncio.wait_for(one, scaled(30))

@@ -44,6 +44,8 @@ JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a comma
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
 STEP_TIMEOUT_S = 120.0  # time limit of one docker command
 KILL_TIMEOUT_S = 15.0
+END_CHECK_S = 60.0  # time between checks whether Docker has failed to report the end of a command
+END_GRACE_S = 10.0  # how long Docker may take to report it
 SPARE_PIDS = 64  # additional processes with which to kill others in a container that has reached its process limit
 MAX_ENV_LINE = (
     30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
@@ -243,6 +245,29 @@ class DockerSandbox(PosixSandbox):
         """Return the running jobs except for `job`."""
         return [other for other in self._jobs if other is not job and other.is_running]
 
+    async def has_unreported_end(self) -> bool:
+        """Return whether a command has ended without the knowledge of its docker command, which would wait forever.
+
+        Docker loses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
+        where an agent cannot forge them. If that is not possible, return False.
+        """
+        since = time.monotonic() - END_CHECK_S
+        jobs = [job for job in self._jobs if job.is_running and job.started_at < since]
+        try:
+            count = await self._count_commands()
+        except (SandboxError, ValueError):
+            return False
+        return count < sum(job.is_running for job in jobs)
+
+    async def _count_commands(self) -> int:
+        """Count the commands that run in the container. Their first processes have the same parent as the container's, outside of it."""
+        first = int(await run_docker("container", "inspect", "--format", "{{.State.Pid}}", self.id))
+        lines = (await run_docker("top", self.id, "-eo", "pid,ppid")).splitlines()[1:]
+        parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
+        if first not in parents:
+            raise SandboxError("docker top does not show the container's first process")
+        return sum(parent == parents[first] for parent in parents.values()) - 1
+
     def discard_job(self, job: DockerJob) -> None:
         self._jobs.discard(job)
 
@@ -273,17 +298,32 @@ class DockerJob:
         self._process = process
         self.name = name
         self.standalone = standalone
+        self.started_at = time.monotonic()
 
     @property
     def is_running(self) -> bool:
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        code = await self._process.wait()
+        code = await self._wait_for_exit()
         self._sandbox.discard_job(self)
         if code in AMBIGUOUS_CODES and not await self._sandbox.check_running():
             return KILLED  # its container ended; a command inside can cause that, so it is not a sandbox error
         return code if code >= 0 else KILLED
+
+    async def _wait_for_exit(self) -> int:
+        """Wait for the docker command. Raise `SandboxError` if Docker does not report to it that the command has ended."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_CHECK_S):
+                    return await self._process.wait()
+            if not await self._sandbox.has_unreported_end():
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_GRACE_S):
+                    return await self._process.wait()
+            if await self._sandbox.has_unreported_end():
+                raise SandboxError("Docker did not report the end of a command; containerd was probably restarted")
 
     async def kill(self, grace_s: float = 2.0) -> None:
         deadline = time.monotonic() + grace_s + KILL_TIMEOUT_S
