@@ -1,22 +1,26 @@
 """The control: damage a store on purpose, and see whether the suite notices.
 
 Rollouts are recorded by a real gateway in this process. Then the store is edited behind its back: a turn is lost, a turn is recorded twice,
-an id is changed (with a valid checksum), a reward is changed. Each must show up in its own column.
+an id is changed (with a valid checksum), a reward is changed. Each must show up in its own column. The same is done to the store of a
+batch, whose evidence is more: the runner's ledger, and the output of the agents.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from tests import kit
 from tests.chaos.agents import RolloutLog
+from tests.chaos.batch_runs import BatchRun, read_evidence
 from tests.chaos.engine import Generation, read_serials, write_answer
-from tests.chaos.invariants import Breaches, RecordedRollout, check_rollouts
+from tests.chaos.invariants import Breaches, RecordedRollout, check_batch, check_rollouts
 from tests.verify.kit import Tampering, tampering
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn, derive_logprobs
@@ -103,4 +107,25 @@ async def detect_plants() -> dict[str, bool]:
     found = {"nothing planted, nothing found": (await run_control(None)).total == 0}
     for name, (plant, column) in PLANTS.items():
         found[name] = getattr(await run_control(plant), column) > 0
+    return found
+
+
+async def detect_batch_plants(run: BatchRun) -> dict[str, bool]:
+    """Damage a rollout of a finished batch in each way, and return whether its column shows it."""
+    before = await read_evidence(run, may_fail=True)
+    guessed = {session for session, log in before.logs.items() if log.guess}
+    whole = [name for name, done in before.finished.items() if done.kind == "graded" and done.session in guessed]
+    assert len(whole) >= len(PLANTS), "the batch has too few complete rollouts to damage"
+    chosen = dict(zip(PLANTS, whole, strict=False))
+    found = {"nothing planted, nothing found": check_batch(before).total == 0}
+    finished = {name: done for name, done in before.finished.items() if name != whole[0]}
+    found["a lost rollout"] = check_batch(replace(before, finished=finished)).lost == 1
+    await asyncio.to_thread(run.site.server.kill)
+    for plant, rollout in chosen.items():
+        with run.tamper(before.finished[rollout].session) as store:
+            PLANTS[plant][0](store)
+    run.site.server.start()
+    after = await read_evidence(run, may_fail=True)
+    for plant, rollout in chosen.items():
+        found[plant] = getattr(check_batch(after.select(rollout)), PLANTS[plant][1]) > 0
     return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.chaos.agents import RolloutLog
 from tests.chaos.engine import Generation, read_serials
 from tests.crash.storm import walk_paths
 from turngate.engines.scripted import derive_logprobs
+from turngate.rollout.ledger import FinishedRollout
 from turngate.types import Ids
 
 Json = dict[str, Any]
@@ -52,7 +54,6 @@ def check_rollouts(
 ) -> Breaches:
     """Check every rollout, and that no generation was recorded twice."""
     found = Breaches()
-    seen: Counter[int] = Counter()
     for log in logs:
         rollout = recorded.get(log.session)
         if rollout is None:
@@ -62,8 +63,15 @@ def check_rollouts(
         found.add(check_turns(log, rollout, generations))
         found.add(check_training(log.session, rollout))
         found.add(check_reward(log, rollout))
-        seen.update(serial for node in sampled_nodes(rollout.trace) for serial in read_node(node))
-    for serial, times in seen.items():
+    found.add(check_repeats([recorded[log.session] for log in logs if log.session in recorded]))
+    return found
+
+
+def check_repeats(rollouts: Iterable[RecordedRollout]) -> Breaches:
+    """Check that no generation was recorded twice."""
+    found = Breaches()
+    nodes = (node for rollout in rollouts for node in sampled_nodes(rollout.trace))
+    for serial, times in Counter(serial for node in nodes for serial in read_node(node)).items():
         if times > 1:
             found.duplicated += times - 1
             found.notes.append(f"generation {serial} is recorded {times} times")
@@ -118,13 +126,6 @@ def _explain_inexact(
     return "is trained, but its log-probabilities belong to other ids" if is_trained and not is_proven else ""
 
 
-def check_recorded(session: str, rollout: RecordedRollout, generations: Mapping[int, Generation]) -> Breaches:
-    """Check the turns of a rollout whose agent keeps no log."""
-    found = check_turns(RolloutLog(session, 0.0), rollout, generations)
-    found.add(check_training(session, rollout))
-    return found
-
-
 def check_training(session: str, rollout: RecordedRollout) -> Breaches:
     """Check that each sampled node is trained in at most one row."""
     found = Breaches()
@@ -152,3 +153,72 @@ def _count_common(path: Sequence[int], received: Sequence[int]) -> int:
             break
         count += 1
     return count
+
+
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class AgentLog:
+    """What the agent of a rollout printed (`batch_agent.py`)."""
+
+    received: list[int] = field(default_factory=list)  # serial numbers of its answers
+    guess: str = ""  # empty if it did not come to its end
+
+
+def parse_agent_log(text: str) -> AgentLog:
+    lines = text.splitlines()
+    guesses = [json.loads(line)["guess"] for line in lines if line.startswith('{"guess"')]
+    return AgentLog([serial for line in lines for serial in read_serials(line)], *guesses)
+
+
+@dataclass(frozen=True)
+class BatchEvidence:
+    """Everything that is known of a batch after its end."""
+
+    expected: Set[str]  # rollouts
+    finished: Mapping[str, FinishedRollout]  # by rollout: the runner's ledger
+    logs: Mapping[str, AgentLog]  # by session
+    recorded: Mapping[str, RecordedRollout]  # by session
+    generations: Mapping[int, Generation]
+    may_fail: bool = False  # agents may fail, because the fault hits them
+
+    def select(self, rollout: str) -> BatchEvidence:
+        """Return the evidence of one rollout."""
+        return replace(self, expected={rollout}, finished={rollout: self.finished[rollout]})
+
+
+def check_batch(batch: BatchEvidence) -> Breaches:
+    """Check that each rollout finished once, with what its agent received and the reward that its agent's work deserves."""
+    found = Breaches()
+    missing, unknown = batch.expected - batch.finished.keys(), batch.finished.keys() - batch.expected
+    found.lost, found.duplicated = len(missing), len(unknown)
+    found.notes += [f"{rollout}: did not finish" for rollout in missing]
+    sessions = Counter(done.session for done in batch.finished.values() if done.session)
+    found.duplicated += sum(count - 1 for count in sessions.values())
+    for done in batch.finished.values():
+        log, rollout = batch.logs.get(done.session, AgentLog()), batch.recorded.get(done.session)
+        if why := _explain_wrong_reward(done, log, rollout, may_fail=batch.may_fail):
+            found.wrong_rewards += 1
+            found.notes.append(f"{done.rollout}: {why}")
+        if rollout is not None:
+            found.add(check_turns(RolloutLog(done.session, 0.0, log.received), rollout, batch.generations))
+            found.add(check_training(done.session, rollout))
+    found.add(check_repeats([batch.recorded[session] for session in sessions if session in batch.recorded]))
+    return found
+
+
+def _explain_wrong_reward(
+    done: FinishedRollout, log: AgentLog, rollout: RecordedRollout | None, *, may_fail: bool
+) -> str:
+    """Return what is wrong with the reward of a rollout, or ""."""
+    outcome = None if rollout is None else rollout.outcome
+    if outcome is None or outcome["reward"] != done.reward:
+        return f"{done.kind} with reward {done.reward}, but the gateway has {outcome}"
+    if (done.kind == "graded") != (done.reward is not None):
+        return f"{done.kind} with reward {done.reward}"
+    if not may_fail and not (done.kind == "graded" and log.guess):
+        return f"{done.kind} ({done.message}), but the fault was not the agent's, which printed {log}"
+    if log.guess and done.reward is not None and done.reward != float(log.guess == "right"):
+        return f"reward {done.reward}, but the agent's guess was {log.guess}"
+    return ""

@@ -46,7 +46,7 @@ class RayNode:
         self.name, self.folder = name, folder
         self._log = folder / f"{name}.log"
         data = folder / name
-        data.mkdir()
+        data.mkdir(exist_ok=True)  # a node that joins again finds the data of its earlier cell
         command = [str(ray_python()), "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-name", name, "--object-store-memory", "80000000", *arguments]
         with self._log.open("wb") as output:
