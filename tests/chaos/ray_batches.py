@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import sys
@@ -102,7 +103,7 @@ class RayRun(BatchRun):
         tasks = [{"id": name, "instruction": f"Guess. This is {name}.", "grader": grader} for name in self.names]
         rows.write_text("".join(json.dumps(task) + "\n" for task in tasks))
         config.write_text(f"lease_s = {LEASE_S}\n")
-        agent = f"command=exec {sys.executable} -I -S {AGENT} {PAUSE_S} {TRIES}"
+        agent = f"command=exec {sys.executable} -I -S {shutil.copy(AGENT, self.root)} {PAUSE_S} {TRIES}"
         command = [str(ray_python()), "-m", "turngate", "batch", "--ray", site.cluster.address]
         command += ["--data", site.server.data, "--config", str(config), "--out", str(self.out), "--tasks", str(rows)]
         command += ["--agent", "shell", "--set", agent, "--sandbox", "local", "--n", str(N)]

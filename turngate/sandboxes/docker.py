@@ -31,6 +31,7 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import disk, folders, owner
 from turngate.sandboxes.base import DEFAULT_OPEN_FILES, DEFAULT_PIDS, STANDALONE_ENV, ExecResult, SandboxSpec
+from turngate.sandboxes.docker_command import STEP_TIMEOUT_S, run_docker, spawn_docker, try_docker
 from turngate.sandboxes.posix import KILLED, PosixSandbox
 from turngate.types import Json
 
@@ -42,7 +43,6 @@ SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner"
 BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
 JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
 OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent's processes before the gateway
-STEP_TIMEOUT_S = 120.0  # time limit of one docker command
 KILL_TIMEOUT_S = 15.0
 END_CHECK_S = 60.0  # time between checks whether Docker has failed to report the end of a command
 END_GRACE_S = 10.0  # how long Docker may take to report it
@@ -153,7 +153,7 @@ class DockerSandbox(PosixSandbox):
         missing = [HOME, *spec.folders]
         if (
             self.workdir == WORKDIR
-            or (await _run_docker("exec", self.id, "/bin/sh", "-c", FOLDER_EXISTS, "sh", self.workdir))[0]
+            or (await try_docker("exec", self.id, "/bin/sh", "-c", FOLDER_EXISTS, "sh", self.workdir))[0]
         ):
             missing.append(self.workdir)
         await run_docker("cp", "-", f"{self.id}:/", stdin=_pack_folders(missing, user, group))
@@ -161,7 +161,7 @@ class DockerSandbox(PosixSandbox):
     async def _create_container(self, words: Sequence[str], limit: int) -> None:
         """Create the container, with a quota of `limit` bytes if Docker's file system supports quotas."""
         words = ["--ulimit", f"fsize={limit}", *words]
-        code, _, _ = await _run_docker("create", "--storage-opt", f"size={limit}", *words)
+        code, _, _ = await try_docker("create", "--storage-opt", f"size={limit}", *words)
         if code:  # quotas may be unsupported; the error message varies between Docker and its replacements
             await run_docker("create", *words)
 
@@ -188,7 +188,7 @@ class DockerSandbox(PosixSandbox):
         with tempfile.TemporaryFile() as file:  # unnamed, so only the docker command can read it
             file.write(lines)
             file.seek(0)
-            process = await _spawn_docker(
+            process = await spawn_docker(
                 *("docker", "exec", "--interactive", "--env-file", f"/dev/fd/{file.fileno()}"),
                 *(word for name in own for word in ("--env", name)),
                 *(self.id, "/bin/sh", "-c", RUN_SCRIPT, "sh", cwd, *command),
@@ -221,21 +221,21 @@ class DockerSandbox(PosixSandbox):
 
     async def kill(self) -> None:
         """Kill the whole container. This is the last resort if its processes cannot be killed otherwise."""
-        code, _, _ = await _run_docker("kill", self.id)
+        code, _, _ = await try_docker("kill", self.id)
         self._killed = self._killed or not code  # on failure, it had already ended
 
     @asynccontextmanager
     async def allow_more_processes(self) -> AsyncIterator[None]:
         """Raise the process limit while the block runs, because `docker exec` fails in a container that has reached its limit."""
-        await _run_docker("update", "--pids-limit", str(self._pids + SPARE_PIDS), self.id)
+        await try_docker("update", "--pids-limit", str(self._pids + SPARE_PIDS), self.id)
         try:
             yield
         finally:
-            await _run_docker("update", "--pids-limit", str(self._pids), self.id)
+            await try_docker("update", "--pids-limit", str(self._pids), self.id)
 
     async def check_running(self) -> bool:
         """Return whether the container is running. Raise `SandboxError` if that cannot be determined."""
-        code, out, stderr = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
+        code, out, stderr = await try_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
         if code and "no such" not in stderr.lower():
             raise SandboxError(f"docker inspect failed: {stderr.strip()[-300:]}")
         self.gone = code != 0 or out.strip() != "true"
@@ -362,7 +362,7 @@ class DockerJob:
     async def _kill_inside(self, grace_s: float, arguments: Sequence[str]) -> tuple[int, str]:
         tenths = str(math.ceil(grace_s * 10))
         command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL_SCRIPT, "sh", self.name, tenths, *arguments)
-        code, _, stderr = await _run_docker(*command, timeout_s=grace_s + STEP_TIMEOUT_S)
+        code, _, stderr = await try_docker(*command, timeout_s=grace_s + STEP_TIMEOUT_S)
         return code, stderr
 
 
@@ -391,7 +391,7 @@ class DockerBackend:
             raise SandboxUnavailable(
                 "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
             )
-        code, _, stderr = await _run_docker("version", "--format", "{{.Server.Version}}")
+        code, _, stderr = await try_docker("version", "--format", "{{.Server.Version}}")
         if code:
             raise SandboxUnavailable(
                 f"the Docker daemon does not respond; start it, or check `docker version`: {stderr.strip()[-300:]}"
@@ -419,7 +419,7 @@ class DockerBackend:
             return await _build_image(Path(spec.dockerfile))
         requested = spec.image or self.image
         for image in (requested,) if requested else (DEFAULT_IMAGE, PUBLIC_IMAGE):
-            code, _, _ = await _run_docker("image", "inspect", image)
+            code, _, _ = await try_docker("image", "inspect", image)
             if not code:
                 return image
         await run_docker("pull", "--quiet", image, timeout_s=3600)
@@ -478,7 +478,7 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
 
 async def _find_storage(default: Path) -> Path:
     """Return the folder in which Docker keeps containers, or `default` if this user cannot access it."""
-    _, storage, _ = await _run_docker("info", "--format", "{{.DockerRootDir}}")
+    _, storage, _ = await try_docker("info", "--format", "{{.DockerRootDir}}")
     return Path(storage.strip()) if os.access(storage.strip(), os.R_OK) else default
 
 
@@ -529,11 +529,11 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
 async def _build_image(folder: Path) -> str:
     """Build an image from a folder with a Dockerfile, unless an image with the same content exists. Return the image's tag."""
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
-    code, _, _ = await _run_docker("image", "inspect", tag)
+    code, _, _ = await try_docker("image", "inspect", tag)
     if code:
         # A failed build leaves nothing behind. The image has no owner label, because containers would inherit it and `sweep` reads it.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
-        code, out, stderr = await _run_docker(*command, timeout_s=3600)
+        code, out, stderr = await try_docker(*command, timeout_s=3600)
         if code:
             raise SandboxError(
                 f"docker could not build {folder}/Dockerfile; the last lines of output:\n{_last_lines(stderr or out)}"
@@ -566,59 +566,9 @@ async def _remove_container(container: str) -> None:
     """Remove a container with its processes and volumes, and wait until it no longer exists."""
     deadline = time.monotonic() + STEP_TIMEOUT_S
     while True:
-        code, _, stderr = await _run_docker("rm", "--force", "--volumes", container)
+        code, _, stderr = await try_docker("rm", "--force", "--volumes", container)
         if code == 0 or "No such container" in stderr:
             return
         if time.monotonic() > deadline:
             raise SandboxError(f"docker could not remove container {container}: {stderr.strip()[-300:]}")
         await asyncio.sleep(0.2)  # Docker may already be removing it, because its lifetime is over
-
-
-async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> str:
-    """Run a docker command and return its output. Raise `SandboxError` if it fails."""
-    code, out, err = await _run_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
-    if code:
-        raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:]}")
-    return out
-
-
-async def _run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> tuple[int, str, str]:
-    process = await _spawn_docker(
-        "docker",
-        *arguments,
-        env=os.environ,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
-    except TimeoutError as error:
-        raise SandboxError(f"docker {arguments[0]} took longer than {timeout_s:.0f} s") from error
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await run_to_completion(process.wait())
-    return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
-
-
-async def _spawn_docker(
-    *command: str, env: Mapping[str, str], stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()
-) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            env=env,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=pass_fds,
-            start_new_session=True,  # Ctrl-C in our terminal must not reach it
-        )
-    except FileNotFoundError as error:
-        raise SandboxUnavailable(
-            "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise SandboxError(f"cannot start docker: {error}") from error
