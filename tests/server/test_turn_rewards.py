@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.kit import OpenSession, Running, calls, gateway, result, say, tool, user
+from tests.server.test_page import fetch, log_in
 from turngate.cli import app
 from turngate.client.gateway import GatewayClient
 from turngate.errors import BadRequest
@@ -69,6 +70,22 @@ async def test_recorded_shown_and_in_rows(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "reward 1" in done.output, done.output
     shown = json.loads(CliRunner().invoke(app, ["show", session.id, "--data", str(tmp_path), "--json"]).output)
     assert shown["summary"]["outcome"]["turn_rewards"] == late
+
+
+async def test_page_shows_rewards_as_soon_as_they_are_recorded() -> None:
+    async with gateway([say("One."), say("Two.")]) as g:
+        session, (first, second) = await work(g)
+        await g.seal(session.id)
+        client = await log_in(g)
+
+        async def list_rewards() -> dict[int, Any]:
+            tree = await fetch(client, f"rollouts/{session.id}/tree")
+            return {node["id"]: node["rewards"] for node in tree["nodes"] if node["kind"] == "sampled"}
+
+        assert await list_rewards() == {first: [], second: []}
+        given = {"turn": second, "value": 0.5, "kind": "extra", "name": "style"}
+        assert (await record(g, session.id, [given])).status_code == 200
+        assert await list_rewards() == {first: [], second: [given]}
 
 
 async def test_outcome_without_turn_rewards_keeps_its_bytes() -> None:

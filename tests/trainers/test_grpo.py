@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -250,6 +250,62 @@ async def test_batch_size_does_not_change_gradients() -> None:
         apart = _gradient(one)
         all_of_them.gradients(rows, version=0)
     assert torch.allclose(apart, _gradient(all_of_them), atol=1e-5) and float(apart.norm()) > 0
+
+
+def split_turns(row: Row, *advantages: float | None) -> Row:
+    """Split the only turn of a row into two turns with these advantages."""
+    [span] = row.spans
+    middle = (span.start + span.end) // 2
+    spans = (
+        msgspec.structs.replace(span, end=middle),
+        msgspec.structs.replace(span, node=span.node + 2, start=middle),
+    )
+    return msgspec.structs.replace(row, spans=spans, turn_advantages=advantages)
+
+
+def gradient_of(here: TrainingGateway, rows: list[Row], **settings: Any) -> torch.Tensor:
+    learner = Learner(here.engine.model, GrpoSettings(**settings))
+    learner.gradients(rows, version=0)
+    return _gradient(learner).clone()
+
+
+async def test_turn_advantages_of_the_rollout_change_no_gradient() -> None:
+    async with sampled_group() as (here, rows):
+        same = [split_turns(row, row.advantage, row.advantage) for row in rows]
+        assert torch.equal(gradient_of(here, rows), gradient_of(here, same, advantages="turn"))
+        assert torch.equal(gradient_of(here, rows), gradient_of(here, same))  # not used unless set
+
+
+async def test_each_turn_is_trained_with_its_own_advantage() -> None:
+    async with sampled_group() as (here, rows):
+        row = rows[0]
+        first, second, both = (
+            gradient_of(here, [split_turns(row, *values)], advantages="turn")
+            for values in ((1.0, 0.0), (0.0, 1.0), (0.5, -2.0))
+        )
+    # The sampling policy is the current one, so the gradient is linear in the advantages.
+    assert torch.allclose(both, 0.5 * first - 2.0 * second, atol=1e-6) and float(first.norm()) > 0
+    assert not torch.allclose(first, second)
+
+
+async def test_turn_without_an_advantage_is_not_trained() -> None:
+    async with sampled_group() as (here, rows):
+        row = split_turns(rows[0], 1.0, None)
+        mask = rows[0].mask.copy()
+        mask[row.spans[1].start :] = False
+        cut = msgspec.structs.replace(rows[0], mask=mask, advantage=1.0)
+        assert torch.equal(gradient_of(here, [row], advantages="turn"), gradient_of(here, [cut]))
+
+
+async def test_rows_without_turn_advantages_are_named_and_not_trained() -> None:
+    async with sampled_group() as (here, rows):
+        good = split_turns(rows[0], 1.0, -1.0)
+        learner = Learner(here.engine.model, GrpoSettings(advantages="turn"))
+        measured = learner.gradients([good, *rows[1:]], version=0)
+        assert measured.refused == tuple(f"branch {row.branch}: its turns have no advantages" for row in rows[1:])
+        assert measured.rows == 1 and torch.equal(_gradient(learner), gradient_of(here, [good], advantages="turn"))
+        nothing = Learner(here.engine.model, GrpoSettings(advantages="turn")).gradients(rows, version=0)
+        assert (nothing.rows, nothing.signal) == (0, False)
 
 
 def test_shared_prefix_is_packed_once() -> None:

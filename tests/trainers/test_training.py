@@ -124,6 +124,8 @@ def test_invalid_goals_are_config_errors(root: Path) -> None:
         goal(root, 1, "well-0", every=0)
     fine = goal(root, 1, "well-0").batch
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
+    with pytest.raises(ConfigError, match="advantages is 'turn', but the feed does not deliver"):
+        TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(advantages="turn"))
     with pytest.raises(ConfigError, match="tasks: 'well-0' has no grader"):
         TrainingGoal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)
 

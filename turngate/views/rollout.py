@@ -18,6 +18,7 @@ from turngate.trace.roles import RoleDecision, TurnRole, decide_roles
 from turngate.trace.sample import Sample, find_untrained
 from turngate.trace.training_report import list_warnings, report_training
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
+from turngate.trace.turn_rewards import TurnReward
 from turngate.types import Ids, Json, Message
 from turngate.views.session import SessionView
 from turngate.views.tokens import TokenDecoder, TokenTexts
@@ -37,6 +38,7 @@ class RolloutView:
         self._session_view = session_view
         self._decoder = TokenDecoder(tokenizer)
         self._messages: dict[int, list[Message]] = {}  # by node id
+        self._rewards = _group_rewards(session_view.turn_rewards)
 
     # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -157,6 +159,7 @@ class RolloutView:
             "fault": info.fault,
             "biases": info.biases,
             "delivered": turn.delivered,
+            "rewards": self._rewards.get(turn.id, []),
         }
 
     def _branches(self) -> Iterator[dict[str, Json]]:
@@ -462,6 +465,14 @@ def _message_to_json(message: Message, *, whole: bool) -> dict[str, Json]:
     rest = {"tool_call_id": message.tool_call_id, "name": message.name, "beyond": message.unsupported}
     encoded |= {name: value for name, value in rest.items() if value}
     return {**encoded, "cut": cut} if cut else encoded
+
+
+def _group_rewards(rewards: Sequence[TurnReward]) -> dict[int | None, list[Json]]:
+    """Return the rewards of each turn as JSON, by node id."""
+    by_turn: dict[int | None, list[Json]] = {}
+    for reward in rewards:
+        by_turn.setdefault(reward.turn, []).append(msgspec.to_builtins(reward))
+    return by_turn
 
 
 def _one_line(text: str) -> str:

@@ -54,6 +54,7 @@ class ViewCache:
                 key,
                 store.queries.state(key),
                 None if stored is None else (stored.status, stored.stop, store.refusals.find(key)),
+                None if (outcome := _read_outcome(store, key)) is None else outcome.turn_rewards or (),
             )
             cached = self._rollouts.get(session)
             if cached is not None and cached[0] == state:

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -62,6 +63,8 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     clip_high: float = 0.28  # ratios above 1 + clip_high are clipped if the advantage is positive
     largest_gradient: float = 1.0  # gradients are scaled down to this norm
     normalise: Normalise = "token"
+    # rollout: every token has the advantage of its rollout; turn: that of its turn, which the feed must deliver (`FeedConfig.credit`)
+    advantages: Literal["rollout", "turn"] = "rollout"
     temperature: float = 1.0  # must equal the sessions' temperature, which is part of the recorded log-probabilities
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
@@ -144,12 +147,14 @@ class Learner:
         If the gradients are not finite, clear them and raise `NonFiniteGradient`.
         """
         settings, totals = self.settings, _UpdateTotals()
+        if settings.advantages == "turn":
+            rows, totals.refused = select_credited(rows)
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
         by = compute_divisor(weights, tokens, settings.normalise)
         # Rows with an advantage of 0 are compared, but need no backward pass.
         for silent in (False, True):
-            chosen = [row for row in rows if (row.advantage == 0) == silent]
+            chosen = [row for row in rows if self._is_silent(row) == silent]
             for batch in split_batches(chosen, settings.batch_tokens, tree=settings.prefix_tree):
                 with torch.set_grad_enabled(not silent):
                     self._pass(batch, version, by, totals)
@@ -182,6 +187,19 @@ class Learner:
             entropy = -(likely.exp() * likely).sum(dim=-1)
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
+    def _is_silent(self, row: Row) -> bool:
+        """Return whether all advantages of a row are 0, so that it has no gradient."""
+        if self.settings.advantages == "turn":
+            return not self._spread_advantages([row]).any()
+        return row.advantage == 0
+
+    def _spread_advantages(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the advantage of each trained token of all rows, as float32."""
+        if self.settings.advantages == "turn":
+            return np.concatenate([row.token_advantages()[row.mask] for row in rows])
+        counts = [int(row.mask.sum()) for row in rows]
+        return np.repeat(np.array([row.advantage for row in rows], np.float32), counts)
+
     def _pass(self, rows: Sequence[Row], version: int, by: float, totals: _UpdateTotals) -> None:
         settings, device = self.settings, self.model.device
         now, entropy = self.logprobs(rows)
@@ -206,7 +224,7 @@ class Learner:
         terms = LossTerms(
             now=now[use],
             then=then[use],
-            advantage=_spread([row.advantage for row in rows], place, device)[use],
+            advantage=torch.from_numpy(self._spread_advantages(rows)).to(device)[use],
             weight=_spread([row.weight for row in rows], place, device)[use],
             row=torch.from_numpy(place).to(device)[use],
         )
@@ -264,6 +282,18 @@ class _UpdateTotals:
             refused=tuple(self.refused),
             signal=self.signal,
         )
+
+
+def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Return the rows that have turn advantages, without the tokens of turns that have none. Also return why each other row is left out."""
+    selected, refused = [], []
+    for row in rows:
+        mask = row.mask & np.isfinite(row.token_advantages())
+        if mask.any():
+            selected.append(msgspec.structs.replace(row, mask=mask))
+        else:
+            refused.append(f"branch {row.branch}: its turns have no advantages")
+    return selected, refused
 
 
 def is_of_version(row: Row, version: int) -> bool:

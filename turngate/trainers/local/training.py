@@ -59,6 +59,11 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
+        if self.settings.advantages == "turn" and not self.feed_config().credit:
+            raise ConfigError(
+                "advantages is 'turn', but the feed does not deliver advantages of turns; set FeedConfig(credit=TurnCredit())",
+                param="advantages",
+            )
         for task in self.batch.tasks:
             if task.grader is None:
                 raise ConfigError(

@@ -70,6 +70,19 @@ export function roleBadge(turn) {
   return badge(turn.role, ROLE[turn.role] ?? ["", ""], turn.evidence && `decided by ${turn.evidence}`);
 }
 
+/** Describe the reward of a turn, such as `reward +0.50 plan`. @param {Json} reward */
+export function rewardText(reward) {
+  return `reward ${score(reward.value, true)}${reward.name ? ` ${reward.name}` : ""}`;
+}
+
+/** Create a label for the reward of a turn. @param {Json} reward */
+export function rewardLabel(reward) {
+  const kind = reward.kind === "part" ? "a part of the rollout's reward" : "in addition to the rollout's reward";
+  const call = reward.call === undefined ? "" : `, for host-tool call ${reward.call}`;
+  const span = reward.end === undefined ? "" : `, for tokens ${reward.start} to ${reward.end} of the turn`;
+  return el("span.turn-reward", { title: kind + call + span, text: rewardText(reward) });
+}
+
 /** Create a badge for the cause of a fork. @param {string} cause */
 export function causeBadge(cause) {
   const sign = svg(

@@ -9,7 +9,7 @@ import { count, duration, plural, when } from "../format.js";
 import { messageOf } from "../message.js";
 import { empty, failed } from "../notice.js";
 import { href, note } from "../router.js";
-import { addressOf, causeBadge, lives, roleBadge } from "../status.js";
+import { addressOf, causeBadge, lives, rewardLabel, roleBadge } from "../status.js";
 import { Tree } from "../tree.js";
 
 /** @typedef {import("../api.js").Json} Json */
@@ -181,13 +181,14 @@ export class Conversation {
     ];
   }
 
-  /** Update what may change after a turn was stored: its role, and whether it is trained. @param {number} id */
+  /** Update what may change after a turn was stored: its role, its rewards, and whether it is trained. @param {number} id */
   #refresh(id) {
     const head = this.shown.get(id)?.querySelector(".turn-head");
     const node = this.record.messages.get(id);
     const now = this.record.byId.get(id) ?? node;
     if (!head || !node || !now) return;
-    const look = `${now.role}/${now.evidence}/${now.trained}/${now.reason}`;
+    const rewards = now.rewards ?? [];
+    const look = `${now.role}/${now.evidence}/${now.trained}/${now.reason}/${JSON.stringify(rewards)}`;
     if (head.getAttribute("data-look") === look) return;
     head.setAttribute("data-look", look);
     const tokens = href(["rollout", this.record.id, "tokens"], { node: id, leaf: this.leaf });
@@ -199,6 +200,7 @@ export class Conversation {
         ? el("span.trained", { title: "These tokens are in a training row", text: "trained" })
         : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "not in any row"}` }),
       node.fault && el("span.bad", { text: node.fault }),
+      ...rewards.map(rewardLabel),
       el(
         "span.turn-end",
         null,

@@ -4,7 +4,7 @@ import { el, fill } from "../dom.js";
 import { count, number, plural } from "../format.js";
 import { empty } from "../notice.js";
 import { go, href } from "../router.js";
-import { causeBadge, roleBadge } from "../status.js";
+import { causeBadge, rewardText, roleBadge } from "../status.js";
 import { line, table } from "../table.js";
 import { visible } from "../text.js";
 import { Tree } from "../tree.js";
@@ -93,6 +93,7 @@ export class TreeTab {
       ["prompt", plural(node.start, "token")],
       ["finish", node.finish ?? "–"],
       ["trained", sampled ? (node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "not in any row"}`) : "–"],
+      ["rewards", node.rewards?.length ? node.rewards.map(rewardText).join(", ") : "–"],
       ["mean log-probability", number(node.mean_logprob)],
       [
         "policy",
