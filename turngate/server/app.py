@@ -1,6 +1,7 @@
 """The gateway: an ASGI application composed of an engine, a fence, and the projects that use them.
 
-The gateway itself serves the project `default`. It passes requests that carry another project's key to that project.
+The gateway itself serves the project `default`. It passes requests that carry another project's key, or the
+admin key and the name of another project, to that project.
 """
 
 from __future__ import annotations
@@ -257,8 +258,8 @@ class Gateway(ProjectGateway):
         self.store.close()
 
     def _interrupt_stores(self) -> None:
-        """Interrupt all requests to the shared store, because it does not answer and the gateway must stop."""
-        log.warning("the shared store is not answering; stopping without it")
+        """Interrupt all requests to the shared store, because stopping takes too long and one of them may be the reason."""
+        log.warning("stopping takes too long; interrupting all requests to the shared store")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
                 project.store.database.interrupt()
@@ -269,7 +270,10 @@ class Gateway(ProjectGateway):
         return self if name == DEFAULT_PROJECT else self.hosted.open(name)
 
     def choose(self, scope: Scope) -> ProjectGateway:
-        """Return the project that a request belongs to, which is `default` unless the request carries another project's key."""
+        """Return the project that a request belongs to.
+
+        It is `default` unless the request carries another project's key, or the admin key and the name of another project.
+        """
         name = self.hosted.choose(scope)
         return self if name is None else self.hosted.open(name)
 

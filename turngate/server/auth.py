@@ -1,7 +1,8 @@
 """Authorization: which key grants access to which route.
 
 The admin key grants full access, an API key grants access to the routes of its scopes, and a session's secret grants access to that
-session's model calls. An API key belongs to one project, and the gateways of other projects do not know it.
+session's model calls, host tools and stored responses. The metrics key grants access only to the metrics. An API key belongs to one
+project, and the gateways of other projects reject it.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Auth:
             return self.require(key, scopes).project is None
         except Unauthorized:
             raise Unauthorized(
-                "the key is missing or wrong; send the admin key, an API key with the scope traces, or the key in "
+                "the key is missing or wrong; send the admin key, an API key with the scope traces or admin, or the key in "
                 f"{METRICS_KEY} as 'Authorization: Bearer …'"
             ) from None
 
@@ -156,7 +157,7 @@ class Auth:
 
 
 def _carries_key(scope: Scope) -> bool:
-    """Return whether a request has a key or a login cookie, valid or not, anywhere that `HostedProjects.choose` looks for one."""
+    """Return whether a request has a key or a cookie, valid or not, anywhere that `HostedProjects.choose` looks for one."""
     if any(value and name in (*KEY_HEADERS, b"cookie") for name, value in scope["headers"]):
         return True
     return bool(SECRET.search(scope["query_string"]) or SECRET.search(scope["path"].encode("utf-8", "surrogatepass")))
@@ -166,6 +167,6 @@ def require_scope(key: ApiKey, scopes: Scopes) -> None:
     if key.scopes & scopes:
         return
     if not scopes:
-        raise Forbidden("this affects all projects, so it needs the operator's admin key")
+        raise Forbidden("this needs the operator's admin key; API keys are not accepted")
     wanted = " or ".join(scope for scope in SCOPE_NAMES if scope in scopes)
     raise Forbidden(f"this needs a key with the scope {wanted}; key {key.prefix} does not have it")

@@ -1,4 +1,7 @@
-"""Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key. An API key may only list engines."""
+"""Routes to list, add, drain and remove engines, under `/admin/engines`. They require the admin key.
+
+An API key may only read whether the engines are saturated or scripted.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class _EngineBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class AddEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines`.
 
-    `version` declares that the engine already has the weights of this version. If another program loads the weights, `version` is required
-    and must be the current version.
+    `version` declares that the engine already has the weights of this version. If another program loaded the current weights, `version` is
+    required and must be the current version.
     """
 
     version: Version | None = None
@@ -65,7 +68,7 @@ class EngineRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
 
     async def show(self, request: Request) -> JsonReply[EnginesView]:
-        """List the engines and their load."""
+        """List the engines and their load. An API key sees only whether the engines are saturated or scripted."""
         view = await self._changes.show()
         if request.state.caller.project is not None:  # a project may see only whether to send fewer calls
             view = EnginesView(engines=[], saturated=view.saturated, scripted=view.scripted)
@@ -82,6 +85,6 @@ class EngineRoutes:
         return json_response(await self._changes.drain(body.url))
 
     async def remove(self, request: Request, body: RemoveEngineBody) -> JsonReply[EnginesView]:
-        """Remove an engine once its calls in flight have ended."""
+        """Remove an engine once its calls in flight have ended or, with `force`, at once."""
         body.check()
         return json_response(await self._changes.remove(body.url, body.limit_s, force=body.force))

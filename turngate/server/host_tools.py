@@ -1,7 +1,7 @@
 """Host tools for agents: `GET /v1/tools` lists the session's tools, and `POST /v1/tools/{name}` calls one.
 
-Like model calls, these routes require the session's secret or, if the path names the session, a key with a scope for model calls. Errors
-use OpenAI's format.
+Like model calls, these routes require the session's secret or, if the path names the session, the admin key or an API key with a
+scope for model calls. Errors use OpenAI's format.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """Call a host tool with its arguments, and wait until the host answers or the client disconnects."""
+        """Call a host tool with its arguments, and return the reply of the tool or of its host."""
         try:
             headers = parse_headers(scope)
             session = self._auth.session(_chat.read_key(headers, {}), session_id)

@@ -60,7 +60,10 @@ class HostedProject(ProjectGateway):
 
 
 class HostedProjects:
-    """The projects that a gateway serves besides `default`. Each one is opened when the gateway starts, or at its first request."""
+    """The projects that a gateway serves besides `default`.
+
+    Each one is opened when the gateway starts or at its first request. Worker 0 of a cell also opens projects that are created later.
+    """
 
     def __init__(self, host: ProjectGateway) -> None:
         self._host = host
@@ -87,7 +90,7 @@ class HostedProjects:
             self.open(name)
 
     async def _watch(self) -> None:
-        """Open projects that another process has created, and remove those that were deleted, until this task is cancelled."""
+        """Remove deleted projects and, in worker 0 of a cell, open projects that another process has created. Run until cancelled."""
         while True:
             try:
                 if self._host.cell is not None and self._host.shard.number == 0:
@@ -106,7 +109,7 @@ class HostedProjects:
             await asyncio.sleep(_WATCH_S)
 
     async def _remove(self, name: str) -> None:
-        """End the requests, sessions and tasks of a deleted project, and remove its data from this machine."""
+        """End the requests and tasks of a deleted project. Worker 0 also removes the project's data from this machine."""
         project = self._open.pop(name, None)
         if project is not None:
             log.warning("project %s was deleted; ending its sessions and removing its data", name)
@@ -138,7 +141,8 @@ class HostedProjects:
     def choose(self, scope: Scope) -> str | None:
         """Return the project that a request belongs to, or None for the project `default`.
 
-        The key alone decides, except that the operator may name a project in a header. The project's own gateway checks the key again.
+        The key or login cookie alone decides, except that the operator may name a project in a header. The project's own gateway checks the
+        key again.
         """
         ring = self._host.projects.ring
         named, keys = "", []

@@ -1,7 +1,7 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-The admin key, and the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), return the sums over all projects. An API key
-returns only the values of its project, without those of the process.
+The admin key, and the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), return the sums over all projects. An API key,
+or the admin key and the name of another project, returns only the values of that project, without those of the process.
 """
 
 from __future__ import annotations

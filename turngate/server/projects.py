@@ -128,7 +128,7 @@ class ProjectRoutes:
         return respond_created(new)
 
     async def rotate_key(self, request: Request, body: RotateKeyBody) -> CreatedReply[NewKey]:
-        """Replace a key. The old key stays valid for `grace_s` seconds."""
+        """Replace a key. The old key stays valid for up to `grace_s` seconds."""
         prefix = request.path_params["prefix"]
         return respond_created(self._projects.rotate_key(_caller(request), prefix, body.grace_s))
 

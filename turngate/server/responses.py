@@ -1,7 +1,7 @@
 """Stored responses of OpenAI's Responses API: read one, list its input items, delete it.
 
-Like model calls, these routes require the session's secret or, if the path names the session, a key with a scope for model calls. They
-serve only the session's own responses.
+Like model calls, these routes require the session's secret or, if the path names the session, the admin key or an API key with a
+scope for model calls. They serve only the session's own responses.
 """
 
 from __future__ import annotations

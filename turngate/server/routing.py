@@ -90,7 +90,7 @@ def _describe_call(base: str, dialect: Dialect, route: Route) -> Operation:
 
 
 def dialect_of(request: HTTPConnection) -> Dialect:
-    """Return the dialect in which to answer a request that is not a model call. Headers take precedence over the path."""
+    """Return the dialect that the headers or the path of a request suggest. Headers take precedence."""
     path = SESSION_PREFIX.sub("", request.url.path) or "/"
     for header, name in _DIALECT_HEADERS.items():
         for dialect in DIALECTS:

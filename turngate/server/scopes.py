@@ -1,7 +1,7 @@
-"""The scopes of every route: an API key needs one of them. A gateway does not start if one of its routes is missing here.
+"""The scopes of the routes: an API key needs one of them. A gateway does not start if a route that needs scopes is missing here.
 
-Model calls, host tools and stored responses are not listed. They require the secret of their session or, if the path names the session, a
-key with one of the scopes in `MODEL_CALLS`.
+Public routes and lists of models need no scopes. Model calls, host tools and stored responses are not listed: they require the secret of
+their session or, if the path names the session, the admin key or an API key with one of the scopes in `MODEL_CALLS`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ async def serve_socket(
     *,
     prime: bool = False,
 ) -> None:
-    """Serve a connection until the client closes it. The session's secret is checked at the start, and again for every call."""
+    """Serve a connection until the client closes it. The key is checked at the start, and again for every call."""
     headers, query = parse_headers(scope), parse_query(scope)
 
     def find_session() -> Session:
@@ -272,7 +272,7 @@ class CallSocket:
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
                 raise TooManyLanes(
-                    f"{_MAX_WAITING} calls are already waiting; send this one again when one of them ends"
+                    f"{_MAX_WAITING} calls are already waiting in this lane; send this one again when one of them has started"
                 )
             queue.put_nowait((raw, event))
             self._held_bytes += len(raw)

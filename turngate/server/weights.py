@@ -111,7 +111,7 @@ class FenceRoutes:
         return json_response(await self._updates.resume(body.version, body.model))
 
     async def show(self, request: Request) -> JsonReply[WeightsView]:
-        """Return the version of each replica's weights."""
+        """Return the state of the fence, the current weights and the health of the replicas."""
         return json_response(await self._updates.describe())
 
     async def load(self, request: Request, body: WeightsBody) -> JsonReply[LoadReply]:

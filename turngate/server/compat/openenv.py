@@ -234,7 +234,9 @@ def _trace_view(view: SessionView) -> TraceView:
 
 def _encode_entries(view: SessionView) -> bytes:
     if _capture_kind(view.session)["rollout_type"] == "eval":
-        raise Conflict("this session is an evaluation, which has no entries to train on; use /rollout for its trace")
+        raise Conflict(
+            "this session is an evaluation, or its tokens were not captured, so it has no entries to train on; use /rollout"
+        )
     entries = []
     for turn in training_turns(_trace_view(view)):
         node = turn.pop("node_id")
@@ -254,7 +256,7 @@ def _capture_kind(session: Session) -> dict[str, str]:
 
 
 def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
-    """Return the session's sampling parameters. Training allows only the temperature, because other parameters bias the samples."""
+    """Return the session's sampling parameters. For training, only the temperature may differ from its neutral value."""
     if body.eval_sampling and body.purpose != "eval":
         raise BadRequest("eval_sampling requires purpose 'eval'", param="eval_sampling")
     if body.purpose == "eval":
@@ -263,7 +265,9 @@ def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
         return _check_sampling("eval_sampling", body.eval_sampling or {}, _EVAL_SAMPLING)
     sampling = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
     if sampling and not sampling.get("temperature"):
-        raise BadRequest("sampling.temperature must be greater than 0 for training", param="sampling.temperature")
+        raise BadRequest(
+            "sampling.temperature must be set, and be greater than 0, for training", param="sampling.temperature"
+        )
     for name, neutral in _NEUTRAL.items():
         if name in sampling and sampling.pop(name) not in neutral:
             raise BadRequest(f"sampling.{name} must be {neutral[0]} for training", param=f"sampling.{name}")
@@ -314,7 +318,7 @@ def _encode_rollout(view: SessionView, limits_met: int, *, discarded: bool, mess
 
 
 def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dict[str, Json]:
-    """Return one branch as JSON. The format requires a number at every position, so a missing log-probability is 0.0 and masked."""
+    """Return one branch as JSON. The format requires a number at every position, so masked tokens have the log-probability 0.0."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
     for span, turn in zip(row.spans, turns, strict=True):

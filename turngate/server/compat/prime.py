@@ -3,7 +3,7 @@
 Requests and replies have the same fields as prime-rl's. This implementation differs in a few ways. `register` also returns the
 session's secret (`api_key`), `cancel` aborts the generation, and `unregister` is idempotent. History is never tokenized again, replies
 are streamed as they are sampled, idle rollouts expire, and the agent receives no token data. The routes require the admin key or an API key
-with one of the route's scopes, unless `open_loopback` admits loopback clients without a key.
+with one of the route's scopes, unless `open_loopback` admits loopback clients without a key. `chat/completions` also accepts the secret.
 """
 
 from __future__ import annotations
@@ -188,13 +188,14 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     value = params.get("max_tokens", params.get("max_completion_tokens"))
     if value is not None and (not isinstance(value, int) or value < 1):
         raise Unprocessable(
-            f"sampling_params.max_tokens must be an integer greater than 0, not {value!r}", param="sampling_params"
+            f"sampling_params.max_tokens (or max_completion_tokens) must be an integer greater than 0, not {value!r}",
+            param="sampling_params",
         )
     return value
 
 
 def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
-    """Encode a turn's routed experts in the format of verifiers. They start at token `start` of the turn's prompt."""
+    """Encode a turn's routed experts in the format of verifiers. They start at token `start` of the prompt and completion."""
     if len(arrays) != 1:
         return None  # there are none, or they cover separate parts of the prompt, which the format cannot express
     [array] = arrays

@@ -98,7 +98,7 @@ class PageLogin:
     def require(self, request: Request, scopes: Scopes = _SCOPES) -> float:
         """Return the expiry time of the client's cookie.
 
-        Raise an error if the cookie is missing or invalid, or if its API key lacks the scopes.
+        Raise an error if the cookie is missing or invalid, or if its API key has none of the scopes.
         """
         cookie = request.cookies.get(COOKIE, "")
         end = self.expiry_of(cookie)

@@ -36,7 +36,7 @@ class PageReader:
         self.views = ViewCache(tokenizer, self._shared or Overview())
 
     async def keep_lists_current(self) -> None:
-        """Keep the lists of a shared store up to date, so that requests do not have to update them. Run until cancelled."""
+        """Keep the lists of a shared store up to date until cancelled, so that requests need not. Return at once for any other store."""
         while self._shared is not None:
             is_complete = True
             try:

@@ -33,7 +33,7 @@ class RolloutMessagesQuery(msgspec.Struct, frozen=True):
 
 
 class RolloutTokensQuery(msgspec.Struct, frozen=True):
-    """Query parameters. They select the tokens of a branch, starting at token `token` of node `node`."""
+    """Query parameters. They select the tokens of one branch or of all branches, starting at token `token` of node `node`."""
 
     node: Whole | None = None
     branch: Whole | None = None
@@ -67,7 +67,7 @@ class RolloutRoutes:
         )
 
     async def tokens(self, request: Request, query: RolloutTokensQuery) -> Response:
-        """Return the tokens of a branch."""
+        """Return the tokens of a rollout."""
         limit = min(query.limit or 4000, 20_000)
         return await self._respond(
             request,
@@ -117,7 +117,7 @@ class ActionRoutes:
         seq = self._events.announce(stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt})
         answer = await self._events.wait_for(lambda: self._find_answer(stream, seq), _ANSWER_S, woken_by=stream)
         if answer is None:
-            message = "the batch is not running; the retry request is stored and takes effect when you run the batch again on its folder"
+            message = "the batch has not answered; the retry request is stored: if the batch is not running, run it again on its folder"
             return json_response({"asked": True, "taken": None, "message": message})
         return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 
