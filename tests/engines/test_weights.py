@@ -85,8 +85,10 @@ async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyW
         assert seen.ok == (not wrong) and wrong in seen.detail
 
 
-async def test_sglang_update_requests() -> None:
-    server = StandIn(answer_with({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
+@pytest.mark.parametrize("mark", [{}, {"weight_version": "default"}])  # old versions of SGLang report none
+async def test_sglang_update_requests(mark: dict[str, str]) -> None:
+    info = {"/get_model_info": {"model_path": "/m/0", **mark}}
+    server = StandIn(answer_with({"success": True, "message": "ok"}), info)
     async with serving(server), started(SGLang(server.url)) as engine:
         with pytest.raises(EngineRejected, match="cannot restore its initial weights because their path is unknown"):
             await engine.reload_initial_weights(frozen=False)
@@ -103,7 +105,7 @@ async def test_sglang_update_requests() -> None:
         ("/pause_generation", {"mode": "in_place"}),
         ("/update_weights_from_disk", {"model_path": "/m/3", "weight_version": "3", "flush_cache": False}),
         ("/continue_generation", {}),
-        ("/update_weights_from_disk", {"model_path": "/m/0", "flush_cache": True}),
+        ("/update_weights_from_disk", {"model_path": "/m/0", "flush_cache": True, **mark}),
         ("/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),
         ("/unload_lora_adapter", {"lora_name": "policy-v3"}),
     ]

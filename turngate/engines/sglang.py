@@ -1,7 +1,7 @@
 """The SGLang engine: sends token ids to the native `/generate` API, and receives sampled ids and log-probabilities.
 
-Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and tested against a
-fake server that sends the same messages. It has NOT been run against a live SGLang server.
+Tested against SGLang 0.5.23 on a CPU (`tests/real/test_sglang.py`), and against a stand-in for what that server does not do: older
+versions, adapters, grammars and data-parallel ranks.
 
 Peculiarities of SGLang's wire format:
 
@@ -127,7 +127,7 @@ class SGLang:
         self._expert_shape = expert_shape  # the shape of routed experts, which SGLang does not report
         self._rank = rank
         self._ranks = ranks
-        self._initial_path = ""  # the initial model's folder, once a different model has been loaded
+        self._initial: _ModelInfo | None = None  # the model at the start, once a different model has been loaded
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
@@ -233,17 +233,19 @@ class SGLang:
             body: dict[str, Any] = {"lora_name": weights.name, "lora_path": weights.lora_path}
             await self._command("/load_lora_adapter", body, LOAD_S)
             return
-        if not self._initial_path:
-            self._initial_path = (await self._client.get("/get_model_info", _ModelInfo)).model_path
+        if self._initial is None:
+            self._initial = await self._client.get("/get_model_info", _ModelInfo)
         body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": not frozen}
         await self._command("/update_weights_from_disk", body, LOAD_S)
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
-        if not self._initial_path:
+        if self._initial is None:
             raise EngineRejected(
                 f"{self.name} cannot restore its initial weights because their path is unknown; restart the engine"
             )
-        body = {"model_path": self._initial_path, "flush_cache": not frozen}
+        body: dict[str, Any] = {"model_path": self._initial.model_path, "flush_cache": not frozen}
+        if self._initial.weight_version is not None:
+            body["weight_version"] = self._initial.weight_version  # else it keeps the version of the other model
         await self._command("/update_weights_from_disk", body, LOAD_S)
 
     async def abort_all(self) -> None:
