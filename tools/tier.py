@@ -102,7 +102,11 @@ TIERS = {
     "test-all": Tier(
         "all tests",
         "not subset",
-        [*ALL_PARTS, [PYTHON, "tools/parts.py", "coder"], [TURNGATE, "agents", "install", *MORE_AGENTS]],
+        [
+            *ALL_PARTS,
+            [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe"],
+            [TURNGATE, "agents", "install", *MORE_AGENTS],
+        ],
         verify_every=1,
         more_workers=2,
     ),

@@ -1,4 +1,4 @@
-"""Tests for SGLang against a stand-in with the wire formats of its public source, not a live server."""
+"""Tests for SGLang against a stand-in with the wire formats of its versions. `tests/real/test_sglang.py` uses a real server."""
 
 from __future__ import annotations
 
