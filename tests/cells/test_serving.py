@@ -88,7 +88,7 @@ def test_a_full_outbox_refuses_new_sessions(tmp_path: Path) -> None:
     ServingGuard(permit, max_unshipped=1).require_room(store.outbox)
     finish_rollout(store, "s", "g")
     guard = ServingGuard(permit, max_unshipped=1)
-    with pytest.raises(Busy, match="1 sessions of this cell are not in the shared store yet"):
+    with pytest.raises(Busy, match="1 sessions of this project in this cell are not in the shared store yet"):
         guard.require_room(store.outbox)
     other = open_cell(tmp_path / "projects" / "other")
     guard.require_room(other.outbox)  # one project does not fill the outbox of another

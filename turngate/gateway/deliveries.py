@@ -49,7 +49,7 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
         outcome = self.member.outcome
         excluded = self.excluded
         if not excluded and advantage is None:
-            excluded = "its group has no other rollout to compare it with"
+            excluded = "its group has no other rollout with a usable reward to compare it with"
         return WireRollout(
             session=self.member.id,
             task=outcome.task,

@@ -90,8 +90,8 @@ class Events:
     ) -> AsyncGenerator[GatewayEvent | None, None]:
         """Yield the events after number `after`, of one session or of all sessions, until the gateway stops. None is a keep-alive.
 
-        With `wait=False`, stop after the last event. If `after` is higher than the newest number, it belongs to a different data folder, so
-        the events are read from the beginning.
+        With `wait=False`, stop after the last event. If `after` is higher than the newest number, it does not belong to this store, so the
+        events are read from the beginning.
         """
         if after > self._log.newest():
             after = 0
@@ -146,7 +146,7 @@ class Events:
         """Wait for a change in the log. Return True if there may be one, or False after `seconds` without one.
 
         All events of one session are written by its worker. A follower of all sessions polls, since other processes cannot wake it.
-        Checking whether the file has changed takes microseconds.
+        In a local store, checking whether the file has changed takes microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

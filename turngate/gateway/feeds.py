@@ -207,7 +207,10 @@ class Feeds:
                 f"feed {name!r}: the store was restored from a backup; open the feed again, with after= the number in your checkpoint",
                 param="reader",
             )
-        return Conflict(f"another reader has taken over feed {name!r}; only one reader can train on it", param="reader")
+        return Conflict(
+            f"the reader is wrong, or another reader has taken over feed {name!r}; only one reader can train on it",
+            param="reader",
+        )
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -131,7 +131,7 @@ class Projects:
         return _view_new_key(key, secret)
 
     def rotate_key(self, caller: Caller, prefix: str, grace_s: float) -> NewKey:
-        """Create a new key with the same scopes, to replace the one with this prefix. The old key stays valid for `grace_s` seconds."""
+        """Create a key with the same scopes, to replace the one with this prefix. The old key stays valid for up to `grace_s` seconds."""
         old = self._find_key(caller, prefix)
         if not old.is_valid(now := time.time()):
             raise Conflict(f"key {prefix} is no longer valid; create a new key")

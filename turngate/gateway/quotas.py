@@ -55,7 +55,7 @@ class ProjectQuota:
         return self.max_tokens == inf or self.metrics.sampled_tokens < self.max_tokens
 
     async def require_tokens(self) -> None:
-        """Wait for more tokens if the part is used up. Raise `QuotaExceeded` if the whole quota is used up."""
+        """Wait for more tokens if the part is used up. Raise `QuotaExceeded` if this process cannot get more."""
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "

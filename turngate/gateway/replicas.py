@@ -72,10 +72,10 @@ class ReplicaSet:
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join. Raise an error if the engine is then not ready for calls.
+        """Load the current weights into an engine that is about to join, unless it has them. Raise an error if it is not ready then.
 
-        `claimed` is the version that the engine already has, according to the caller. If another program loads the weights, the gateway
-        cannot load them, so `claimed` must be the current version.
+        `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights, the
+        gateway cannot load them, so `claimed` must be the current version.
         """
         load = self._read_loadable(version)
         if load is None and version > 0 and claimed != version:

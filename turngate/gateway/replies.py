@@ -37,7 +37,10 @@ _message = msgspec.json.Decoder(Message)
 
 
 class _RecentReplies:
-    """The latest replies of one session. `echo` is the part of the newest stored reply that repeats its request; `digest` is its digest."""
+    """The latest replies of one session.
+
+    `echo` is the part of the newest stored reply that repeats its request. `digest` is the digest of `echo`.
+    """
 
     __slots__ = ("by_id", "digest", "echo")
 

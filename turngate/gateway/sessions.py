@@ -282,7 +282,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight because the cell's lease has lapsed. Agents repeat the calls, which then wait for the lease."""
+        """Abort all calls in flight because the cell may not serve now. Agents repeat the calls, which then wait until it may."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:

@@ -239,7 +239,7 @@ class FenceFollower:
         return True
 
     async def _watch(self) -> None:
-        """Hold calls, and abort those in flight, when no report has been answered for too long."""
+        """Hold calls, and abort those in flight, when no report has succeeded for too long."""
         while True:
             left = self._fence.valid_until - fence_clock()
             if left > 0:
@@ -247,6 +247,8 @@ class FenceFollower:
                 continue
             await self._fence.pause("hold")
             if self._fence.in_flight:
-                log.warning("the shared store has not answered for %g s; aborting calls in flight", self._ttl_s)
+                log.warning(
+                    "this cell could not follow the shared fence for %g s; aborting calls in flight", self._ttl_s
+                )
                 await self._abort_calls()
             await asyncio.sleep(POLL_S)

@@ -29,7 +29,9 @@ class CellKeyRing(KeyRing):
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
         if not self._permit.is_held:
-            raise LeaseLapsed("this cell cannot reach the shared store, so it cannot check keys; retry in a moment")
+            raise LeaseLapsed(
+                "this cell does not hold its lease at the shared store, so it cannot check keys; retry in a moment"
+            )
         return super().find_prefix(prefix)
 
 

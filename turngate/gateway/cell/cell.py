@@ -141,7 +141,7 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Get a lease, cancel sessions that belong to an earlier id of this cell, and start watching the lease."""
+        """Get a lease (in worker 0), cancel sessions that belong to an earlier id of this cell, and start watching the lease."""
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))
@@ -151,7 +151,7 @@ class Cell:
         self._watching = asyncio.create_task(self.guard.run())
 
     def interrupt(self) -> None:
-        """Make all requests that are waiting for the shared store fail. Called when the cell stops and the shared store does not answer."""
+        """Make all requests that are waiting for the shared store fail. Called when stopping takes too long."""
         for store in self._opened:
             store.database.interrupt()
 

@@ -115,9 +115,10 @@ class LeaseKeeper:
         log.info("cell %s (%s) has a lease of %g s", self._name.name, cell, self._lease.ttl_s)
 
     def _start_over(self, request: Renewal) -> None:
-        """Choose a new id, since the lease of the old id was taken over. The next request registers the new id."""
+        """Choose a new id, since the old id is no longer active in the shared store. The next request registers the new id."""
         log.warning(
-            "the lease of cell %s was taken over; cancelling its sessions and registering a new id", self._lease.cell
+            "cell %s is no longer active in the shared store; cancelling its sessions and registering a new id",
+            self._lease.cell,
         )
         self._lease.lose(request)
         cell = new_cell_id()

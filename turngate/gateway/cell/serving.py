@@ -62,7 +62,7 @@ class ServingPermit:
         """Raise `LeaseLapsed` unless the lease is held."""
         if not self.is_held:
             raise LeaseLapsed(
-                "this cell cannot reach the shared store, so it cannot accept this request; retry in a moment"
+                "this cell does not hold its lease at the shared store, so it cannot accept this request; retry in a moment"
             )
 
     async def wait(self) -> None:
@@ -120,7 +120,7 @@ class ServingGuard:
             self._unshipped[outbox] = unshipped, now
         if unshipped >= self._max_unshipped:
             raise Busy(
-                f"{unshipped} sessions of this cell are not in the shared store yet (max_unshipped is "
+                f"{unshipped} sessions of this project in this cell are not in the shared store yet (max_unshipped is "
                 f"{self._max_unshipped}); retry in a moment"
             )
 
@@ -133,7 +133,7 @@ class ServingGuard:
             if is_held:
                 self.permit.wake()
             elif was_held:
-                log.warning("the lease has lapsed: holding model calls until the shared store answers")
+                log.warning("the lease is not held: holding model calls until it is held again")
                 await self.interrupt_calls()
             was_held = is_held
             left = self.permit.seconds_left

@@ -143,7 +143,7 @@ class Shipper:
         return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
 
     def ship(self) -> int:
-        """Ship a batch of due sessions in one transaction, and return the size of the batch."""
+        """Ship a batch of due sessions, usually in one transaction. Return how many sessions were due."""
         rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0
