@@ -1,7 +1,7 @@
 """A session with all its recorded data, in a form that does not depend on the store that it is in.
 
-`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and checksums are not included, because
-they have a meaning only within one store. Checksums are verified when a session is read.
+`read_session` reads one from a store, and `write_session` adds it to another. Keys, event numbers and the checksums of nodes are not
+included, because they have a meaning only within one store. The checksums of nodes are verified when a session is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
 
 def read_session(db: StoreConnection, key: int) -> ArchivedSession:
-    """Read a session with everything recorded for it. Raise `StoreError` if it is damaged. Call this inside a snapshot."""
+    """Read a session with everything recorded for it. Raise `StoreError` if a node is damaged. Call this inside a snapshot."""
     session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (key,)).fetchone()
     if session is None:
         raise StoreError("it was deleted")

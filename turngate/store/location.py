@@ -56,7 +56,7 @@ def open_all_projects(data: str, *, read_only: bool = False) -> Iterator[tuple[s
 
 
 def count_unfinished(data: str, project: str) -> int:
-    """Return how many sessions of a project are open, including those in cells that have not shipped them yet."""
+    """Return how many sessions of a project are open, or are in a cell that has not shipped them yet."""
     where = locate_project(data, project)
     if not is_database_url(where) and not (Path(where) / "turngate.db").is_file():
         return 0  # nothing was recorded yet

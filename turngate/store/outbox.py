@@ -270,7 +270,7 @@ class OutboxTable:
     def start(self, cell: str, adopted: Iterable[str]) -> None:
         """Make this gateway the cell `cell`, and move the sessions of the `adopted` cells to it.
 
-        Sessions that ended while no cell was running become due.
+        All ended sessions in the outbox become due.
         """
         with self._writing() as db:
             for old in adopted:

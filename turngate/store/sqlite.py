@@ -98,7 +98,7 @@ class NewTurn(msgspec.Struct, frozen=True):
 class Store:
     """Sessions, their traces, and settings.
 
-    Methods block, but are short. Each method that writes uses one transaction, except `commit` for turns with side data.
+    Methods block, but are short. Each method that writes uses one transaction, except `probe`, and `commit` for turns with side data.
     """
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:

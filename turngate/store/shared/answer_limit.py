@@ -1,6 +1,6 @@
 """A limit on the time that PostgreSQL may take to answer, because each query blocks the gateway's event loop.
 
-After a server has not answered in time, connecting to it fails immediately for a few seconds. Then one call tries again.
+After a server has not answered in time, connecting to it fails immediately for a few seconds. Then the next call tries again.
 """
 
 from __future__ import annotations

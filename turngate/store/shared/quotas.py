@@ -1,4 +1,4 @@
-"""Quotas in the shared store. Its database has the sessions of all projects, so it can measure each of them."""
+"""Quotas in the shared store. The shared database has the sessions of all projects, so it can measure each project."""
 
 from __future__ import annotations
 

@@ -142,13 +142,13 @@ def find_unopened(db: StoreConnection) -> list[str]:
 
 
 def find_silent(db: StoreConnection, before: float) -> list[str]:
-    """Return the ids of starting and finishing rollouts that have reported nothing since the time `before`."""
+    """Return the ids of up to 1000 starting and finishing rollouts that have reported nothing since the time `before`."""
     query = "SELECT id FROM rollout_list WHERE status IN ('starting', 'finishing') AND seen<? LIMIT 1000"
     return [session for (session,) in db.execute(query, (before,)).fetchall()]
 
 
 def find_gateway_events(db: StoreConnection, after: int, last: int) -> list[RawEvent]:
-    """Return the deliveries and weight updates among the events numbered from `after` + 1 to `last`."""
+    """Return the deliveries and the changes of the fence among the events numbered from `after` + 1 to `last`."""
     query = (
         "SELECT seq, time, session, kind, data FROM events WHERE seq>? AND seq<=? AND session=''"
         " AND kind IN ('fence', 'delivery') ORDER BY seq"
@@ -157,7 +157,7 @@ def find_gateway_events(db: StoreConnection, after: int, last: int) -> list[RawE
 
 
 def find_sessions_after(db: StoreConnection, key: int, limit: int) -> list[tuple[int, str]]:
-    """Return the key and id of each session with a key above `key`, oldest first."""
+    """Return the keys and ids of up to `limit` sessions with keys above `key`, oldest first."""
     return db.execute("SELECT key, id FROM sessions WHERE key>? ORDER BY key LIMIT ?", (key, limit)).fetchall()
 
 
