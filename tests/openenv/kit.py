@@ -75,19 +75,22 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **more}
 
 
-def write_settings(folder: Path) -> Path:
-    """Write the settings file of the service."""
+def write_settings(folder: Path, more: str = "") -> Path:
+    """Write the settings file of the service. `more`: TOML to append."""
     (folder / "replies.json").write_text(f'["{REPLY}"]')
     file = folder / "service.toml"
-    file.write_text(SETTINGS.format(folder=folder, model=MODEL, python=sys.executable))
+    file.write_text(SETTINGS.format(folder=folder, model=MODEL, python=sys.executable) + more)
     return file
 
 
 @contextmanager
-def run_server(folder: Path, *, package: Path | None = None, **env: str) -> Iterator[Server]:
-    """Run the server on a free port. `package`: start it from that folder, as OpenEnv does, instead of with Turngate's command."""
+def run_server(folder: Path, *, package: Path | None = None, settings: str = "", **env: str) -> Iterator[Server]:
+    """Run the server on a free port. `package`: start it from that folder, as OpenEnv does, instead of with Turngate's command.
+
+    `settings`: TOML to append to the service's settings.
+    """
     module = ["server.app"] if package else ["turngate.openenv"]
-    given = {} if package else {"TURNGATE_SERVICE": str(write_settings(folder))}
+    given = {} if package else {"TURNGATE_SERVICE": str(write_settings(folder, settings))}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *module, "--port", "0"],

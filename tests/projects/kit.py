@@ -13,6 +13,14 @@ from turngate.store.projects import SCOPE_NAMES
 from turngate.store.sqlite import Store
 
 Json = Any
+# The service's tools that name a rollout, with their other arguments.
+TOOL_ATTACKS: dict[str, dict[str, Json]] = {
+    "get_messages": {},
+    "subscribe_events": {},
+    "abort_rollout": {"reason": "x"},
+    "finalize_rollout": {"wait_s": 0},
+    "get_state": {},
+}
 
 
 async def create_project(g: Running, name: str, **settings: Json) -> None:

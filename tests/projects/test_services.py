@@ -1,4 +1,7 @@
-"""Services of two projects at one gateway: over MCP, whose tools OpenEnv shares, neither reaches a rollout of the other."""
+"""Services of two projects at one gateway: over MCP, neither reaches a rollout of the other.
+
+`tests/openenv/inside/test_projects.py` does the same on every route of OpenEnv's server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from mcp import Client
 
 from tests.kit import Running, gateway, say
-from tests.projects.kit import create_key, create_project
+from tests.projects.kit import TOOL_ATTACKS, create_key, create_project
 from tests.service.kit import Service, run_service
 from turngate.mcp.server import build_server
 from turngate.service.catalog import Endpoint
@@ -20,14 +23,6 @@ pytestmark = pytest.mark.process
 
 MODEL = "gateway://train"
 GHOST = "0" * 24
-# Arguments besides the rollout's id.
-ATTACKS: dict[str, dict[str, Any]] = {
-    "get_messages": {},
-    "subscribe_events": {},
-    "abort_rollout": {"reason": "x"},
-    "finalize_rollout": {"wait_s": 0},
-    "get_state": {},
-}
 
 
 @asynccontextmanager
@@ -49,7 +44,7 @@ async def call(client: Client, tool: str, arguments: dict[str, Any], rollout: st
 async def attack(alpha: Service, beta: Service, target: str, own: str) -> None:
     """Try to reach a rollout of alpha with every tool of beta's service."""
     async with Client(build_server(alpha.rollouts)) as member, Client(build_server(beta.rollouts)) as attacker:
-        for tool, arguments in ATTACKS.items():
+        for tool, arguments in TOOL_ATTACKS.items():
             answer = await call(attacker, tool, arguments, target)
             assert answer.startswith("True") and answer == await call(attacker, tool, arguments, GHOST), tool
             assert (await call(member, tool, arguments, target)).startswith("False"), tool  # the control
@@ -58,7 +53,9 @@ async def attack(alpha: Service, beta: Service, target: str, own: str) -> None:
 
 
 def test_every_tool_that_names_a_rollout_is_tried() -> None:
-    assert ATTACKS.keys() == {name for name, tool in TOOLS.items() if "rollout_id" in tool.input_schema()["properties"]}
+    assert TOOL_ATTACKS.keys() == {
+        name for name, tool in TOOLS.items() if "rollout_id" in tool.input_schema()["properties"]
+    }
 
 
 async def test_tools_of_one_project_do_not_reach_rollouts_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
