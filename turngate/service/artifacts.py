@@ -43,7 +43,9 @@ def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dic
         remaining -= len(text)
         texts[name] = text
     if binary:
-        truncator.notes.append(f"workdir_files: {len(binary):,} binary files left out: {_join_first(binary)}")
+        truncator.notes.append(
+            f"workdir_files: {len(binary):,} binary or unreadable files left out: {_join_first(binary)}"
+        )
     _note_unnamed("workdir_files", unnamed, truncator)
     if omitted or more:
         truncator.notes.append(
@@ -90,7 +92,7 @@ def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> Non
 
 
 def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
-    """Return the beginning of a text file, the number of bytes left out and the size of the file, or None if it is not text."""
+    """Return the beginning of a text file, the number of bytes left out and the size of the file, or None if it is not readable text."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

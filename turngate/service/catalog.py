@@ -105,7 +105,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def supported_modes(self) -> tuple[Mode, ...]:
-        """The modes that the endpoint's kind and settings support. The first mode is the default."""
+        """The modes that the endpoint's kind and settings support. The first is the default unless `mode` or `modes` is set."""
         kind, modes = self.kind, list[Mode]()
         if self.scheme == "gateway":
             return tuple(self.modes) or ("exact",)
@@ -202,7 +202,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return f"{mode} mode needs a tokenizer"
         if mode in ("exact", "gate"):
             return f"{self.scheme} endpoints do not accept token ids"
-        return f"{self.scheme} endpoints do not support {mode} mode"
+        return f"this {self.scheme} endpoint does not support {mode} mode"
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Run a batch of the Python API on a Ray cluster, like `turngate batch --ray`, and return results like those of the service.
 
 async with open_cluster_batch(config, place, request, tasks, n, folder) as batch:
-    async for finished in batch.rollouts():
+    async for finished in batch.rollouts(watch):
         result = batch.build_result(finished)
 """
 

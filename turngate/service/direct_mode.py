@@ -1,7 +1,7 @@
 """Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
 A sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one endpoint and
-returns the replies unchanged. It adds no key, removes any key that the agent sends, and does not follow redirects. It also counts completed
+returns the replies unchanged. It adds no key, removes the agent's key headers, and does not follow redirects. It also counts completed
 generations, and records errors and silence of the endpoint. As in the other modes, the agent is not at fault if its endpoint is down, fails
 or stops responding. The rollout uses `DirectModeClient` in place of a gateway's client.
 """

@@ -36,12 +36,12 @@ class RolloutEventLog:
         seq: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Store an event, and notify waiting callers. If the event cannot be stored, it is lost, but the rollout continues."""
+        """Store an event, and notify waiting callers. If the event cannot be stored, log an error. The rollout continues."""
         event = RolloutEvent(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
         try:
             self._storage.add_event(active.id, event)
         except StoreError as error:
-            log.error("rollout %s: event %r was lost: %s", active.id, kind, error.message)
+            log.error("rollout %s: event %r could not be stored: %s", active.id, kind, error.message)
             return
         active.cursor += 1
         active.seq = seq or active.seq

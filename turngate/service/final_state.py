@@ -18,7 +18,7 @@ from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, Roll
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
-LOST = "lost: the service stopped while this rollout was running; its gateway has what was recorded until then"
+LOST = "lost: the service stopped before this rollout ended; its gateway has what was recorded until then"
 UNREPORTED = "the service stopped before it wrote the result; the grade is known, and the gateway has the turns"
 
 
@@ -61,7 +61,7 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
 
 
 def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Build the final state of a rollout that was running when the service was killed.
+    """Build the final state of a rollout that had not ended when the service was killed.
 
     The rollout is considered to have ended at its last event. If a grade was recorded, it is kept.
     """

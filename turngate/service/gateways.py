@@ -193,7 +193,7 @@ def _load_local_engine(config: ServeConfig) -> Engine:
 
 
 def _admin_key(name: str) -> str:
-    """Read the admin key of a running gateway from the environment variable `name`, or from the default place if `name` is empty."""
+    """Read the admin key of a running gateway from the environment variable `name`, or from `TURNGATE_ADMIN_KEY` if `name` is empty."""
     if not name:
         return read_admin_key()
     key = read_key(name)

@@ -21,7 +21,7 @@ log = logging.getLogger("turngate")
 
 
 class RolloutHistory:
-    """Keeps the newest `config.keep` rollouts that have ended. If the disk is full, results stay in memory until they can be written."""
+    """Keeps the newest `config.keep` rollouts that have ended. Results that cannot be written stay in memory until they can be."""
 
     def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
         self._config = config

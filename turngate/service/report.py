@@ -31,8 +31,9 @@ def build_result(
 ) -> RolloutResult:
     """Build the full result of a rollout that has ended, with large fields truncated.
 
-    `outcome` is None if the rollout did not run. `folder` contains the agent's files, and `initial_files` the files that the agent started
-    with. If the agent started with a whole repository, `initial_files` is None, and the result does not contain the working folder.
+    `outcome` is None if the rollout did not run or its outcome was lost. `folder` contains the agent's files, and `initial_files` the files
+    that the agent started with. If the agent started with a whole repository, `initial_files` is None, and the result does not contain the
+    working folder.
     """
     truncator = Truncator(clamp)
     turns = build_turns(view, truncator) if view is not None else []

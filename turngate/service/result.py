@@ -116,7 +116,10 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a rollout. `queued`, `started`, `abort` and `ended` come from the service, all others from the gateway."""
+    """An event of a rollout. `queued`, `started`, `abort`, `ended` and, in direct mode, all others come from the service.
+
+    In the other modes, all others come from the gateway.
+    """
 
     cursor: int  # 1, 2, 3 … within the rollout
     time: float

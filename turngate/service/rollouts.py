@@ -6,8 +6,8 @@
         result = await rollouts.finalize(rollout)
 
 A rollout belongs to the service, not to its caller, so it continues when the caller disconnects. If a task, an agent, an engine or a
-sandbox fails, the result has an `error`. Exceptions are raised only for invalid arguments and unknown ids. States, events and results
-survive a restart. A rollout that was running when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python
+sandbox fails, the result has an `error`, and no exception is raised. States, events and results survive a restart. A rollout that had not
+ended when the process was killed is reported as lost, unless its result or grade was recorded. MCP, the OpenEnv environment and the Python
 API use only the methods of `Rollouts`.
 
     runner          the work of a rollout, up to its outcome

@@ -13,7 +13,7 @@ class Truncator:
         self.notes: list[str] = []
 
     def cut_middle(self, field: str, text: str, limit: int) -> str:
-        """Return the beginning and the end of a text, at most `limit` characters in total. A limit of 0 means no limit."""
+        """Return the beginning and the end of a text, `limit` characters in total, and mark the gap. A limit of 0 means no limit."""
         if not limit or len(text) <= limit:
             return text
         missing = len(text) - limit
