@@ -58,7 +58,9 @@ class TurngateState(State):
     rollouts: list[str] = Field(
         default_factory=list, description="The ids of the rollouts that this session started, oldest first"
     )
-    last_rollout: str = Field(default="", description="The id of the rollout in the last call")
+    last_rollout: str = Field(
+        default="", description="The id of the rollout that was last started or whose status was last returned"
+    )
     last_status: str = Field(default="", description="The status of that rollout, or empty if it had just started")
     last_reward: Optional[float] = Field(
         default=None, description="The reward of that rollout, or null if unknown, which is not the same as 0"
