@@ -92,7 +92,9 @@ class McpAccess:
 
     def _refusal(self, path: str, headers: Headers) -> Response | None:
         if path == "/health":
-            return JSONResponse({"status": "ok" if self.is_open else "stopping"}, 200 if self.is_open else 503)
+            return JSONResponse(
+                {"status": "ok" if self.is_open else "starting or stopping"}, 200 if self.is_open else 503
+            )
         if not self._is_own_host(headers.get("host", "")):
             return _error_response(
                 421, "the Host header does not name this server; to allow it, start the server with --allow-host"
