@@ -173,7 +173,7 @@ def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[
     if row.kind and row.kind != "infrastructure fault":
         return f"it has been judged: {row.kind}"
     if not row.kind and row.status != "cancelled":
-        return "it did not fail; it was run without grading"
+        return "it has no outcome, so there is no failure to retry"
     if not row.batch or not row.name:
         return "it does not belong to a batch; run it again the way you first ran it"
     last = find_last_attempt()

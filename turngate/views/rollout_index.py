@@ -1,4 +1,4 @@
-"""An in-memory index of all rollouts, built from sessions, outcomes and events. Traces are read only if events were pruned."""
+"""An in-memory index of all rollouts, built from sessions, outcomes and events. Whole traces are read only if events were pruned."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Update a rollout's row and return it. Policy versions are read only here, for the few rows that are shown."""
+        """Update a rollout's row and return it. Policy versions are read only here, because each rollout needs a query of its own."""
         row = entry.row
         row.status = entry.status_at(now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)

@@ -41,7 +41,7 @@ class SessionDirectory:
         ]
 
     async def show(self, session_id: str) -> Description:
-        """Describe the session with this id. Its trace is not kept in memory."""
+        """Describe the session with this id. A trace that must be read for this is not kept in memory."""
         find_live: Callable[[str], Session | None] = self._sessions.find_live
         live = find_live(session_id)
         if live is not None and not live.is_evicted:

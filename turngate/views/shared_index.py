@@ -73,7 +73,7 @@ class ListUpdater:
         return last == newest
 
     def _fill(self, db: SharedConnection, state: ListState) -> bool:
-        """Add the next sessions to lists that are being filled for the first time. Return whether the lists are up to date.
+        """Add the next sessions to lists that are being filled. Return whether the lists are up to date.
 
         Events that are written in the meantime are added after the last session.
         """

@@ -25,7 +25,7 @@ def training_trace(trace: DecodedTrace | Mapping[str, Any], /) -> dict[str, Json
     The result contains every model call once, in recording order. If a call may not be trained, its `loss_mask` is all zeros, and
     `metadata.untrained` gives the reason. The format requires a log-probability for each token of `completion_token_ids`. If
     log-probabilities are missing, `completion_token_ids` is therefore empty, and the sampled ids are in `metadata.sampled_token_ids`. Raise
-    `Conflict` if the trace has no ids.
+    `Conflict` if the ids of a prompt are missing.
     """
     return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(trace))}
 
