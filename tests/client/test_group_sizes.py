@@ -30,9 +30,7 @@ def test_only_the_wait_is_reported_for_an_empty_feed_and_after_a_delivery(caplog
     watch = GroupSizeWatch("math", 8)
     watch.add_incomplete((), 10)
     [message] = caplog.messages
-    assert message.startswith(
-        "feed math: waiting for groups, no delivery for 10 s: every rollout that has ended has been delivered;"
-    )
+    assert message.startswith("feed math: waiting for groups, no delivery for 10 s: no group is incomplete;")
     caplog.clear()
     watch.add_incomplete((), 30)
     watch.add_incomplete((), 60)
@@ -49,7 +47,7 @@ def test_split_group_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     for group in ("", "", "b.one", "b.one", "b.two", "b.two"):
         watch.add_delivery(group, 2)
     [message] = caplog.messages
-    assert message.startswith("feed math: group b.one has more than 2 rollouts")
+    assert message.startswith("feed math: group b.one is split into several deliveries")
 
 
 @pytest.mark.parametrize(

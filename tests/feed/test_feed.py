@@ -131,7 +131,7 @@ async def test_reader_is_warned_of_groups_of_other_size(
         small = await Feed.open(t.client, "small", FeedConfig(n=2, from_start=True))
         assert [d is not None and len(d.rollouts) for d in (await small.next(5), await small.next(5))] == [2, 2]
         assert caplog.messages == [
-            "feed small: group batch.task has more than 2 rollouts and is split into several deliveries; "
+            "feed small: group batch.task is split into several deliveries; if the batch makes groups of more than 2 rollouts, "
             "set n to the --n of the batch"
         ]
         for _ in range(4):
@@ -317,7 +317,7 @@ async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
         async with await Feed.open(t.client, "f", config, after=1, mark=mark) as feed:
             assert feed.mark == mark
         await t.client.delete_feed("f")
-        with pytest.raises(OtherFeed, match=r"it was deleted; start from the beginning$"):
+        with pytest.raises(OtherFeed, match=r"it was deleted, or the data folder changed; start from the beginning$"):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
         assert await t.client.feeds() == []  # no feed was created
         async with await Feed.open(t.client, "f", config) as feed:

@@ -282,7 +282,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the current mark is not the expected one. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
-        why, alternative = "it was deleted", ""
+        why, alternative = "it was deleted, or the data folder changed", ""
         if current:
             why = "it was deleted and recreated, or the data folder changed"
             alternative = ", or use the mark and a number of the current feed"

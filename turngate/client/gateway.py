@@ -100,7 +100,7 @@ class GatewayClient(GatewayTransport):
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
 
     async def engines(self) -> EnginesView:
-        """Return the engines of the gateway and their load."""
+        """Return the engines of the gateway and their load. With an API key, `engines` is empty."""
         return await self._request("GET", "/admin/engines", EnginesView)
 
     async def models(self) -> list[str]:
@@ -228,7 +228,8 @@ class GatewayClient(GatewayTransport):
         """Yield the events of one session, or of all sessions if `session` is empty.
 
         `after` is the `seq` of the last event that the caller has read, or 0 to start at the beginning. The stream survives gateway
-        restarts without losing or repeating an event. With `wait=False`, it stops after the existing events.
+        restarts without losing or repeating an event. It ends if the gateway does not know the session or does not accept the key. With
+        `wait=False`, it stops after the existing events.
         """
         assert self._http is not None, "use it as a context manager"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"

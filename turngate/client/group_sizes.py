@@ -38,7 +38,7 @@ class GroupSizeWatch:
         if group and group in self._delivered and not self._has_warned_of_split:
             self._has_warned_of_split = True
             log.warning(
-                "feed %s: group %s has more than %d rollouts and is split into several deliveries; %s",
+                "feed %s: group %s is split into several deliveries; if the batch makes groups of more than %d rollouts, %s",
                 *(self._feed, group, self._n, _FIX),
             )
         elif group and rollouts < self._n and group not in self._delivered and rollouts not in self._small_sizes:
@@ -84,9 +84,6 @@ class GroupSizeWatch:
 
     def _describe(self, groups: tuple[IncompleteGroup, ...]) -> str:
         if not groups:
-            return (
-                "every rollout that has ended has been delivered; if no batch is running, start one, or choose another feed name to read "
-                "the groups again"
-            )
+            return "no group is incomplete; if no batch is running, start one, or choose another feed name to read the groups again"
         more = f" (incomplete groups: {len(groups)})" if len(groups) > 1 else ""
         return f"group {groups[0].group} has {groups[0].rollouts} of {self._n} rollouts{more}"

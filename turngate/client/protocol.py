@@ -148,7 +148,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class OutcomeReceipt(msgspec.Struct, frozen=True):
-    """The reply to a request that records an outcome. `excluded` says why the outcome does not count; it is empty if it counts."""
+    """The reply to a request that records an outcome. `excluded` says why the outcome does not count, and is empty otherwise."""
 
     excluded: str = ""
 
@@ -158,7 +158,7 @@ class AttemptList(msgspec.Struct, frozen=True):
 
 
 class SupersededAttempt(msgspec.Struct, Generic[OutcomeT], frozen=True):
-    """An attempt after a request to supersede it. Unless its state is `superseded`, its outcome counts, and the caller must use it."""
+    """An attempt after a request to supersede it. Unless its state is `superseded`, it has an outcome, which the caller must use."""
 
     attempt: AttemptRow
     outcome: OutcomeT | None
