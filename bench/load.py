@@ -172,6 +172,7 @@ async def measure(bench: Bench, args: argparse.Namespace) -> None:
         print(f"\n{'event loop':14}{'p50':>15}{'p99':>15}{'p99.9':>15}{'longest':>15}   ms late, wall time (CPU time)")
         measured = json.loads(file.read_text())
         print_delays("", measured["delays"])
+        print_steps(measured["steps"])
         print_stalls(measured["stalls"])
     finally:
         gateway.stop()
@@ -198,6 +199,24 @@ def report(load: Load, agents: list[LoadAgent], turns: int, wall: float, cpu: fl
     low, high = _quantile(medians, 0.01), _quantile(medians, 0.99)
     print(
         f"median of a session: {low:.0f} ms at p1, {high:.0f} ms at p99, {medians[-1]:.0f} ms for the slowest session"
+    )
+
+
+def print_steps(steps: list[tuple[int, int]]) -> None:
+    """Print the CPU time of single steps of requests and of the eviction. `steps` has (0.1 ms, count) pairs, shortest first."""
+    total, cells = sum(count for _, count in steps), []
+    for share in (0.5, 0.99, 0.999, 1.0):
+        left = share * total
+        for tenths, count in steps:
+            left -= count
+            if left <= 0:
+                cells.append(f"{tenths / 10:.1f}")
+                break
+    long = sum(count for tenths, count in steps if tenths > 500)
+    print(
+        f"{'single steps':14}"
+        + "".join(f"{cell:>15}" for cell in cells)
+        + f"   ms of CPU; {long} of {total} over 50 ms"
     )
 
 

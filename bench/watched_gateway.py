@@ -6,6 +6,9 @@ rest, other processes had the core, or the thread waited for a lock or the disk.
 
 Each delay over 50 ms is explained: the CPU time, the time that the thread waited for a core, the time of garbage collections, and what the
 thread was doing then.
+
+A delay may consist of the steps of many requests. So the CPU time of each step is measured too. A step is what a request, or the eviction,
+does between two awaits. A request with a step of more than 50 ms blocks the others by itself.
 """
 
 from __future__ import annotations
@@ -20,18 +23,27 @@ import threading
 import time
 import traceback
 from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from turngate.cli import app
+from turngate.gateway.eviction import Evictor
 from turngate.server.app import Gateway
 
 _INTERVAL_S = 0.002
 _STALL_S = 0.05
 _LOOK_S = 0.01  # between two looks at the loop's thread
 _FRAMES = 8  # of a stack, innermost first
-# ms: wall time and CPU time of the loop's thread, alternating. A list of tuples would take 150 bytes per measurement, 40 MB in ten minutes.
-delays = array("f")
+_MEASUREMENTS = (
+    600_000  # for more than 20 minutes; allocated at the start, so that they do not look like growth of the gateway
+)
+# ms: wall time and CPU time of the loop's thread, alternating
+delays = array("f", bytes(8 * _MEASUREMENTS))
+measured = 0  # number of delays
+steps: Counter[int] = Counter()  # by CPU time, in units of 0.1 ms
 stalls: list[dict[str, Any]] = []
 watching = False
 _start = Gateway.start
@@ -57,7 +69,7 @@ class LoopWatch:
             await asyncio.sleep(_INTERVAL_S)
             late, cpu = max(0.0, self._loop.time() - self._due), time.thread_time() - computed
             if watching:
-                delays.extend((late * 1000, min(late, cpu) * 1000))
+                _add_delay(late * 1000, min(late, cpu) * 1000)
                 if late > _STALL_S:
                     self._add_stall(late, cpu, self._queued_s() - queued, self._collected_s - collected)
             self._stacks.clear()
@@ -86,15 +98,64 @@ class LoopWatch:
                 self._stacks.append(" < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames))
 
 
+def _add_delay(late: float, cpu: float) -> None:
+    global measured
+    if measured < _MEASUREMENTS:
+        delays[2 * measured], delays[2 * measured + 1] = late, cpu
+        measured += 1
+
+
+class _MeasuredSteps:
+    """Awaits a coroutine, and measures the CPU time of each of its steps."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Iterator[Any]:
+        return self  # type: ignore[return-value]  # `await` needs only the methods below
+
+    def __next__(self) -> object:
+        return self.send(None)
+
+    def send(self, value: object) -> object:
+        began = time.thread_time()
+        try:
+            return self._coroutine.send(value)
+        finally:
+            _add_step(began)
+
+    def throw(self, *error: Any) -> object:
+        began = time.thread_time()
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            del error  # otherwise, the error and this frame would refer to each other
+            _add_step(began)
+
+
+def _add_step(began: float) -> None:
+    if watching:
+        steps[round((time.thread_time() - began) * 10_000)] += 1
+
+
+def _measure_steps(function: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(function)
+    async def run(*arguments: Any) -> Any:
+        return await _MeasuredSteps(function(*arguments))
+
+    return run
+
+
 async def _start_and_watch(self: Gateway, url: str = "") -> None:
     await _start(self, url)
     self._watch = asyncio.create_task(LoopWatch().run())  # type: ignore[attr-defined]  # keeps a reference, so that it is not garbage-collected
 
 
 def _start_watching(*_: object) -> None:
-    global watching
-    del delays[:]
+    global watching, measured
+    measured = 0
     stalls.clear()
+    steps.clear()
     watching = True
 
 
@@ -102,8 +163,9 @@ def _stop_watching(*_: object) -> None:
     global watching
     watching = False
     path = Path(os.environ["BENCH_STALLS"])
-    pairs = list(zip(delays[::2], delays[1::2], strict=True))
-    path.with_suffix(".part").write_text(json.dumps({"delays": pairs, "stalls": stalls}))
+    pairs = list(zip(delays[: 2 * measured : 2], delays[1 : 2 * measured : 2], strict=True))
+    written = {"delays": pairs, "stalls": stalls, "steps": sorted(steps.items())}
+    path.with_suffix(".part").write_text(json.dumps(written))
     path.with_suffix(".part").replace(path)
 
 
@@ -111,4 +173,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _start_watching)
     signal.signal(signal.SIGUSR2, _stop_watching)
     Gateway.start = _start_and_watch  # type: ignore[method-assign]
+    Gateway.__call__ = _measure_steps(Gateway.__call__)  # type: ignore[method-assign]
+    Evictor.sweep = _measure_steps(Evictor.sweep)  # type: ignore[method-assign]
     app()

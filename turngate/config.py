@@ -140,8 +140,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loaded_mb: Annotated[
         float,
         _about(
-            "Evict the least recently used sessions while the traces in memory take more than this many MB, in each worker "
-            "and project; 0 sets no limit.",
+            "Evict the least recently used sessions while the traces in memory and the calls in flight take more than this many "
+            "MB, in each worker and project; 0 sets no limit.",
             LIMITS,
         ),
     ] = 0.0

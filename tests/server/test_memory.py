@@ -6,7 +6,9 @@ import gc
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
+import openai
 import pytest
 
 from tests.kit import Running, count_cycles, gateway, say, user
@@ -23,6 +25,27 @@ async def test_call_leaves_no_reference_cycle(mode: str) -> None:
         with count_cycles() as found:
             for _ in range(3):
                 await g.ask(session.key, HI, mode)
+        assert not found
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["loaded", "damaged"])
+async def test_loading_evicted_trace_leaves_no_reference_cycle(failing: bool) -> None:
+    async with gateway([say("One.")] * 4) as g:
+        session = await g.open()
+
+        async def ask_evicted() -> None:
+            await evict(g, session.id)
+            with pytest.raises(openai.InternalServerError) if failing else nullcontext():
+                await g.ask(session.key, HI)
+
+        await g.ask(session.key, HI)
+        if failing:
+            with g.app.store._writing() as db:
+                db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE kind='sampled'")
+        await ask_evicted()
+        with count_cycles() as found:
+            for _ in range(2):
+                await ask_evicted()
         assert not found
 
 

@@ -2,8 +2,8 @@
 
     a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
-An agent may run tests for an hour between two calls, or never call again. If the traces in memory take more than `max_loaded_mb`, the
-traces of the least recently used sessions are evicted sooner.
+An agent may run tests for an hour between two calls, or never call again. If the traces in memory and the calls in flight take more than
+`max_loaded_mb`, the traces of the least recently used sessions are evicted sooner.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import asyncio
 import ctypes
 import math
 import time
+from contextlib import suppress
 from functools import cache, partial
 
+from turngate.common import clock
 from turngate.errors import NotFound
 from turngate.gateway.sessions import Sessions
 from turngate.store.sqlite import Store
@@ -24,6 +26,7 @@ _BATCH = 16  # sessions evicted in a row while turns wait; each takes 0.1 ms or 
 _TRIM_S = 10.0  # between two calls of `trim_memory`, which delays turns
 _SHORTEST_S = 0.01  # minimum interval between sweeps
 _LIMITED_S = 1.0  # maximum interval between sweeps if the memory of traces is limited
+_EXCESS_SHARE = 1 / 16  # part of `max_loaded_mb` that may be loaded before the next sweep
 
 
 class Evictor:
@@ -37,6 +40,8 @@ class Evictor:
         self._ended: list[Session] = []  # ended sessions that were still busy at the last sweep
         self._evicted = 0  # number evicted since the last trim
         self._trimmed = 0.0
+        self._loaded_bytes = 0  # loaded since the last sweep
+        self._is_due = asyncio.Event()
 
     @property
     def interval_s(self) -> float:
@@ -44,8 +49,24 @@ class Evictor:
         longest = 30.0 if self._max_bytes == math.inf else _LIMITED_S
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 
+    def count_loaded(self, size: int) -> None:
+        """Count a trace of `size` bytes that was loaded again. If too much was loaded since the last sweep, the next one starts at once."""
+        self._loaded_bytes += size
+        if self._loaded_bytes > self._max_bytes * _EXCESS_SHARE:
+            self._is_due.set()
+
+    async def run(self) -> None:
+        """Sweep until this task is cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.interval_s):
+                    await self._is_due.wait()
+            await self.sweep(clock.now())
+
     async def sweep(self, now: float) -> int:
         """Evict the sessions that are due, and return how many were evicted."""
+        self._loaded_bytes = 0
+        self._is_due.clear()
         ended, self._ended = self._ended + self._sessions.take_ended(), []
         evicted = 0
         for n, session in enumerate(self._choose(now) + ended, 1):
@@ -67,7 +88,7 @@ class Evictor:
         kept = {s.id: s for s in loaded}
         for session in chosen:
             del kept[session.id]
-        excess = sum(s.trace.estimate_bytes() for s in kept.values()) - self._max_bytes
+        excess = sum(s.trace.estimate_bytes() + s.estimate_call_bytes() for s in kept.values()) - self._max_bytes
         idle = sorted((s for s in kept.values() if not s.busy), key=lambda s: s.last_used, reverse=True)
         while excess > 0 and idle:
             chosen.append(idle.pop())

@@ -1,4 +1,4 @@
-"""Periodic maintenance of a running gateway: evict traces, seal idle sessions, cancel superseded sessions, and remove old events."""
+"""Periodic maintenance of a running gateway: seal idle sessions, cancel superseded sessions, and remove old events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Housekeeper:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
-            await self._evictor.sweep(clock.now())
             if self._event_s and time.time() - self._pruned > _PRUNE_S:
                 self._pruned = time.time()
                 self._prune_events(self._pruned - self._event_s)

@@ -127,10 +127,13 @@ class TurnRecorder:
 
     def mark_undelivered(self, session: Session, node_id: int) -> None:
         """Record that the last byte of a turn did not reach the agent. The turn itself is already recorded."""
-        for node in () if session.is_evicted else reversed(session.trace.nodes):
-            if node.id == node_id and isinstance(node, Sampled):
-                node.delivered = False
-                break
+        if session.is_evicted:
+            session.revision += 1  # if the trace is being loaded, the turn may already have been read
+        else:
+            for node in reversed(session.trace.nodes):
+                if node.id == node_id and isinstance(node, Sampled):
+                    node.delivered = False
+                    break
         self._journal.mark_undelivered(session.key, node_id)
 
     def record_refusal(self, session: Session, status: int, message: str, body: bytes) -> None:

@@ -163,14 +163,15 @@ class TurnPipeline:
             await self._quota.require_tokens()
         task = asyncio.current_task()
         assert task is not None
-        session.begin_call(task)
+        size = len(call.body)
+        session.begin_call(task, size)
         try:
             if self._shares is None or not self._shares.is_active or session.config.mode == "observe":
                 await self._run_behind_fence(session, call, emit, timing)
             else:
                 await self._run_in_turn(self._shares, session, call, emit, timing)
         finally:
-            session.end_call(task, clock.now())
+            session.end_call(task, size, clock.now())
 
     async def _run_in_turn(
         self, shares: FairShares, session: Session, call: Call, emit: Emit, timing: CallTiming

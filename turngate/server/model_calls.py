@@ -21,6 +21,7 @@ from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.base import StorableStream
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, StoreError, TurngateError
+from turngate.gateway.loading import TraceLoader
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.refusals import is_refusal
 from turngate.gateway.replies import ReplyArchive, SessionReplies
@@ -72,6 +73,7 @@ class ModelCalls:
         recorder: TurnRecorder,
         archive: ReplyArchive,
         sessions: Sessions,
+        loader: TraceLoader,
         auth: Auth,
         metrics: Metrics,
         *,
@@ -82,6 +84,7 @@ class ModelCalls:
         self._recorder = recorder
         self._archive = archive
         self._sessions = sessions
+        self._loader = loader
         self._auth = auth
         self._metrics = metrics
         self.max_body = max_body
@@ -111,6 +114,8 @@ class ModelCalls:
             timing = CallTiming(time.perf_counter())
             replies = SessionReplies(self._archive, session, self.max_body)
             wire = WireRequest(body, headers, query, match.verb, match.model, earlier=replies)
+            if session.is_evicted:
+                await self.load_trace(session)
             call = self.decode(session, dialect, wire)
             with DisconnectWatch(receive) as watch, RenderInternalErrors():
                 exchange = Exchange(session, call, dialect, send, watch, timing, replies)
@@ -136,6 +141,14 @@ class ModelCalls:
         if prime and session_id is not None and self._auth.trusts(scope):
             return self._sessions.find(session_id)
         return self._auth.session(dialect.read_key(headers, query), session_id)
+
+    async def load_trace(self, session: Session) -> None:
+        """Load the trace of an evicted session. A trace that cannot be loaded is the session's last error, so the agent is not at fault."""
+        try:
+            await self._loader.load(session)
+        except StoreError as error:
+            session.last_error = CallError(error.boundary, error.kind, error.message)
+            raise
 
     def decode(self, session: Session, dialect: Dialect, wire: WireRequest) -> Call:
         call = self._prefix_cache(session, dialect).decode(wire)
@@ -178,11 +191,7 @@ class ModelCalls:
         if session.status != "open":
             # The session ended while the call was being sent. The call will be rejected, so the trace need not be loaded.
             return PrefixCache(dialect, self._frames)
-        try:
-            caches = self._prefix_caches.setdefault(session.trace, {})
-        except StoreError as error:  # the error is recorded, so that the agent is not blamed for it
-            session.last_error = CallError(error.boundary, error.kind, error.message)
-            raise
+        caches = self._prefix_caches.setdefault(session.trace, {})
         if dialect.name not in caches:
             caches[dialect.name] = PrefixCache(dialect, self._frames)
         return caches[dialect.name]

@@ -32,6 +32,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.housekeeping import Housekeeper
+from turngate.gateway.loading import TraceLoader
 from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.projects import Projects
 from turngate.gateway.quotas import ProjectQuota, QuotaKeeper
@@ -156,6 +157,7 @@ class ProjectGateway:
         self.session_views = SessionViews(self.store)
         self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s, config.max_loaded_mb)
+        self.trace_loader = TraceLoader(self.store, on_load=self.evictor.count_loaded)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
         self._housekeeper = Housekeeper(
             self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
@@ -236,6 +238,7 @@ class ProjectGateway:
             self.recorder,
             self.replies,
             self.sessions,
+            self.trace_loader,
             self.auth,
             self.metrics,
             max_body=int(self.config.max_body_mb * 1e6),
@@ -339,6 +342,7 @@ class ProjectGateway:
         """Start the background tasks of the project."""
         self._background = (
             asyncio.create_task(self._housekeeper.run()),
+            asyncio.create_task(self.evictor.run()),
             asyncio.create_task(self.page.keep_lists_current()),
         )
         self._pruner.start()

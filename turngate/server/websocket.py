@@ -317,6 +317,8 @@ class CallSocket:
         timing = CallTiming(time.perf_counter())
         replies = ConnectionReplies(self._archive, session, self._calls.max_body, self._latest, event.lane)
         wire = WireRequest(raw, self._headers, self._query, earlier=replies, over_socket=True)
+        if session.is_evicted:
+            await self._calls.load_trace(session)
         call = msgspec.structs.replace(self._calls.decode(session, self._dialect, wire), stream=True)
         open_stream = partial(FrameStream, lane=event.lane)
         if event.generate is False:

@@ -7,7 +7,9 @@ durability setting.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +47,7 @@ from turngate.store.schema import (
 from turngate.store.side_data import SideDataTable
 from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
-from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
+from turngate.trace.tree import Context, ContextInfo, Node, RefusedCalls, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, SideArray
 
 T = TypeVar("T")
@@ -56,6 +58,9 @@ _sampled_info = msgspec.msgpack.Decoder(SampledInfo)
 _encode_info = msgspec.msgpack.Encoder().encode
 _DAMAGED_SETTINGS = "its settings are damaged on disk"
 _DAMAGED_ROW = "its row is damaged on disk"
+_FIRST_ID = -(2**63)  # a damaged id may be negative
+# id, parent, kind, ids, log-probabilities, info, messages, delivered, checksum
+_NodeRow = tuple[int, int | None, str, bytes, bytes | None, bytes, bytes, int, int]
 
 
 class SessionRow(msgspec.Struct, frozen=True):
@@ -93,6 +98,46 @@ class NewTurn(msgspec.Struct, frozen=True):
     preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None if already stored
     event: NewEvent | None = None  # the event that announces this turn
     side: tuple[SideArray, ...] = ()
+
+
+class SessionLoading:
+    """A session that is being loaded. Its nodes are added one by one, in the sequence of their ids."""
+
+    def __init__(self, row: SessionRow, refused: RefusedCalls | None) -> None:
+        self.session = session = Session(row.id, row.key, row.config, row.opened)
+        session.status, session.stop = row.status, row.stop
+        session.truncated = row.stop == "context_tokens"
+        session.vocabulary = row.vocabulary
+        session.trace.refused = refused
+        self.next_id = _FIRST_ID  # the lowest id that the next node may have
+        self._by_id: dict[int, Node] = {}
+
+    def add(self, row: _NodeRow) -> None:
+        """Add the next node. Raise `StoreError` if it is damaged."""
+        session, trace = self.session, self.session.trace
+        node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum = row
+        fields = (node_id, parent_id, kind, ids, logprobs, info, messages)
+        if not _is_intact(session.key, fields, delivered, checksum):
+            raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
+        parent = None if parent_id is None else self._by_id.get(parent_id)
+        tokens = np.frombuffer(ids, ID_DTYPE)
+        if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
+            context = Context(node_id, parent, tokens, _decode_info(_context_info, info, session.id, node_id))
+            trace.add_context(context)
+            self._by_id[node_id] = context
+        elif kind == "sampled" and isinstance(parent, Context):
+            scores = None if logprobs is None else np.frombuffer(logprobs, LOGPROB_DTYPE)
+            sampled = Sampled(node_id, parent, tokens, scores, _decode_info(_sampled_info, info, session.id, node_id))
+            sampled.delivered = bool(delivered)
+            trace.add_sampled(sampled)
+            session.count_turn(sampled)
+            session.last_used = max(session.last_used, sampled.info.ended)
+            self._by_id[node_id] = sampled
+        else:
+            raise StoreError(
+                f"session {session.id}: node {node_id} is not a valid child of node {parent_id}; the trace cannot be used"
+            )
+        self.next_id = node_id + 1
 
 
 class Store:
@@ -282,49 +327,26 @@ class Store:
 
     def load(self, row: SessionRow) -> Session:
         """Load a session with its whole trace. Raise `StoreError` if the trace is damaged."""
-        session = Session(row.id, row.key, row.config, row.opened)
-        session.status, session.stop = row.status, row.stop
-        session.truncated = row.stop == "context_tokens"
-        session.vocabulary = row.vocabulary
-        session.trace.refused = self.refusals.find(row.key)
-        with self._reading() as db:
-            rows = db.execute(
-                "SELECT id, parent, kind, CAST(ids AS BLOB), CAST(logprobs AS BLOB), CAST(info AS BLOB),"
-                " CAST(messages AS BLOB), delivered, checksum FROM nodes WHERE session=? ORDER BY id",
-                (row.key,),
-            )
-            self._rebuild(session, rows)
-        return session
+        loading = SessionLoading(row, self.refusals.find(row.key))
+        self.continue_loading(loading, math.inf)
+        return loading.session
 
-    def _rebuild(
-        self, session: Session, rows: Iterable[tuple[int, int | None, str, bytes, bytes | None, bytes, bytes, int, int]]
-    ) -> None:
-        by_id: dict[int, Node] = {}
-        trace: Trace = session.trace
-        for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
-            fields = (node_id, parent_id, kind, ids, logprobs, info, messages)
-            if not _is_intact(session.key, fields, delivered, checksum):
-                raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
-            parent = None if parent_id is None else by_id.get(parent_id)
-            tokens = np.frombuffer(ids, ID_DTYPE)
-            if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
-                context = Context(node_id, parent, tokens, _decode_info(_context_info, info, session.id, node_id))
-                trace.add_context(context)
-                by_id[node_id] = context
-            elif kind == "sampled" and isinstance(parent, Context):
-                scores = None if logprobs is None else np.frombuffer(logprobs, LOGPROB_DTYPE)
-                sampled = Sampled(
-                    node_id, parent, tokens, scores, _decode_info(_sampled_info, info, session.id, node_id)
-                )
-                sampled.delivered = bool(delivered)
-                trace.add_sampled(sampled)
-                session.count_turn(sampled)
-                session.last_used = max(session.last_used, sampled.info.ended)
-                by_id[node_id] = sampled
-            else:
-                raise StoreError(
-                    f"session {session.id}: node {node_id} is not a valid child of node {parent_id}; the trace cannot be used"
-                )
+    def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
+        """Load more nodes of a session, for about this long but at least one node. Return whether all nodes are loaded.
+
+        Raise `StoreError` if the trace is damaged.
+        """
+        end = time.perf_counter() + seconds
+        with self._reading() as db:
+            rows = db.execute(_SELECT_NODES, (loading.session.key, loading.next_id))
+            try:
+                for row in rows:
+                    loading.add(row)
+                    if time.perf_counter() > end:
+                        return False
+            finally:
+                rows.close()  # while the query is open, other reads over this connection do not see newer data
+        return True
 
     def messages(self, session: int) -> dict[int, bytes]:
         """Return the messages of each node as JSON: a list for a context, one message for a sampled node."""
@@ -385,6 +407,10 @@ class Store:
         self.set_setting("probe", "ok")
 
 
+_SELECT_NODES = (
+    "SELECT id, parent, kind, CAST(ids AS BLOB), CAST(logprobs AS BLOB), CAST(info AS BLOB), CAST(messages AS BLOB), delivered, checksum"
+    " FROM nodes WHERE session=? AND id>=? ORDER BY id"
+)
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
 _INSERT_CONTEXT = f"INSERT {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT DO NOTHING"
 # Inserts only if the session exists. A separate query for this check would double the cost.

@@ -20,6 +20,7 @@ from turngate.types import Json, Limits, Mode
 Status = Literal["open", "sealed", "cancelled"]
 MAX_ATTEMPT = 2**31 - 1
 MAX_ROLLOUT_CHARS = 512
+_CALL_COPIES = 3  # a call in flight keeps its body, its messages, and the request to the engine
 LAPSED = "lapsed"  # calls are aborted because the cell's lease has ended; the session continues once the cell has a lease again
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
@@ -148,6 +149,7 @@ class Session:
         self.stop = ""  # why it ended, or which limit it reached
         self._trace: Trace | None = Trace()
         self._load_trace: Callable[[], Trace] = Trace
+        self.revision = 0  # changes if a trace that is being loaded is no longer the latest one
         self.turns = 0
         self.aborted = 0  # turns that were cut short after the agent may have read some tokens
         self.sampled_tokens = 0
@@ -156,6 +158,8 @@ class Session:
         self.last_error: CallError | None = None  # set if the latest call failed; it may explain why the agent ended
         self.engine_silence = EngineSilence()
         self.in_flight = 0
+        self.waiting_for_trace = 0  # number of model calls
+        self._call_bytes = 0  # size of the bodies of the calls in flight
         self.idle = asyncio.Event()
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
@@ -178,8 +182,8 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a model call or a host-tool call is in flight."""
-        return bool(self.in_flight or self.pending_tool_calls)
+        """Whether a model call or a host-tool call is in flight, or a model call is waiting until the trace is loaded."""
+        return bool(self.in_flight or self.pending_tool_calls or self.waiting_for_trace)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
         """Drop the trace from memory. `load_trace` loads it again from the store, which has the whole trace."""
@@ -187,6 +191,12 @@ class Session:
         if self._trace is not None:
             self._trace.free()
         self._trace, self._load_trace = None, load_trace
+        self.revision += 1
+
+    def restore(self, trace: Trace) -> None:
+        """Set the trace of an evicted session, which was loaded from the store."""
+        assert self._trace is None
+        self._trace = trace
 
     def count_turn(self, turn: Sampled) -> None:
         """Add a stored turn to the counters."""
@@ -201,15 +211,22 @@ class Session:
             )
         self.truncated = self.truncated or turn.info.finish == "length"
 
-    def begin_call(self, task: asyncio.Task[object]) -> None:
+    def estimate_call_bytes(self) -> int:
+        """Estimate the memory that the calls in flight take, apart from the trace."""
+        return self._call_bytes * _CALL_COPIES
+
+    def begin_call(self, task: asyncio.Task[object], size: int) -> None:
+        """Count a call in flight. `size` is the size of its body in bytes."""
         self.in_flight += 1
+        self._call_bytes += size
         self.engine_silence.begin()
         self.idle.clear()
         self.calls.add(task)
 
-    def end_call(self, task: asyncio.Task[object], now: float) -> None:
+    def end_call(self, task: asyncio.Task[object], size: int, now: float) -> None:
         self.calls.discard(task)
         self.in_flight -= 1
+        self._call_bytes -= size
         self.engine_silence.end()
         self.last_used = now
         if not self.in_flight:

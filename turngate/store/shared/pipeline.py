@@ -51,6 +51,10 @@ class PipelinedCursor:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.fetchall())
 
+    def close(self) -> None:
+        """Drop the rows that have not been read."""
+        self.fetchall()
+
     def _wait(self) -> None:
         if self.rowcount_or_none is None:
             self._connection.flush()
