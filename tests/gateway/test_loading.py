@@ -1,4 +1,4 @@
-"""Test loading evicted traces in slices: one load for all calls that wait, only whole traces, and at most one slice per loop iteration."""
+"""Test loading evicted traces in slices: one load for all calls that wait, only whole traces, and limited time per loop iteration."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_calls_that_wait_for_a_trace_share_one_load() -> None:
         assert (session.turns, session.sampled_tokens) == (TURNS, sum(turn.size for turn in session.trace.turns()))
 
 
-async def test_concurrent_loads_run_one_slice_per_loop_iteration() -> None:
+async def test_concurrent_loads_share_the_time_of_a_loop_iteration() -> None:
     async with evicted_sessions(3) as (g, sessions):
         loader = SlicedLoader(g)
         await asyncio.gather(*(loader.load(session) for session in sessions))

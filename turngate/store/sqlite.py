@@ -332,17 +332,17 @@ class Store:
         return loading.session
 
     def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
-        """Load more nodes of a session, for about this long but at least one node. Return whether all nodes are loaded.
+        """Load more nodes of a session, for about this much CPU time but at least one node. Return whether all nodes are loaded.
 
         Raise `StoreError` if the trace is damaged.
         """
-        end = time.perf_counter() + seconds
+        end = time.thread_time() + seconds
         with self._reading() as db:
             rows = db.execute(_SELECT_NODES, (loading.session.key, loading.next_id))
             try:
                 for row in rows:
                     loading.add(row)
-                    if time.perf_counter() > end:
+                    if time.thread_time() > end:
                         return False
             finally:
                 rows.close()  # while the query is open, other reads over this connection do not see newer data
