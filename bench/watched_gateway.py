@@ -7,8 +7,8 @@ rest, other processes had the core, or the thread waited for a lock or the disk.
 Each delay over 50 ms is explained: the CPU time, the time that the thread waited for a core, the time of garbage collections, and what the
 thread was doing then.
 
-A delay may consist of the steps of many requests. So the CPU time of each step is measured too. A step is what a request, or the eviction,
-does between two awaits. A request with a step of more than 50 ms blocks the others by itself.
+A delay may consist of the steps of many requests. So the CPU time of each step is measured too. A step is what a request, the
+eviction or the loading of traces does between two awaits. A request with a step of more than 50 ms blocks the others by itself.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 from turngate.cli import app
 from turngate.gateway.eviction import Evictor
+from turngate.gateway.loading import TraceLoader
 from turngate.server.app import Gateway
 
 _INTERVAL_S = 0.002
@@ -175,4 +176,5 @@ if __name__ == "__main__":
     Gateway.start = _start_and_watch  # type: ignore[method-assign]
     Gateway.__call__ = _measure_steps(Gateway.__call__)  # type: ignore[method-assign]
     Evictor.sweep = _measure_steps(Evictor.sweep)  # type: ignore[method-assign]
+    TraceLoader._run_slices = _measure_steps(TraceLoader._run_slices)  # type: ignore[method-assign]
     app()
