@@ -59,7 +59,7 @@ class Events:
                 follower.set()
 
     def close(self) -> None:
-        """End all followers because the gateway is stopping. They can read the remaining events after the next start."""
+        """End all followers when the gateway stops or the project was deleted. After a stop, they can read on at the next start."""
         self._closed = True
         for followers in self._followers.values():
             for follower in followers:

@@ -278,7 +278,7 @@ class Sessions:
             self._by_secret.pop(digest, None)
 
     async def abort_all_calls(self) -> None:
-        """Abort all calls in flight because the gateway is stopping. Each records its partial turn and asks its agent to retry."""
+        """Abort all calls when the gateway stops or the project was deleted. Each records its partial turn and asks its agent to retry."""
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:

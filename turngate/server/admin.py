@@ -45,7 +45,8 @@ class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     id: str | None = None
     mode: Mode | None = None  # type: ignore[assignment]  # None means the gateway's default mode
-    purpose: Literal["", "train"] = ""  # train: pins temperature 1 in exact and gate mode, unless `sampling` sets it
+    # train: pins temperature 1, except in observe mode, if `bias` is record, or if `sampling` sets it
+    purpose: Literal["", "train"] = ""
 
     def config(self, default_mode: Mode) -> SessionConfig:
         values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}

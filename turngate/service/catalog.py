@@ -151,7 +151,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 )
         elif not self.supported_modes:
             missing = "tokenizer" if self.kind.exact else "url"
-            raise ConfigError(f"{where}.{missing} is not set; {self.scheme} endpoints require it", param=missing)
+            raise ConfigError(
+                f"{where} supports no mode; {missing} is not set, or not usable for {self.scheme}", param=missing
+            )
         for mode in self.modes:
             if mode not in self.supported_modes:
                 raise ConfigError(

@@ -93,7 +93,7 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """Return the folder with the files that the agent started with, or None if the agent started with a whole repository."""
+    """Return the folder with the uploaded files that the agent started with, or None if the agent started with a whole repository."""
     return None if isinstance(request, SweRolloutRequest) else inputs / "files"
 
 
