@@ -207,6 +207,7 @@ NEEDS_VERIFIERS = "needs verifiers, which has its own environment"
 NEEDS_SYSTEMD = "installs a system service"
 NEEDS_RAY = "needs Ray, which has its own environment"
 TOO_LONG = "takes minutes"
+NEEDS_TEACHER = "needs a second engine"
 
 UNRUN = [
     Unrun("README.md", "python examples/trl/async_grpo.py", NEEDS_TRL, "tests/trainers/test_trl.py"),
@@ -238,6 +239,13 @@ UNRUN = [
         "tests/deploy/test_space.py",
     ),
     Unrun("docs/doctor.md", "turngate doctor --agent claude-code", "needs an image of your own"),
+    Unrun(
+        "docs/export.md",
+        "turngate export rows --out rows.jsonl --teacher",
+        NEEDS_TEACHER,
+        "tests/trainers/test_teacher.py",
+    ),
+    Unrun("docs/feed.md", "from turngate.trainers.teacher", NEEDS_TEACHER, "tests/trainers/test_teacher.py"),
     Unrun("docs/gauntlet.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),
     Unrun(
         "docs/gauntlet.md",

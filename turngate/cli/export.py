@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import msgspec
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from turngate.cli.options import ExportOptions
 from turngate.common.database_url import refuse_password_flag
+from turngate.common.terminal import LiveDisplay, sanitize_line, say
 from turngate.common.terminal import console as new_console
-from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
 from turngate.trace.turn_advantage import Compare, TurnCredit
 from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
+from turngate.trainers.teacher.config import TeacherConfig
+from turngate.trainers.teacher.scoring import TeacherSummary
 
 _LITERALS: Mapping[str, tuple[str, ...]] = {
     "unscored": ("keep", "drop"),
@@ -55,9 +59,13 @@ def export_rollouts(options: ExportOptions) -> None:
         side=tuple(options.side or ()),
         turn_rewards=options.turn_rewards,
         credit=_read_credit(options),
+        teacher=_build_teacher(options),
+        teacher_cache=options.teacher_cache,
+        tokenizer=options.tokenizer,
     )
     refuse_password_flag(options.data)
-    done = export(options.data, options.out, request)
+    with _ScoringDisplay(new_console(stderr=True)) as display:
+        done = export(options.data, options.out, request, display.watch)
     if options.as_json:
         print(msgspec.json.encode(done, enc_hook=str).decode())
     else:
@@ -77,16 +85,59 @@ def _read_credit(options: ExportOptions) -> TurnCredit | None:
     return TurnCredit(compare=cast(Any, options.credit), gamma=options.gamma)
 
 
+def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
+    if options.teacher:
+        return TeacherConfig(
+            engine=cast(Any, options.teacher),
+            url=options.teacher_url,
+            model=options.teacher_model,
+            version=options.teacher_version,
+            top_k=options.teacher_top_k,
+            tokenizer=options.teacher_tokenizer,
+            concurrency=options.teacher_concurrency,
+        )
+    for name in ("url", "model", "version", "top_k", "tokenizer"):
+        if getattr(options, f"teacher_{name}"):
+            raise ConfigError(
+                f"teacher_{name} applies only with a teacher; also pass --teacher", param=f"teacher_{name}"
+            )
+    return None
+
+
+class _ScoringDisplay(LiveDisplay):
+    """Shows how many calls to the teacher are done, on a terminal."""
+
+    def __init__(self, to: Console) -> None:
+        super().__init__(to)
+        self._text = ""
+
+    def watch(self, summary: TeacherSummary) -> None:
+        self._text = f"teacher: {_count(summary.turns, 'turn')} scored, {summary.cached:,} cached"
+
+    def _render(self) -> RenderableType:
+        return Text(self._text)
+
+
 def print_summary(done: ExportResult) -> None:
     console = new_console()
     of = f"{_count(done.rollouts, 'rollout')} in {_count(done.groups, 'group')}"
     say(console, f"{_count(done.records, 'record')} of {of} → {done.out}{_describe_replaced(done)}")
+    if done.teacher is not None:
+        say(console, f"  teacher   {sanitize_line(_describe_teacher(done.teacher))}")
     for note in done.notes:
         say(console, f"  note      {note}", "yellow")
     for reason, count in done.left_out.items():
         say(console, f"  left out  {count} × {sanitize_line(reason)}", "yellow")
     for what in done.lost:
         say(console, f"  lost      {what}", "dim")
+
+
+def _describe_teacher(teacher: TeacherSummary) -> str:
+    version = f" version {teacher.version}" if teacher.version else ""
+    return (
+        f"{teacher.model}{version}: {_count(teacher.scored_rows, 'row')} with scores, {teacher.unscored.total():,} without; "
+        f"{_count(teacher.turns, 'turn')} scored in {_count(teacher.calls, 'call')}, {teacher.cached:,} from the cache"
+    )
 
 
 def _describe_replaced(done: ExportResult) -> str:

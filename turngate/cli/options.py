@@ -29,7 +29,7 @@ WHAT, SAMPLING, SANDBOX, GATEWAY = "What to run", "Sampling", "Sandbox", "Gatewa
 LIMITS, GRADING, BATCH, OUTPUT = "Limits", "Grading", "Batch", "Output"
 CLUSTER = "Cluster"
 _FIRST_PANELS = (WHAT, BATCH)
-SELECTION, FORMAT, SCORING, TRAINING = "Which rollouts", "Format", "Scoring", "Training"
+SELECTION, FORMAT, SCORING, TRAINING, TEACHER = "Which rollouts", "Format", "Scoring", "Training", "Teacher"
 
 
 def _flag(help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None) -> Any:
@@ -399,20 +399,24 @@ class ExportOptions:
         list[str] | None,
         _flag("rows, tree, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
     ] = None
-    turn_rewards: Annotated[
-        bool, _flag("rows, verl, slime: include the rewards of turns.", FORMAT, "--turn-rewards")
-    ] = False
+    turn_rewards: Annotated[bool, _flag("rows, verl, slime: include turn rewards.", FORMAT, "--turn-rewards")] = False
     credit: Annotated[
-        str,
-        _flag(
-            "rows: include the advantages of turns, compared with turns of the same number (turn_index) or with all turns "
-            "of the group (all_turns).",
-            FORMAT,
-        ),
+        str, _flag("rows: include advantages of turns, compared by turn_index or with all_turns of the group.", FORMAT)
     ] = ""
-    gamma: Annotated[
-        float, _flag("rows: discount of later rewards in the advantages of turns, from 0 to 1.", FORMAT)
-    ] = 1.0
+    gamma: Annotated[float, _flag("rows: discount of later rewards in advantages of turns, 0 to 1.", FORMAT)] = 1.0
+    teacher: Annotated[str, _flag("rows, tree: engine that scores sampled tokens: vllm, sglang or local.", TEACHER)] = (
+        ""
+    )
+    teacher_url: Annotated[str, _flag("URL of its server. TURNGATE_TEACHER_KEY is the API key.", TEACHER)] = ""
+    teacher_model: Annotated[str, _flag("Its name on the server, or the model folder if it is local.", TEACHER)] = ""
+    teacher_version: Annotated[str, _flag("Version of its weights, by which scores are cached.", TEACHER)] = ""
+    teacher_top_k: Annotated[int, _flag("Also export this many most likely tokens at each place.", TEACHER)] = 0
+    teacher_concurrency: Annotated[int, _flag("Calls to the teacher at a time.", TEACHER)] = 8
+    teacher_tokenizer: Annotated[str, _flag("Its tokenizer folder, if its server cannot decode ids.", TEACHER)] = ""
+    teacher_cache: Annotated[Optional[Path], _flag("File for scores.", TEACHER, default="DATA/teacher-scores.db")] = (
+        None
+    )
+    tokenizer: Annotated[str, _flag("Tokenizer of the recorded ids, if it is not on this machine.", TEACHER)] = ""
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -57,6 +57,7 @@ __all__ = [
     "DamagedDelivery",
     "DeliveredRollout",
     "Delivery",
+    "DeliveryTeacher",
     "Feed",
     "FeedConfig",
     "OtherFeed",
@@ -102,10 +103,12 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     branch: int
     weight: float  # 1/K if the rollout has K rows
     advantage: float  # of the rollout
-    side: Mapping[str, SideColumn] = {}  # by name: the side data that `FeedConfig.side` requests, if it was recorded
+    # By name: the side data that `FeedConfig.side` requests, if it was recorded, and the teacher's scores.
+    side: Mapping[str, SideColumn] = {}
     turn_rewards: tuple[RowReward, ...] = ()  # the rewards of the turns that this row trains
     # One per span; None for turns without an advantage. Empty if `FeedConfig.credit` is not set or the rollout has no turn rewards.
     turn_advantages: tuple[float | None, ...] = ()
+    unscored: str = ""  # why the teacher's scores are missing; empty if they are not, or if the feed has no teacher
 
     def token_rewards(self) -> np.ndarray:
         """Return the reward at each token, as float32: each turn reward at the last of its tokens, and 0 elsewhere."""
@@ -150,6 +153,13 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return [row for rolled in self.rollouts for row in rolled.rows]
 
 
+class DeliveryTeacher(Protocol):
+    """Adds the scores of a teacher to deliveries (`turngate.trainers.teacher.FeedTeacher`)."""
+
+    async def score(self, delivery: Delivery) -> Delivery:
+        """Return the delivery with scores. Raise an error if the teacher fails; the call can be repeated."""
+
+
 class Feed(AbstractAsyncContextManager["Feed"]):
     """An endless iterator over deliveries, which waits for new ones. Create it with `Feed.open`, and use it from one task at a time."""
 
@@ -163,6 +173,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         committed: int,
         after: int,
         limit: int,
+        teacher: DeliveryTeacher | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -173,6 +184,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._reader = reader
         self._after = after
         self._limit = limit
+        self._teacher = teacher
         self._ready: deque[Delivery] = deque()
         self._closed = False
         self._sizes = GroupSizeWatch(name, config.n)
@@ -188,13 +200,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         after: int | None = None,
         mark: str = "",
         limit: int = 1,
+        teacher: DeliveryTeacher | None = None,
     ) -> Feed:
         """Open the feed, creating it if necessary, and become its reader.
 
         `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
         that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
         Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
-        it is used.
+        it is used. `teacher` scores the rows of each delivery before it is returned.
         """
         check_feed_name(name)
         if after is not None and after < 0:
@@ -211,7 +224,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         view = await _retry_as_reader(lambda: gateway.show_feed(name))
         _check_mark(name, opened, view.mark)
         after = view.committed if after is None else after
-        return cls(gateway, name, config, view.mark, reader, view.committed, after, limit)
+        return cls(gateway, name, config, view.mark, reader, view.committed, after, limit, teacher)
 
     async def __aenter__(self) -> Feed:
         return self
@@ -230,7 +243,10 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 yield delivery
 
     async def next(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery, or None if none arrives within `timeout_s` seconds. Cancelling the call loses no delivery."""
+        """Return the next delivery, or None if none arrives within `timeout_s` seconds. Cancelling the call loses no delivery.
+
+        Scoring by a teacher takes additional time.
+        """
         end = time.monotonic() + timeout_s
         backoff = Backoff()
         while not self._ready:
@@ -246,7 +262,11 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 await backoff.pause(left)
             if not self._ready and time.monotonic() >= end:
                 return None
-        return self._ready.popleft()
+        if self._teacher is None:
+            return self._ready.popleft()
+        scored = await self._teacher.score(self._ready[0])  # if this fails or is cancelled, the next call repeats it
+        self._ready.popleft()
+        return scored
 
     async def commit(self, number: int) -> None:
         """Commit all deliveries up to `number`. Save a checkpoint first: a restarted trainer continues after `number`. Safe to repeat."""
@@ -323,8 +343,9 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         after: int | None = None,
         mark: str = "",
         limit: int = 1,
+        teacher: DeliveryTeacher | None = None,
     ) -> None:
-        self._url, self._key = url, admin_key
+        self._url, self._key, self._teacher = url, admin_key, teacher
         self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
@@ -408,7 +429,13 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
     async def _open(self) -> Feed:
         self._gateway = await GatewayClient(self._url, self._key).__aenter__()
         return await Feed.open(
-            self._gateway, self._name, self._config, after=self._from, mark=self._known, limit=self._limit
+            self._gateway,
+            self._name,
+            self._config,
+            after=self._from,
+            mark=self._known,
+            limit=self._limit,
+            teacher=self._teacher,
         )
 
     async def _end(self) -> None:

@@ -20,6 +20,7 @@ from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
 from turngate.store.events import new_event
 from turngate.store.projects import DEFAULT_PROJECT
+from turngate.store.score_cache import locate_store_cache, remove_scores
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
@@ -245,6 +246,7 @@ class Sessions:
             self._store.delete_session(session.key, new_event(session_id, "deleted", {}))
             self._forget(session)
         self._events.wake(session_id)
+        await asyncio.to_thread(remove_scores, locate_store_cache(self._store), session_id)
 
     async def end(self, session_id: str, status: Status, stop: str) -> Session:
         session = self.find(session_id)

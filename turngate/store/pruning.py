@@ -17,6 +17,7 @@ from turngate.errors import StoreError
 from turngate.store.archived_session import ArchivedSession, read_session, tokenizer_settings, write_session
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.retention import OldSession
+from turngate.store.score_cache import locate_store_cache, remove_orphans
 from turngate.store.session_archive import SessionArchive
 from turngate.store.sqlite import Store
 
@@ -44,7 +45,8 @@ def prune(
 ) -> PruneResult:
     """Remove the sessions that ended before the time `before` and are no longer needed.
 
-    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept.
+    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept. A teacher's
+    cached scores of removed sessions are removed too, and not archived.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:
@@ -56,6 +58,8 @@ def prune(
             pruner.remove(plan.removable)
         else:
             pruner.archive(plan.removable, files)
+    if not dry_run:
+        remove_orphans(store, locate_store_cache(store))
     return pruner.result
 
 

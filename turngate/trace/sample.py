@@ -59,6 +59,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
 
+    def with_side(self, columns: Mapping[str, SideColumn]) -> Sample:
+        """Return the row with more side data."""
+        return msgspec.structs.replace(self, side={**self.side, **columns})
+
 
 def build_samples(
     trace: Trace,

@@ -13,6 +13,7 @@ hide itself. The caller passes in the rows and the agent's transcript. The verdi
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -47,6 +48,7 @@ from turngate.verify.side_data import check_side_data
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
+from turngate.verify.teacher_scores import check_teacher_scores
 from turngate.verify.turn_rewards import check_turn_rewards
 
 __all__ = [
@@ -99,14 +101,14 @@ def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Ve
             session = reader.read_session(session_id)
         except UnreadableSession as error:
             return unreadable_verdict(session_id, error.message)
-        verdict = _build_verdict(session, options)
+        verdict = _build_verdict(session, options, reader.path)
         # An open session may have gained a turn between reading its nodes and reading its rows.
         if session.status != "open" or not reader.has_changed(session):
             break
     return verdict
 
 
-def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
+def _build_verdict(session: StoredSession, options: VerifyOptions, folder: Path) -> Verdict:
     results = CheckResults()
     messages = NodeMessages(session)
     check_structure(session, messages, results)
@@ -118,6 +120,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     check_turn_rewards(session, results)
     check_attempts(session, results)
     check_events(session, results)
+    check_teacher_scores(session, folder, results)
     renderer = check_rendering(session, messages, options.renderers or Renderers(), results)
     trained = check_rows(session, messages, options.rows, results, sound=sound) if options.rows is not None else {}
     check_drift(session, messages, renderer, trained, results)

@@ -33,6 +33,7 @@ class SharedSessionReader(SessionReader):
             ) from None
         address = parse_database_url(url)
         self._name = address.name
+        self.path = address.folder
         self._error: type[Exception] = psycopg.Error
         try:
             connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)

@@ -21,6 +21,8 @@ from turngate.trainers.export.base import ExportChoices, Format
 from turngate.trainers.export.files import UnwritableRecord, open_output
 from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSource, count_rollouts
 from turngate.trainers.export.synthetic import is_synthetic
+from turngate.trainers.export.teacher import Watch, open_scores
+from turngate.trainers.teacher.scoring import TeacherSummary
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
@@ -50,13 +52,16 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...]  # information that the format cannot represent
     left_out: Mapping[str, int]  # counts by reason
     notes: tuple[str, ...]  # warnings for anyone who trains on the file
+    teacher: TeacherSummary | None = None  # what the teacher did, if there is one
 
 
-def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportResult:
+def export(
+    data: Path | str, out: Path | str, choices: ExportChoices, watch_teacher: Watch = lambda summary: None
+) -> ExportResult:
     """Export rollouts to the file `out`, which is written completely or not at all.
 
     If `out` ends in /, it is a folder: each record becomes a file in it, and files written before a failure are kept. Raise `ConfigError`
-    if there are no records to write.
+    if there are no records to write. `watch_teacher` is called after each call to the teacher, in another thread.
     """
     format = FORMATS.get(choices.format)
     if format is None:
@@ -69,7 +74,9 @@ def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportR
     with (
         RolloutSource(data, choices.wanted, exclusions, whole_groups=format.whole_groups) as source,
         open_output(out, format.layout(choices), folder=folder) as file,
+        open_scores(data, choices, watch_teacher) as teacher,
     ):
+        source.teacher = teacher
         for group in source.groups():
             groups += 1
             rollouts += len(group.selected)
@@ -97,6 +104,7 @@ def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportR
         lost=format.list_losses(choices),
         left_out=exclusions.counts,
         notes=(f"{count_rollouts(synthetic)}: {SYNTHETIC_NOTE}",) if synthetic else (),
+        teacher=None if teacher is None else teacher.summary,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
@@ -12,6 +13,8 @@ from turngate.trace.advantage import Choice
 from turngate.trace.turn_advantage import TurnCredit
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RolloutFilter
+from turngate.trainers.teacher.config import TeacherConfig
+from turngate.trainers.teacher.scoring import TEACHER_COLUMNS
 from turngate.types import Json
 
 Form = Literal["", "messages", "completions", "tokens"]
@@ -33,6 +36,9 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     side: tuple[str, ...] = ()  # rows, tree, verl, slime: names of the side data to include
     turn_rewards: bool = False  # rows, verl, slime: include the rewards of turns
     credit: TurnCredit | None = None  # rows: include the advantages of turns, computed like this
+    teacher: TeacherConfig | None = None  # rows, tree: a model that scores the sampled tokens
+    teacher_cache: Path | None = None  # file for its scores; None: in the data folder
+    tokenizer: str = ""  # with a teacher: the tokenizer of the recorded ids, if it is not on this machine
 
 
 class Format(Protocol):
@@ -60,8 +66,21 @@ class Format(Protocol):
 
 
 _DEFAULTS = ExportChoices(format="")
-_FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids", "side", "turn_rewards", "credit")
+_FLAGS = (
+    "form",
+    "advantage",
+    "imitate",
+    "keep",
+    "margin",
+    "pairs",
+    "prompt_ids",
+    "side",
+    "turn_rewards",
+    "credit",
+    "teacher",
+)
 _FLAG_NAMES = {"form": "as"}
+_TEACHER_FLAGS = ("teacher_cache", "tokenizer")
 
 
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
@@ -75,6 +94,11 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
             raise ConfigError(
                 f"{flag} does not apply to format {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
             )
+    for name in _TEACHER_FLAGS if choices.teacher is None else ():
+        if getattr(choices, name):
+            raise ConfigError(f"{name} applies only with a teacher; also pass --teacher", param=name)
+    if taken := set(choices.side) & set(TEACHER_COLUMNS if choices.teacher is not None else ()):
+        raise ConfigError(f"side must not be {', '.join(sorted(taken))}, which the teacher adds", param="side")
     if choices.form and choices.form not in forms:
         raise ConfigError(
             f"as must be one of {', '.join(forms)} for format {choices.format}, not {choices.form!r}", param="as"

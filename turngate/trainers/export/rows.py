@@ -13,6 +13,7 @@ from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import TOO_LARGE
 from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
+from turngate.trainers.export.teacher import add_scores, describe_teacher, encode_scores
 from turngate.trainers.export.turn_rewards import (
     count_missing_rewards,
     credit_group,
@@ -57,10 +58,10 @@ class Rows:
     whole_groups = True  # the baseline covers the whole group, including rollouts that are not selected
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices, "advantage", "side", "turn_rewards", "credit")
+        return reject_unused(choices, "advantage", "side", "turn_rewards", "credit", "teacher")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        columns = _COLUMNS | ({"side": "json"} if choices.side else {}) | list_turn_columns(choices)
+        columns = _COLUMNS | list_side_columns(choices) | list_turn_columns(choices)
         return RecordLayout(what="rows", columns=columns)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
@@ -73,10 +74,19 @@ class Rows:
         credited = credit_group(group, choices)
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
             count_missing_rewards(rollout, choices, exclusions)
-            for row in rollout.rows_with(choices.side):
-                side = {"side": encode_columns(row.side, choices.side, exclusions)} if choices.side else {}
+            shared = describe_training(rollout, advantage)
+            for row, unscored in add_scores(rollout, choices, exclusions):
+                record = describe_row(shared, row)
+                if list_side_columns(choices):
+                    record["side"] = encode_columns(row.side, choices.side, exclusions) | encode_scores(row)
                 turns = describe_turns(rollout, row, choices, credited)
-                yield {**describe_row(describe_training(rollout, advantage), row), **side, **turns}
+                yield {**record, **turns, **describe_teacher(rollout.teacher, unscored)}
+
+
+def list_side_columns(choices: ExportChoices) -> dict[str, str]:
+    """Return the columns for side data and for a teacher's scores, if they were requested."""
+    side = {"side": "json"} if choices.side or choices.teacher is not None else {}
+    return side | ({"teacher": "json"} if choices.teacher is not None else {})
 
 
 def compute_group_advantages(
@@ -114,7 +124,7 @@ def describe_training(rollout: RecordedRollout, advantage: float | None) -> dict
     }
 
 
-def describe_row(rollout: Mapping[str, Json], row: Sample) -> Record:
+def describe_row(rollout: Mapping[str, Json], row: Sample) -> dict[str, Json]:
     """Return the record of a row without its side data. `rollout` has the fields of the rollout."""
     fields = {
         **rollout,

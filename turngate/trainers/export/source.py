@@ -27,6 +27,7 @@ from turngate.trace.session import Session
 from turngate.trace.training_report import report_training
 from turngate.trace.tree import Context, Node, Sampled
 from turngate.trace.turn_rewards import TurnReward
+from turngate.trainers.teacher.scoring import Teacher
 
 _PAGE = 500
 
@@ -97,10 +98,18 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRollout:
-    """A session with its trace and its outcome."""
+    """A session with its trace and its outcome. `teacher` has scores of its rows, if the export has a teacher."""
 
-    def __init__(self, store: Store, row: SessionRow, session: Session, outcome: RecordedOutcome | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        row: SessionRow,
+        session: Session,
+        outcome: RecordedOutcome | None,
+        teacher: Teacher | None = None,
+    ) -> None:
         self._store = store
+        self.teacher = teacher
         self.row = row
         self.session = session
         self.outcome = outcome
@@ -197,16 +206,17 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
     def __init__(
         self, data: str | Path, filter: RolloutFilter, exclusions: Exclusions, *, whole_groups: bool = False
     ) -> None:
+        self.teacher: Teacher | None = None  # has scores of the rollouts' rows, if the export has a teacher
         self._filter = filter
         self._exclusions = exclusions
         self._whole_groups = whole_groups
         self._seen = 0  # sessions in the folder
-        self._store = open_store_for_reading(data)
+        self.store = open_store_for_reading(data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._store.close()
+        self.store.close()
 
     def groups(self) -> Iterator[RecordedGroup]:
         found = self._index()
@@ -231,10 +241,10 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         found: dict[tuple[str, int], list[tuple[int, bool]]] = {}
         before: int | None = None
         newest_first = []
-        while page := self._store.sessions(before=before, limit=_PAGE):
+        while page := self.store.sessions(before=before, limit=_PAGE):
             before = page[-1].key
-            outcomes = self._store.outcomes.read(page[-1].key, page[0].key)
-            excluded = self._store.attempts.explain_exclusions(page[-1].key, page[0].key)
+            outcomes = self.store.outcomes.read(page[-1].key, page[0].key)
+            excluded = self.store.attempts.explain_exclusions(page[-1].key, page[0].key)
             self._seen += len(page)
             for row in page:
                 stored = outcomes.get(row.key)
@@ -255,20 +265,20 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         return found
 
     def _load(self, key: int) -> RecordedRollout | None:
-        row = self._store.find_key(key)
+        row = self.store.find_key(key)
         if row is None:
             self._exclusions.add("its session was deleted during the export")
             return None
-        outcome = self._store.outcomes.find(key)
+        outcome = self.store.outcomes.find(key)
         if isinstance(outcome, DamagedOutcome):  # damaged since the index was built
             self._exclusions.add(outcome.message)
             return None
         try:
-            session = self._store.load(row)
+            session = self.store.load(row)
         except StoreError:
             self._exclusions.add("its trace is damaged on disk")
             return None
-        return RecordedRollout(self._store, row, session, outcome)
+        return RecordedRollout(self.store, row, session, outcome, self.teacher)
 
     def _explain_empty(self) -> str:
         """Explain why no rollout can be exported."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from turngate.errors import ConfigError
 from turngate.trace.prefix_tree import PrefixTree, RowPath, Segment, UnequalSideData, build_tree, list_attended
+from turngate.trace.sample import Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.rows import (
@@ -21,9 +22,11 @@ from turngate.trainers.export.rows import (
     compute_group_advantages,
     describe_row,
     describe_training,
+    list_side_columns,
 )
 from turngate.trainers.export.side_data import count_missing, decode_columns, encode_column
 from turngate.trainers.export.source import Exclusions, RecordedGroup
+from turngate.trainers.export.teacher import add_scores, describe_teacher
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json
 
 _TREE_COLUMNS = {
@@ -41,11 +44,10 @@ class Tree:
     whole_groups = True  # as in `rows`
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices, "advantage", "side")
+        return reject_unused(choices, "advantage", "side", "teacher")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        columns = ROLLOUT_COLUMNS | _TREE_COLUMNS | ({"side": "json"} if choices.side else {})
-        return RecordLayout(what="trees", columns=columns)
+        return RecordLayout(what="trees", columns=ROLLOUT_COLUMNS | _TREE_COLUMNS | list_side_columns(choices))
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -55,7 +57,8 @@ class Tree:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
-            rows = rollout.rows_with(choices.side)
+            scored = add_scores(rollout, choices, exclusions)
+            rows = [row for row, _ in scored]
             try:
                 tree = build_tree(rows)
             except UnequalSideData as error:
@@ -63,8 +66,11 @@ class Tree:
                 continue
             for row in rows:
                 count_missing(row.side, choices.side, exclusions)
-            side = {"side": {name: encode_column(column) for name, column in tree.side.items()}} if choices.side else {}
-            yield {**describe_training(rollout, advantage), **_describe_tree(tree), **side}
+            record = {**describe_training(rollout, advantage), **_describe_tree(tree)}
+            if list_side_columns(choices):
+                record["side"] = {name: encode_column(column) for name, column in tree.side.items()}
+            unscored = {str(row.branch): reason for row, reason in scored if reason}
+            yield {**record, **describe_teacher(rollout.teacher, unscored)}
 
 
 def _describe_tree(tree: PrefixTree) -> dict[str, Json]:
@@ -198,9 +204,16 @@ def rebuild_rows(record: Record) -> list[Record]:
     """Return the records that `turngate export rows` writes for the rollout of a tree. Ids, mask and log-probabilities are arrays."""
     shared = {name: record[name] for name in ROLLOUT_COLUMNS}
     rows = decode_tree(record).tree.rebuild_rows()
-    if "side" not in record:
-        return [describe_row(shared, row) for row in rows]
-    return [
-        {**describe_row(shared, row), "side": {name: encode_column(column) for name, column in row.side.items()}}
-        for row in rows
-    ]
+    return [{**describe_row(shared, row), **_rebuild_extras(record, row)} for row in rows]
+
+
+def _rebuild_extras(record: Record, row: Sample) -> dict[str, Json]:
+    """Return the fields of a row that it has only if they were requested."""
+    extras: dict[str, Json] = {}
+    if "side" in record:
+        extras["side"] = {name: encode_column(column) for name, column in row.side.items()}
+    if "teacher" in record:
+        teacher = record["teacher"]
+        teacher = _parse("teacher", teacher) if isinstance(teacher, str) else teacher
+        extras["teacher"] = {**teacher, "unscored": teacher["unscored"].get(str(row.branch), "")}
+    return extras

@@ -1,0 +1,450 @@
+"""Tests for teacher scores: every score is at its own token, each turn is scored once, and nothing is filled in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kit import tokenizer
+from tests.teacher_kit import TeacherServer, expected_scores, expected_top, serve_teacher
+from tests.trainers.test_export import Recording, recording, shared_recording  # noqa: F401
+from tests.trainers.test_export_tree import rebuild
+from turngate.cli.export import export_rollouts
+from turngate.cli.options import ExportOptions
+from turngate.client.feed import Feed, FeedConfig
+from turngate.client.gateway import GatewayClient
+from turngate.errors import ConfigError, EngineError
+from turngate.store.pruning import prune
+from turngate.store.score_cache import CACHE_FILE, digest_turns
+from turngate.store.sqlite import Store
+from turngate.trainers.export import ExportResult
+from turngate.trainers.export.side_data import decode_columns
+from turngate.trainers.teacher import FeedTeacher, TeacherConfig
+from turngate.trainers.teacher import scoring as scoring_module
+from turngate.trainers.teacher.scoring import TeacherUnavailable
+from turngate.trainers.teacher.vocabulary import VocabularyMismatch
+from turngate.verify import SessionReader, VerifyFinding, VerifyOptions, verify
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TeacherServer]:
+    monkeypatch.setattr(scoring_module, "_RETRIES_S", ())
+    with serve_teacher() as found:
+        yield found
+
+
+def config(server: TeacherServer, **fields: Any) -> TeacherConfig:
+    return TeacherConfig(**{"engine": "vllm", "url": server.url, "model": "teacher", **fields})
+
+
+def check_row(row: Any, top_k: int = 0) -> None:
+    """Check that a record has the teacher's score of each sampled token, and no others."""
+    assert row["teacher"]["unscored"] == ""
+    side = decode_columns(row["side"])
+    assert set(side) == {"teacher_logprobs", *(["teacher_top_ids", "teacher_top_logprobs"] if top_k else [])}
+    places = [place for span in row["spans"] for place in range(span["start"], span["end"])]
+    column = side["teacher_logprobs"]
+    assert [place for start, end in column.spans for place in range(start, end)] == places
+    scores = expected_scores(row["ids"])
+    assert column.values.tolist() == [np.float32(scores[place]) for place in places]
+    if top_k:
+        tops = [expected_top(row["ids"][place], scores[place], top_k) for place in places]
+        assert side["teacher_top_ids"].values.tolist() == [[token for token, _ in top] for top in tops]
+        assert np.array_equal(
+            side["teacher_top_logprobs"].values, np.array([[score for _, score in top] for top in tops], np.float32)
+        )
+
+
+def check_summary(done: ExportResult, **expected: int) -> None:
+    assert done.teacher is not None
+    assert {name: getattr(done.teacher, name) for name in expected} == expected
+
+
+# ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_scores_are_those_of_the_same_ids(recording: Recording, server: TeacherServer, engine: str, top_k: int) -> None:  # noqa: F811
+    rows, done = recording.export("rows", unfinished=True, teacher=config(server, engine=engine, top_k=top_k))
+    for row in rows:
+        check_row(row, top_k)
+    sent = [body["prompt"] if engine == "vllm" else body["input_ids"] for body in server.scored]
+    assert all(any(row["ids"][: len(ids)] == ids for row in rows) for ids in sent), "only the ids of rows are sent"
+    check_summary(done, scored_rows=len(rows), calls=len(sent))
+
+
+def test_shared_turn_is_scored_once(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    rows, done = recording.export("rows", sessions=(recording.ids["forked"],), teacher=config(server))
+    assert len(rows) == 3 and len(server.scored) == 3
+    turns = {digest for row in rows for digest in digest_turns(np.array(row["ids"], np.int32), spans_of(row))}
+    assert len(turns) < sum(len(row["spans"]) for row in rows), "rows share a turn"
+    check_summary(done, turns=len(turns), cached=0)
+    for row in rows:
+        check_row(row)
+
+
+def spans_of(row: Any) -> list[tuple[int, int]]:
+    return [(span["start"], span["end"]) for span in row["spans"]]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_tree_has_the_same_scores(recording: Recording, server: TeacherServer, suffix: str) -> None:  # noqa: F811
+    teacher = config(server, top_k=2)
+    flat, _ = recording.export("rows", teacher=teacher)
+    trees, _ = recording.export("tree", suffix, teacher=teacher)
+    if suffix == ".parquet":
+        trees = [{**tree, "outcome": tree["outcome"] and json.loads(tree["outcome"])} for tree in trees]
+    assert rebuild(trees) == flat
+    forked = next(tree for tree in trees if tree["session"] == recording.ids["forked"])
+    rows = [row for row in flat if row["session"] == recording.ids["forked"]]
+    assert len(forked["ids"]) < sum(len(row["ids"]) for row in rows), "scores do not prevent sharing"
+
+
+def test_second_export_makes_no_call(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    first, done = recording.export("rows", teacher=config(server))
+    calls = len(server.scored)
+    again, second = recording.export("rows", teacher=config(server))
+    assert again == first and len(server.scored) == calls
+    assert done.teacher is not None
+    check_summary(second, calls=0, turns=0, cached=done.teacher.turns + done.teacher.cached)
+
+
+@pytest.mark.parametrize("other", [{"version": "2"}, {"top_k": 2}])
+def test_other_version_or_top_k_is_scored_anew(
+    recording: Recording,  # noqa: F811
+    server: TeacherServer,
+    other: dict[str, Any],
+) -> None:
+    recording.export("rows", teacher=config(server, version="1"))
+    calls = len(server.scored)
+    rows, _ = recording.export("rows", teacher=config(server, **{"version": "1", **other}))
+    assert len(server.scored) == 2 * calls
+    assert rows[0]["teacher"]["version"] == other.get("version", "1")
+
+
+def test_damaged_cache_entry_is_scored_again(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    first, _ = recording.export("rows", teacher=config(server))
+    with sqlite3.connect(recording.data / CACHE_FILE) as db:
+        db.execute("UPDATE scores SET logprobs=zeroblob(length(logprobs)) WHERE session=?", (recording.ids["bad"],))
+    db.close()
+    calls = len(server.scored)
+    again, _ = recording.export("rows", teacher=config(server))
+    assert again == first and len(server.scored) == calls + 1
+
+
+def test_dead_teacher_keeps_scores_and_rerun_continues(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    server.fail_after = 2
+    with pytest.raises(
+        TeacherUnavailable, match=r"the engine is dead; \d turns were scored and are cached; run the same"
+    ):
+        recording.export("rows", teacher=config(server, concurrency=1))
+    assert not (recording.out / "out.jsonl").exists(), "no file without scores"
+    server.fail_after, before = None, len(server.scored)
+    rows, done = recording.export("rows", teacher=config(server))
+    assert done.teacher is not None and done.teacher.cached > 0
+    assert len(server.scored) - before == done.teacher.calls < len(rows)
+    for row in rows:
+        check_row(row)
+
+
+def drop_last(scores: list[Any]) -> None:
+    scores.pop()
+
+
+def change_score(value: float | None) -> Callable[[list[Any]], None]:
+    def change(scores: list[Any]) -> None:
+        for entry in scores[1:]:
+            for candidate in entry.values():
+                candidate["logprob"] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drop_last, r"vllm scored \d+ of \d+ tokens"),
+        (change_score(math.nan), "cannot be read"),
+        (change_score(None), "cannot be read"),
+        (change_score(1e300), "not finite"),
+        (change_score(0.5), "greater than 0"),
+        (lambda scores: scores[-1].clear(), r"no score for token \d+, id \d+"),
+    ],
+)
+def test_invalid_reply_leaves_row_unscored(
+    recording: Recording,  # noqa: F811
+    server: TeacherServer,
+    change: Callable[[list[Any]], None],
+    reason: str,
+) -> None:
+    bad = recording.export("rows", sessions=(recording.ids["bad"],))[0][0]["ids"]
+    server.change = lambda scores: change(scores) if len(scores) == len(bad) else None
+    rows, done = recording.export("rows", teacher=config(server))
+    for row in rows:
+        if row["session"] == recording.ids["bad"]:
+            assert row["side"] == {}, "nothing is filled in"
+            assert re.search(reason, row["teacher"]["unscored"])
+        else:
+            check_row(row)
+    assert any(text.startswith("the teacher scores of a row: ") for text in done.left_out)
+    server.change = lambda scores: None
+    rows, _ = recording.export("rows", teacher=config(server))
+    for row in rows:
+        check_row(row)  # a rejected row is not cached
+
+
+def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    server.change = drop_last
+    with pytest.raises(EngineError, match=r"scored none of \d rows, so no file was written: vllm scored"):
+        recording.export("rows", teacher=config(server))
+    assert not (recording.out / "out.jsonl").exists()
+
+
+# ── vocabularies ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_other_vocabulary_is_refused_before_the_first_call(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    server.shift = 1
+    with pytest.raises(VocabularyMismatch, match=r"id \d+ is .* in .*, with which the rollouts .* but .* in teacher;"):
+        recording.export("rows", teacher=config(server))
+    assert server.scored == []
+
+
+def test_server_without_decoding_needs_a_tokenizer(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    server.decodes = False
+    with pytest.raises(ConfigError, match="pass its tokenizer folder as --teacher-tokenizer"):
+        recording.export("rows", teacher=config(server))
+    assert server.scored == []
+    rows, _ = recording.export("rows", teacher=config(server, tokenizer=str(tokenizer().folder)))
+    check_row(rows[0])
+
+
+def write_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Write a copy of the test tokenizer with a changed tokenizer.json."""
+    spec = json.loads((tokenizer().folder / "tokenizer.json").read_text())
+    change(spec)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+def swap_two_tokens(spec: dict[str, Any]) -> None:
+    vocab = spec["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.get)[300:302]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+
+
+def test_tokenizers_are_compared_as_a_whole(recording: Recording, server: TeacherServer, tmp_path: Path) -> None:  # noqa: F811
+    same = write_tokenizer(tmp_path / "same", lambda spec: spec.update(truncation=None))
+    other = write_tokenizer(tmp_path / "other", swap_two_tokens)
+    rows, _ = recording.export("rows", teacher=config(server, tokenizer=str(same)))
+    check_row(rows[0])
+    server.scored.clear()
+    with pytest.raises(VocabularyMismatch, match=rf"id 300 is .* in {other}; choose a teacher with the same tokenizer"):
+        recording.export("rows", teacher=config(server, tokenizer=str(other), version="other"))
+    assert server.scored == []
+
+
+def test_unknown_policy_tokenizer_is_an_error(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    with sqlite3.connect(recording.data / "turngate.db") as db:
+        db.execute("DELETE FROM settings WHERE name LIKE 'tokenizer:%'")
+    db.close()
+    with pytest.raises(ConfigError, match="pass its folder as --tokenizer"):
+        recording.export("rows", teacher=config(server))
+    rows, _ = recording.export("rows", teacher=config(server), tokenizer=str(tokenizer().folder))
+    check_row(rows[0])
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"engine": "openai"}, "teacher must be one of vllm, sglang, local"),
+        ({"url": "ftp://x"}, r"teacher_url must be an http\(s\) URL"),
+        ({"url": "http://user:secret@host"}, "TURNGATE_TEACHER_KEY"),
+        ({"top_k": -1}, "teacher_top_k must be 0 to"),
+        ({"concurrency": 0}, "teacher_concurrency must be 1 to"),
+        ({"engine": "local", "url": "", "model": "/nowhere"}, "teacher_model must be a model folder"),
+        ({"engine": "local"}, "teacher_url does not apply"),
+    ],
+)
+def test_invalid_settings(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TeacherConfig(**{"engine": "vllm", "url": "http://127.0.0.1:1", **fields})
+
+
+def test_formats_without_scores_reject_a_teacher(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="teacher does not apply to format verl; leave out --teacher"):
+        recording.export("verl", teacher=config(server))
+    with pytest.raises(ConfigError, match="tokenizer applies only with a teacher"):
+        recording.export("rows", tokenizer="x")
+    with pytest.raises(ConfigError, match="side must not be teacher_logprobs"):
+        recording.export("rows", teacher=config(server), side=("teacher_logprobs",))
+
+
+def test_key_comes_from_the_environment(
+    recording: Recording,  # noqa: F811
+    server: TeacherServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TURNGATE_TEACHER_KEY", "teacher-key-0123456789")
+    recording.export("rows", teacher=config(server))
+    assert server.keys == {"Bearer teacher-key-0123456789"}
+
+
+def test_unknown_model_is_an_error(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    with pytest.raises(EngineError, match="does not serve the model 'other'; it serves: teacher"):
+        recording.export("rows", teacher=config(server, model="other"))
+    rows, _ = recording.export("rows", teacher=config(server, model=""))
+    assert rows[0]["teacher"]["model"] == "teacher"
+
+
+def test_calls_are_bounded(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    recording.export("rows", unfinished=True, teacher=config(server, concurrency=2))
+    assert server.most_running <= 2
+
+
+def test_command_prints_what_the_teacher_did(recording: Recording, server: TeacherServer, capsys: Any) -> None:  # noqa: F811
+    options: dict[str, Any] = {"format": "rows", "out": str(recording.out / "out.jsonl"), "data": str(recording.data)}
+    export_rollouts(ExportOptions(**options, teacher="vllm", teacher_url=server.url, teacher_version="7"))
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"  teacher   teacher version 7: \d rows with scores, 0 without; \d turns scored in \d calls, ", printed
+    )
+    with pytest.raises(ConfigError, match="teacher_version applies only with a teacher; also pass --teacher"):
+        export_rollouts(ExportOptions(**options, teacher_version="7"))
+
+
+# ── removal ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cached_sessions(data: Path) -> set[str]:
+    with sqlite3.connect(data / CACHE_FILE) as db:
+        found = {name for (name,) in db.execute("SELECT DISTINCT session FROM scores")}
+    db.close()
+    return found
+
+
+async def test_deleting_a_session_removes_its_scores(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    recording.export("rows", teacher=config(server))
+    assert recording.ids["bad"] in cached_sessions(recording.data)
+    async with recording.serving() as g:
+        await g.app.sessions.delete(recording.ids["bad"])
+    assert recording.ids["bad"] not in cached_sessions(recording.data)
+    assert recording.ids["good"] in cached_sessions(recording.data)
+
+
+def test_pruning_removes_scores(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    recording.export("rows", teacher=config(server))
+    assert cached_sessions(recording.data)
+    store = Store(recording.data)
+    for session in ("open", "cancelled"):  # the group of an open session is kept
+        found = store.find(recording.ids[session])
+        assert found is not None
+        store.delete_session(found.key)
+    assert prune(store, before=2e9, dry_run=True).removed == 5 and cached_sessions(recording.data)
+    assert prune(store, before=2e9).removed == 5
+    store.close()
+    assert cached_sessions(recording.data) == set()
+
+
+# ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_feed_delivers_scores(recording: Recording, server: TeacherServer, cached: bool) -> None:  # noqa: F811
+    cache = recording.data / CACHE_FILE if cached else None
+    async with recording.serving() as g, GatewayClient(g.root, g.app.admin_key) as client:
+        feed_config = FeedConfig(n=3, from_start=True)
+        with FeedTeacher(config(server, top_k=1), tokenizer().folder, cache) as teacher:
+            server.fail_after = 0
+            async with await Feed.open(client, "f", feed_config, teacher=teacher) as feed:
+                with pytest.raises(TeacherUnavailable):
+                    await feed.next(10)
+                server.fail_after = None
+                delivery = await feed.next(10)
+        calls = len(server.scored)
+        with FeedTeacher(config(server, top_k=1), tokenizer().folder, cache) as teacher:
+            async with await Feed.open(client, "f", feed_config, after=0, teacher=teacher) as feed:
+                again = await feed.next(10)
+    assert delivery is not None and again is not None and delivery.number == again.number == 1
+    assert (len(server.scored) == calls) == cached
+    assert len(delivery.rows()) >= 3
+    for row, other in zip(delivery.rows(), again.rows(), strict=True):
+        column = row.side["teacher_logprobs"]
+        places = [place for start, end in column.spans for place in range(start, end)]
+        assert set(np.flatnonzero(row.mask)) <= set(places)
+        scores = expected_scores(row.ids.tolist())
+        assert column.values.tolist() == [np.float32(scores[place]) for place in places]
+        assert row.side["teacher_top_ids"].values.shape == (len(places), 1)
+        assert np.array_equal(column.values, other.side["teacher_logprobs"].values)
+
+
+async def test_feed_marks_unscored_rows(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    server.change = drop_last
+    async with recording.serving() as g, GatewayClient(g.root, g.app.admin_key) as client:
+        with FeedTeacher(config(server), tokenizer().folder) as teacher:
+            async with await Feed.open(client, "f", FeedConfig(n=3, from_start=True), teacher=teacher) as feed:
+                delivery = await feed.next(10)
+    assert delivery is not None and delivery.rows()
+    for row in delivery.rows():
+        assert "teacher_logprobs" not in row.side and row.unscored.startswith("vllm scored")
+
+
+# ── verification ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def verify_session(data: Path, session: str) -> list[VerifyFinding]:
+    with SessionReader(data) as reader:
+        return [
+            finding
+            for finding in verify(reader, session, VerifyOptions()).findings
+            if finding.check == "teacher scores"
+        ]
+
+
+def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+    assert verify_session(recording.data, recording.ids["forked"]) == [], "nothing is cached yet"
+    recording.export("rows", teacher=config(server, top_k=2))
+    [finding] = verify_session(recording.data, recording.ids["forked"])
+    assert finding.ok
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "problem"),
+    [
+        ("logprobs", lambda data: np.full(len(data) // 4, 0.5, "<f4").tobytes(), "greater than 0"),
+        ("logprobs", lambda data: np.full(len(data) // 4, np.nan, "<f4").tobytes(), "not finite"),
+        ("logprobs", lambda data: data[:-4], "wrong length"),
+        ("logprobs", lambda data: b"\x01" + data[1:], "checksum"),
+        ("logprobs", lambda data: np.zeros(len(data) // 4, "<f4").tobytes(), "not the most likely"),
+        ("top_ids", lambda data: np.full(len(data) // 4, -1, "<i4").tobytes(), "negative id"),
+        ("turn", lambda data: b"x" * 16, "belong to no turn"),
+    ],
+)
+def test_verify_finds_changed_scores(
+    recording: Recording,  # noqa: F811
+    server: TeacherServer,
+    column: str,
+    change: Callable[[bytes], bytes],
+    problem: str,
+) -> None:
+    recording.export("rows", teacher=config(server, top_k=2))
+    with sqlite3.connect(recording.data / CACHE_FILE) as db:
+        where = "WHERE session=?"
+        [(data,)] = db.execute(f"SELECT {column} FROM scores {where}", (recording.ids["bad"],)).fetchall()
+        db.execute(f"UPDATE scores SET {column}=? {where}", (change(data), recording.ids["bad"]))
+    db.close()
+    findings = verify_session(recording.data, recording.ids["bad"])
+    assert any(problem in finding.what for finding in findings if not finding.ok), findings

@@ -1,0 +1,255 @@
+"""Score given token ids: the log-probability of each token in its context, and the most likely tokens at its place.
+
+Scoring engines block, so that callers can run several calls in threads. Scores are those of the model's plain distribution, at
+temperature 1. `local/scoring.py` scores with a model in this process.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.engines.http import error_from_status, extract_message
+from turngate.errors import EngineError, EngineTimeout, EngineUnavailable
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, TokenId
+
+T = TypeVar("T")
+Span = tuple[int, int]  # start and end
+TOLERANCE = 1e-3  # rounding may make a log-probability slightly greater than 0
+
+
+class TokenScores(msgspec.Struct, frozen=True, eq=False):
+    """The scores of consecutive tokens. With `top_k` = 0, the last two arrays have no columns."""
+
+    logprobs: Logprobs
+    top_ids: Ids  # tokens × k: the most likely tokens in the same context, most likely first
+    top_logprobs: Logprobs  # tokens × k
+
+
+class InvalidScores(EngineError):
+    """An engine returned scores that cannot be used: some are missing, not finite, or for other tokens."""
+
+    kind = "invalid_scores"
+
+
+class ScoringEngine(Protocol):
+    """An engine that scores given ids. Implementations raise only `EngineError`s and `ContextOverflow`."""
+
+    name: str
+
+    def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
+        """Return the scores of the tokens in each span of `ids`, in the order of the spans. They are checked with `check_scores`."""
+
+    def find_model(self) -> str:
+        """Return the name of the model that scores. Raise an error if the engine does not have it."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids with the model's tokenizer. Special tokens are included."""
+
+
+def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScores], top_k: int) -> None:
+    """Raise `InvalidScores` if scores are missing, not finite, greater than 0, or contradict each other."""
+    for (start, end), found in zip(spans, scores, strict=True):
+        where = f"{engine}: tokens {start} to {end}"
+        if found.logprobs.shape != (end - start,):
+            raise InvalidScores(f"{where} have {len(found.logprobs)} log-probabilities")
+        shapes = {found.top_ids.shape, found.top_logprobs.shape}
+        if shapes != {(end - start, top_k)}:
+            raise InvalidScores(f"{where} do not have {top_k} most likely tokens each")
+        for name, values in (("log-probability", found.logprobs), ("most likely token", found.top_logprobs)):
+            if not np.isfinite(values).all():
+                raise InvalidScores(f"{where} have a {name} that is not finite")
+            if (values > TOLERANCE).any():
+                raise InvalidScores(f"{where} have a {name} with a log-probability greater than 0")
+        if (found.top_ids < 0).any():
+            raise InvalidScores(f"{where} have a most likely token with a negative id")
+        ordered = np.column_stack([found.top_logprobs, found.logprobs]) if top_k else found.logprobs[:, None]
+        best = ordered.max(axis=1, initial=-np.inf)
+        if top_k and (
+            (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any()
+            or (best > found.top_logprobs[:, 0] + TOLERANCE).any()
+        ):
+            raise InvalidScores(f"{where} have most likely tokens that are not the most likely ones")
+
+
+class _Candidate(msgspec.Struct):
+    """A token at one position of vLLM's prompt log-probabilities."""
+
+    logprob: float
+    rank: int | None = None
+
+
+class _ScoredChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[int, _Candidate] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: tuple[_ScoredChoice, ...]
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Text(msgspec.Struct):
+    prompt: str | None = None  # vLLM
+    text: str | None = None  # SGLang
+
+
+class _ScoredToken(NamedTuple):
+    """A token of SGLang's log-probabilities. The first token of a prompt has none."""
+
+    logprob: float | None
+    token_id: TokenId
+    text: str | None = None
+
+
+class _ScoredPrompt(msgspec.Struct):
+    input_token_logprobs: list[_ScoredToken] | None = None
+    input_top_logprobs: list[list[_ScoredToken] | None] | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _ScoredPrompt
+
+
+class _ScoringServer:
+    """A server that scores over HTTP."""
+
+    def __init__(self, name: str, url: str, model: str, *, key: str = "", timeout_s: float = 600.0) -> None:
+        self.name = name
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model, self._key, self._timeout_s = model, key, timeout_s
+
+    def find_model(self) -> str:
+        served = [card.id for card in self._request("/v1/models", _Models).data]
+        if not served or (self._model and self._model not in served):
+            raise EngineError(
+                f"{self.name} at {self._url} does not serve the model {self._model!r}; it serves: {', '.join(served)}"
+            )
+        self._model = self._model or served[0]
+        return self._model
+
+    def decode(self, ids: Sequence[int]) -> str:
+        body = {"model": self._model, "tokens": list(ids), "skip_special_tokens": False}
+        reply = self._request("/detokenize", _Text, body)
+        return reply.prompt if reply.prompt is not None else reply.text or ""
+
+    def _request(self, path: str, shape: type[T], body: Mapping[str, Any] | None = None) -> T:
+        headers = {"content-type": "application/json"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  # the engine that the user named
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:  # noqa: S310
+                answer: bytes = reply.read()
+        except urllib.error.HTTPError as error:
+            if error.code == 401:
+                raise EngineError(f"{self.name} at {self._url} rejected the API key") from None
+            sent = error.read(2000)
+            message = f"it answered {error.code}: {extract_message(sent)[:500]}"
+            raise error_from_status(self.name, error.code, message, sent.decode("utf-8", "replace")) from None
+        except TimeoutError:
+            raise EngineTimeout(f"timed out waiting for {self.name} at {self._url}") from None
+        except (OSError, ValueError) as error:
+            raise EngineUnavailable(f"{self.name} could not be reached at {self._url}: {error}") from None
+        try:
+            return msgspec.json.decode(answer, type=shape)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidScores(f"{self.name} sent a reply that cannot be read: {error}") from None
+
+
+class VLLMScoring(_ScoringServer):
+    """A vLLM server, which scores a prompt with `prompt_logprobs`. Its `--max-logprobs` limits `top_k`."""
+
+    def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+        reply = self._request("/v1/completions", _Completion, body)
+        scored = reply.choices[0].prompt_logprobs if reply.choices else None
+        if scored is None:
+            raise InvalidScores(f"{self.name} returned no prompt log-probabilities")
+        if len(scored) != len(ids):
+            raise InvalidScores(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
+        found = [self._read_span(ids, scored, span, top_k) for span in spans]
+        check_scores(self.name, spans, found, top_k)
+        return found
+
+    def _read_span(
+        self, ids: Ids, scored: Sequence[Mapping[int, _Candidate] | None], span: Span, top_k: int
+    ) -> TokenScores:
+        logprobs, tops = [], []
+        for place in range(*span):
+            candidates = scored[place]
+            own = None if candidates is None else candidates.get(int(ids[place]))
+            if candidates is None or own is None:
+                raise InvalidScores(f"{self.name} returned no score for token {place}, id {ids[place]}")
+            logprobs.append(own.logprob)
+            # The token itself is also listed if it is not one of the most likely ones.
+            ranked = [(each.rank, token, each.logprob) for token, each in candidates.items() if each.rank is not None]
+            tops.append([(token, logprob) for rank, token, logprob in sorted(ranked) if rank <= top_k])
+        return _build_scores(self.name, logprobs, tops, span, top_k)
+
+
+class SGLangScoring(_ScoringServer):
+    """An SGLang server, which scores the input of a request that generates nothing else of interest."""
+
+    def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": top_k,
+        }
+        info = self._request("/generate", _Generated, body).meta_info
+        scored, tops = info.input_token_logprobs, info.input_top_logprobs
+        if scored is None or (top_k and tops is None):
+            raise InvalidScores(f"{self.name} returned no log-probabilities of the input")
+        if len(scored) != len(ids) or (tops is not None and top_k and len(tops) != len(ids)):
+            raise InvalidScores(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
+        if not np.array_equal(np.array([token.token_id for token in scored], ID_DTYPE), ids):
+            raise InvalidScores(f"{self.name} scored other ids than those it was sent")
+        found = [self._read_span(scored, tops if top_k else None, span, top_k) for span in spans]
+        check_scores(self.name, spans, found, top_k)
+        return found
+
+    def _read_span(
+        self,
+        scored: Sequence[_ScoredToken],
+        tops: Sequence[Sequence[_ScoredToken] | None] | None,
+        span: Span,
+        top_k: int,
+    ) -> TokenScores:
+        logprobs, likely = [], []
+        for place in range(*span):
+            own, candidates = scored[place].logprob, [] if tops is None else tops[place]
+            if own is None or candidates is None:
+                raise InvalidScores(f"{self.name} returned no score for token {place}")
+            logprobs.append(own)
+            likely.append([(each.token_id, np.nan if each.logprob is None else each.logprob) for each in candidates])
+        return _build_scores(self.name, logprobs, likely, span, top_k)
+
+
+def _build_scores(
+    engine: str, logprobs: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]], span: Span, top_k: int
+) -> TokenScores:
+    if any(len(top) != top_k for top in tops):
+        raise InvalidScores(f"{engine}: tokens {span[0]} to {span[1]} do not have {top_k} most likely tokens each")
+    shape = (len(tops), top_k)
+    with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite
+        return TokenScores(
+            np.array(logprobs, LOGPROB_DTYPE),
+            np.array([[token for token, _ in top] for top in tops], ID_DTYPE).reshape(shape),
+            np.array([[logprob for _, logprob in top] for top in tops], LOGPROB_DTYPE).reshape(shape),
+        )

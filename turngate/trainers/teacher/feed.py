@@ -1,0 +1,77 @@
+"""Score the deliveries of a feed.
+
+with FeedTeacher(TeacherConfig(engine="vllm", url=…, model=…), policy_tokenizer=folder) as teacher:
+    async with await Feed.open(gateway, "math", FeedConfig(n=8), teacher=teacher) as feed:
+        …                                       # row.side["teacher_logprobs"], or row.unscored says why there are none
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from turngate.client.feed import DeliveredRollout, Delivery, Row
+from turngate.engines.scoring import ScoringEngine
+from turngate.render import Tokenizer
+from turngate.trainers.teacher.config import TeacherConfig
+from turngate.trainers.teacher.scoring import Teacher, TeacherSummary
+
+
+class FeedTeacher:
+    """Adds a teacher's scores to deliveries. Scores are computed in threads, never on the event loop.
+
+    `policy_tokenizer` is the tokenizer folder of the policy. `cache` is a file for scores, such as the one of `turngate export` in the data
+    folder; if it is None, the scores of a delivery are forgotten after it.
+    """
+
+    def __init__(
+        self,
+        config: TeacherConfig,
+        policy_tokenizer: str | Path,
+        cache: Path | None = None,
+        *,
+        engine: ScoringEngine | None = None,
+    ) -> None:
+        self._teacher = Teacher(config, cache, engine=engine)
+        self._policy = Tokenizer(Path(policy_tokenizer))
+        self._keeps = cache is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._teacher.__exit__(kind, error, trace)
+
+    @property
+    def summary(self) -> TeacherSummary:
+        return self._teacher.summary
+
+    async def score(self, delivery: Delivery) -> Delivery:
+        """Return the delivery with the teacher's scores. Raise `TeacherUnavailable` if the teacher fails; the call can be repeated."""
+        return await asyncio.to_thread(self._score, delivery)
+
+    def _score(self, delivery: Delivery) -> Delivery:
+        self._teacher.reset()
+        for rollout in delivery.rollouts:
+            self._teacher.submit(rollout.session, rollout.rows, self._policy)
+        self._teacher.wait()
+        scored = tuple(self._add_scores(rollout) for rollout in delivery.rollouts)
+        if not self._keeps:
+            for rollout in delivery.rollouts:
+                self._teacher.forget(rollout.session)
+        return msgspec.structs.replace(delivery, rollouts=scored)
+
+    def _add_scores(self, rollout: DeliveredRollout) -> DeliveredRollout:
+        return msgspec.structs.replace(rollout, rows=tuple(map(self._add_row_scores, rollout.rows)))
+
+    def _add_row_scores(self, row: Row) -> Row:
+        found = self._teacher.columns(row)
+        if isinstance(found, str):
+            return msgspec.structs.replace(row, unscored=found)
+        return msgspec.structs.replace(row, side={**row.side, **found})
