@@ -1,6 +1,7 @@
 """The reference trainer (extra `local`), which trains the in-process engine's model with GRPO on the groups of a feed.
 
     loss           importance ratios, clipping, weights
+    distillation   advantages of tokens from the scores of a teacher
     grpo           one update: check the recorded log-probabilities, compute gradients, update the weights inside the fence
     checkpoint     weights, optimizer state, and the number of the last trained delivery
     training       the whole loop: gateway, engine, agents and trainer in one process

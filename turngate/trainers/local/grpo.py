@@ -36,6 +36,12 @@ from turngate.errors import ConfigError, TurngateError
 from turngate.trace.prefix_tree import PrefixLayout, find_shared_prefixes
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import TrainerState
+from turngate.trainers.local.distillation import (
+    compute_mean_kl,
+    compute_reverse_kl,
+    compute_teacher_advantages,
+    split_scored,
+)
 from turngate.trainers.local.loss import (
     LossTerms,
     Normalise,
@@ -69,6 +75,12 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
+    reward_weight: float = (
+        1.0  # of the rollout's advantage in the advantage of each token; 0: train only on the teacher's scores
+    )
+    teacher_kl: float = (
+        0.0  # weight of the reverse KL divergence from the feed's teacher in the advantage of each token
+    )
 
     def __post_init__(self) -> None:
         for name in ("groups", "batch_tokens"):
@@ -77,6 +89,14 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("learning_rate", "largest_gradient", "temperature", "tolerance"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
+        for name in ("reward_weight", "teacher_kl"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be 0 or greater, not {getattr(self, name)}", param=name)
+        if self.teacher_kl and self.temperature != 1:
+            raise ConfigError(
+                f"temperature must be 1 with teacher_kl, not {self.temperature}, because teachers score at temperature 1",
+                param="temperature",
+            )
 
 
 class LogprobMismatch(TurngateError):
@@ -89,6 +109,12 @@ class NonFiniteGradient(TurngateError):
     """The gradient norm is not finite. The weights were not updated."""
 
     kind = "gradient_not_finite"
+
+
+class MissingTeacherScores(TurngateError):
+    """`teacher_kl` is set, but no row of an update has a teacher's scores."""
+
+    kind = "teacher_scores_missing"
 
 
 class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +132,9 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     largest: float | None
     refused: tuple[str, ...]  # why each rejected row was left out
     signal: bool  # whether any advantage is not 0
+    teacher_divergence: float | None = (
+        None  # reverse KL divergence from the teacher per token; None if `teacher_kl` is 0
+    )
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,18 +181,30 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
         by = compute_divisor(weights, tokens, settings.normalise)
+        usable = self._select_scored(rows, totals)
         # Rows with an advantage of 0 are compared, but need no backward pass.
         for silent in (False, True):
-            chosen = [row for row in rows if self._is_silent(row) == silent]
+            chosen = [row for row in usable if self._is_silent(row) == silent]
             for batch in split_batches(chosen, settings.batch_tokens, tree=settings.prefix_tree):
                 with torch.set_grad_enabled(not silent):
                     self._pass(batch, version, by, totals)
-        measured = totals.summarize(rows, sum(tokens))
+        measured = totals.summarize(rows, sum(tokens), has_teacher=bool(settings.teacher_kl))
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(f"the gradient norm is {norm}")
         return measured
+
+    def _select_scored(self, rows: Sequence[Row], totals: _UpdateTotals) -> Sequence[Row]:
+        """Return the rows that can be trained on. With `teacher_kl`, reject those without a teacher's scores."""
+        if not self.settings.teacher_kl or not rows:
+            return rows
+        scored, unscored = split_scored(rows)
+        if not scored:
+            raise MissingTeacherScores(f"none of {len(rows)} rows has a teacher's scores ({unscored[0]})")
+        totals.refused += unscored
+        totals.mean_kl = compute_mean_kl(scored)
+        return scored
 
     def step(self) -> float:
         """Make one optimizer step. Return the gradient norm before clipping."""
@@ -189,16 +230,20 @@ class Learner:
 
     def _is_silent(self, row: Row) -> bool:
         """Return whether all advantages of a row are 0, so that it has no gradient."""
-        if self.settings.advantages == "turn":
-            return not self._spread_advantages([row]).any()
-        return row.advantage == 0
+        return not self.settings.teacher_kl and not self._spread_advantages([row], 0.0).any()
 
-    def _spread_advantages(self, rows: Sequence[Row]) -> np.ndarray:
-        """Return the advantage of each trained token of all rows, as float32."""
-        if self.settings.advantages == "turn":
-            return np.concatenate([row.token_advantages()[row.mask] for row in rows])
-        counts = [int(row.mask.sum()) for row in rows]
-        return np.repeat(np.array([row.advantage for row in rows], np.float32), counts)
+    def _spread_advantages(self, rows: Sequence[Row], mean_kl: float) -> np.ndarray:
+        """Return the advantage of each trained token of all rows, as float32. `mean_kl` is the mean divergence from the teacher."""
+        settings = self.settings
+        if settings.advantages == "turn":
+            values = np.concatenate([row.token_advantages()[row.mask] for row in rows])
+        else:
+            counts = [int(row.mask.sum()) for row in rows]
+            values = np.repeat(np.array([row.advantage for row in rows], np.float32), counts)
+        values = values * np.float32(settings.reward_weight)
+        if settings.teacher_kl:
+            values += np.float32(settings.teacher_kl) * compute_teacher_advantages(rows, mean_kl)
+        return values
 
     def _pass(self, rows: Sequence[Row], version: int, by: float, totals: _UpdateTotals) -> None:
         settings, device = self.settings, self.model.device
@@ -224,7 +269,7 @@ class Learner:
         terms = LossTerms(
             now=now[use],
             then=then[use],
-            advantage=torch.from_numpy(self._spread_advantages(rows)).to(device)[use],
+            advantage=torch.from_numpy(self._spread_advantages(rows, totals.mean_kl)).to(device)[use],
             weight=_spread([row.weight for row in rows], place, device)[use],
             row=torch.from_numpy(place).to(device)[use],
         )
@@ -240,6 +285,10 @@ class Learner:
         if value.requires_grad and bool(use.any()):
             value.backward()
             totals.signal = True
+        if settings.teacher_kl:
+            totals.teacher_divergence += sum(
+                float(compute_reverse_kl(row).sum()) for row, is_kept in zip(rows, kept, strict=True) if is_kept
+            )
         size = int(use.sum())
         if size:
             totals.loss += float(value.detach())
@@ -253,14 +302,15 @@ class _UpdateTotals:
     """Sums over the batches of an update."""
 
     def __init__(self) -> None:
-        self.loss = self.entropy = self.divergence = self.clipped = 0.0
+        self.loss = self.entropy = self.divergence = self.clipped = self.teacher_divergence = 0.0
+        self.mean_kl = 0.0  # reverse KL divergence from the teacher, of all rows with scores
         self.tokens = 0
         self.signal = False
         self.compared: list[np.ndarray] = []
         self.differ: list[str] = []  # compared rows that were rejected
         self.refused: list[str] = []
 
-    def summarize(self, rows: Sequence[Row], tokens: int) -> UpdateMetrics:
+    def summarize(self, rows: Sequence[Row], tokens: int, *, has_teacher: bool) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
             raise LogprobMismatch(
                 f"the log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, although "
@@ -281,6 +331,7 @@ class _UpdateTotals:
             largest=None if differences is None else float(differences.max()),
             refused=tuple(self.refused),
             signal=self.signal,
+            teacher_divergence=self.teacher_divergence / count if has_teacher else None,
         )
 
 
