@@ -242,7 +242,7 @@ class Running:
         """A plain HTTP client, for what the openai client cannot send or show."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         client = httpx.AsyncClient(
-            base_url=self.root, headers=headers, timeout=scaled(20), verify=False, trust_env=False
+            base_url=self.root, headers=headers, timeout=scaled(60), verify=False, trust_env=False
         )
         self._stack.push_async_callback(client.aclose)
         return client
@@ -251,14 +251,14 @@ class Running:
         if self._http is None:  # shared by all clients; without TLS, since loading certificates takes 50 ms
             self._http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
             self._stack.push_async_callback(self._http.aclose)
-        options = {"max_retries": 0, "timeout": scaled(20), **options}
+        options = {"max_retries": 0, "timeout": scaled(60), **options}
         return openai.AsyncOpenAI(api_key=key, base_url=base_url or self.base_url, http_client=self._http, **options)
 
     def sync_client(self, key: str, **options: Any) -> openai.OpenAI:
         """A blocking client: call it with `asyncio.to_thread`, since the gateway runs in the test's own loop."""
         http = openai.DefaultHttpxClient(verify=False, trust_env=False)
         self._stack.callback(http.close)
-        options = {"max_retries": 0, "timeout": scaled(20), "base_url": self.base_url, **options}
+        options = {"max_retries": 0, "timeout": scaled(60), "base_url": self.base_url, **options}
         return openai.OpenAI(api_key=key, http_client=http, **options)
 
     def start(self, work: Awaitable[T]) -> asyncio.Task[T]:

@@ -84,7 +84,7 @@ class ChatAgent(Agent):
     def __init__(self, root: str, key: str, http: Any, stream: bool, extra: Json) -> None:
         super().__init__(stream, extra)
         self.client = openai.AsyncOpenAI(
-            api_key=key, base_url=f"{root}/v1", http_client=http, max_retries=0, timeout=scaled(20)
+            api_key=key, base_url=f"{root}/v1", http_client=http, max_retries=0, timeout=scaled(60)
         )
         self.history = [{"role": "system", "content": SYSTEM}]
 
@@ -146,7 +146,7 @@ class ResponsesAgent(Agent):
     def __init__(self, root: str, key: str, http: Any, stream: bool, extra: Json) -> None:
         super().__init__(stream, extra)
         self.client = openai.AsyncOpenAI(
-            api_key=key, base_url=f"{root}/v1", http_client=http, max_retries=0, timeout=scaled(20)
+            api_key=key, base_url=f"{root}/v1", http_client=http, max_retries=0, timeout=scaled(60)
         )
 
     def add_user(self, text: str) -> None:
@@ -198,7 +198,7 @@ class MessagesAgent(Agent):
             base_url=root,
             http_client=http,
             max_retries=0,
-            timeout=scaled(20),
+            timeout=scaled(60),
             default_headers={"anthropic-beta": "b-1"},
         )
 
