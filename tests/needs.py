@@ -54,7 +54,7 @@ def _missing_agent(name: str) -> str | None:
 
 
 # Each check returns why the part is missing and how to install it, or None. Tests of the first parts run first.
-MORE_PARTS = ("coder", "sglang", "tiny-qwen3-moe")  # only in `make test-all`
+MORE_PARTS = ("coder", "sglang", "tiny-qwen3-moe", "trainers")  # only in `make test-all`
 LIGHT_AGENT = "mini-swe-agent"
 HEAVY: dict[str, Callable[[], str | None]] = {
     **{

