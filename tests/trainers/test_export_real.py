@@ -83,8 +83,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 names = AgentLoopOutput.model_fields.keys()
 for record in records:
     output = AgentLoopOutput(**{name: record[name] for name in names & record.keys()}, metrics={}).as_dict()
-    result.append({name: output[name].tolist() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")})
-    result[-1] |= {"reward": output["reward_score"], "session": output["extra_fields"]["session"]}
+    result.append({name: output[name].tolist() for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")})
+    result[-1]["session"] = output["extra_fields"]["session"]
 """,
     "slime": """
 from miles.utils.types import Sample
@@ -165,7 +165,9 @@ def test_verl_loads_export(load: Load) -> None:
         assert output["prompts"] + output["responses"] == row["ids"][:end] and not any(row["mask"][end:])
         assert output["response_mask"] == [int(trained) for trained in row["mask"][first:end]]
         assert output["rollout_log_probs"] == pytest.approx(fill(row)[first:end], abs=1e-6)
-        assert (output["reward"], output["session"]) == (row["reward"], row["session"])
+        assert (
+            output["rm_scores"] == [0.0] * (end - first - 1) + [row["reward"]] and output["session"] == row["session"]
+        )
 
 
 @pytest.mark.needs("trainers")
