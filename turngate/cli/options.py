@@ -345,7 +345,7 @@ class VerifyCommandOptions:
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     format: Annotated[
-        str, typer.Argument(help="Output format: rows, tree, sft, rejection, dpo, verl, slime, areal, tinker or atif.")
+        str, typer.Argument(help="Format: rows, tree, sft, rejection, dpo, verl, slime, areal, tinker, atif.")
     ]
     out: Annotated[
         str,
