@@ -14,6 +14,7 @@ from turngate import __version__
 from turngate.cli import options as flags
 from turngate.cli.command import CommandGroup, Group
 from turngate.cli.exit_codes import or_exit as _or_exit
+from turngate.cli.option_command import ClusterCommand, takes
 from turngate.cli.project_commands import audit, keys_app, projects_app
 from turngate.errors import ConfigError
 
@@ -78,7 +79,7 @@ def main(
 
 
 @app.command()
-@flags.takes(flags.ServeOptions, flags.SERVE_SETTINGS)
+@takes(flags.ServeOptions, flags.SERVE_SETTINGS)
 def serve(options: flags.ServeOptions) -> None:
     """Start the gateway."""
     from turngate.cli.cell import load_serve_config
@@ -87,7 +88,7 @@ def serve(options: flags.ServeOptions) -> None:
 
 
 @app.command()
-@flags.takes(flags.ServeOptions, flags.ALL_SETTINGS)
+@takes(flags.ServeOptions, flags.ALL_SETTINGS)
 def cell(options: flags.ServeOptions) -> None:
     """Start a cell: one of several gateways that ship their sessions to a shared store (needs the `postgres` extra).
 
@@ -111,7 +112,7 @@ def _serve(config: ServeConfig) -> None:
 
 
 @app.command()
-@flags.takes(flags.DoctorOptions, flags.ALL_SETTINGS)
+@takes(flags.DoctorOptions, flags.ALL_SETTINGS)
 def doctor(options: flags.DoctorOptions) -> None:
     """Check that everything is installed and configured, and suggest fixes.
 
@@ -178,7 +179,7 @@ def show(
 
 
 @app.command()
-@flags.takes(flags.RunOptions, flags.RUN_SETTINGS)
+@takes(flags.RunOptions, flags.RUN_SETTINGS)
 def run(options: flags.RunOptions) -> None:
     """Run an agent on one task in a sandbox, record every token, and grade the result.
 
@@ -199,8 +200,8 @@ def run(options: flags.RunOptions) -> None:
     raise typer.Exit(_or_exit(action))
 
 
-@app.command(cls=flags.ClusterCommand)
-@flags.takes(flags.BatchOptions, flags.RUN_SETTINGS)
+@app.command(cls=ClusterCommand)
+@takes(flags.BatchOptions, flags.RUN_SETTINGS)
 def batch(options: flags.BatchOptions) -> None:
     """Run n rollouts of each task, resuming the batch if it already exists.
 
@@ -220,8 +221,8 @@ def batch(options: flags.BatchOptions) -> None:
     raise typer.Exit(_or_exit(action))
 
 
-@app.command(cls=flags.ClusterCommand)
-@flags.takes(flags.TrainOptions)
+@app.command(cls=ClusterCommand)
+@takes(flags.TrainOptions)
 def train(options: flags.TrainOptions) -> None:
     """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
@@ -244,7 +245,7 @@ def train(options: flags.TrainOptions) -> None:
 
 
 @app.command()
-@flags.takes(flags.VerifyCommandOptions)
+@takes(flags.VerifyCommandOptions)
 def verify(options: flags.VerifyCommandOptions) -> None:
     """Prove that recorded sessions are exact, independently of the code that recorded them.
 
@@ -313,7 +314,7 @@ def load_archive(
 
 
 @app.command()
-@flags.takes(flags.ExportOptions)
+@takes(flags.ExportOptions)
 def export(options: flags.ExportOptions) -> None:
     """Export recorded rollouts to training files.
 
@@ -325,7 +326,7 @@ def export(options: flags.ExportOptions) -> None:
 
 
 @app.command()
-@flags.takes(flags.McpOptions)
+@takes(flags.McpOptions)
 def mcp(options: flags.McpOptions) -> None:
     """Serve rollouts as MCP tools over stdin and stdout, or over HTTP (needs the `mcp` extra).
 
@@ -470,7 +471,7 @@ app.command()(audit)
 
 
 @tasks_app.command("list")
-@flags.takes(flags.ListTasksOptions)
+@takes(flags.ListTasksOptions)
 def tasks_list(options: flags.ListTasksOptions) -> None:
     """List tasks.
 
@@ -486,7 +487,7 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
 
 
 @tasks_app.command("check")
-@flags.takes(flags.CheckTasksOptions)
+@takes(flags.CheckTasksOptions)
 def tasks_check(options: flags.CheckTasksOptions) -> None:
     """Check that tasks are valid and that their graders work.
 
@@ -504,7 +505,7 @@ def tasks_check(options: flags.CheckTasksOptions) -> None:
 
 
 @make_app.command("repairs")
-@flags.takes(flags.MakeRepairsOptions)
+@takes(flags.MakeRepairsOptions)
 def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
     """Make repair tasks: inject bugs into packages, and keep those that their tests catch.
 
