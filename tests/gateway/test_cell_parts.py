@@ -87,6 +87,7 @@ def test_cell_gives_up_calls_only_if_another_cell_lacks_some(
     assert OtherCells(others).limit(own, lambda project: weights.get(project, 1.0)) == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("network", [Network(), LATE_AND_LOST, Network(delay_s=3.0)], ids=["fast", "lossy", "slow"])
 @pytest.mark.parametrize(
     ("agents", "weights", "expected"),
@@ -162,6 +163,7 @@ def test_one_call_of_a_project_runs_in_each_cell_without_reports() -> None:
     assert simulation.longest_hunger_s == 0 and simulation.ended[Call(0, "b")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_changes(seed: int) -> None:
     """Cells with different clocks come and are lost, projects come and go, and weights change, while reports are late or lost."""

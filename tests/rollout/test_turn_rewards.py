@@ -139,6 +139,7 @@ async def test_async_grader_rewards_the_turn_of_a_call(tmp_path: Path) -> None:
     assert build_record(outcome) == build_record(outcome)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -137,6 +137,7 @@ def test_plain_training_does_not_need_scores(folder: Path) -> None:
 # ── the example ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.full
 async def test_student_approaches_teacher(tmp_path: Path) -> None:
     """The exact divergence from the teacher shrinks, in contexts that were not sampled in training."""
     steps: list[Step] = []

@@ -71,6 +71,7 @@ def check_summary(done: ExportResult, **expected: int) -> None:
 # ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_scores_are_those_of_the_same_ids(recording: Recording, server: TeacherServer, engine: str, top_k: int) -> None:  # noqa: F811
@@ -96,6 +97,7 @@ def spans_of(row: Any) -> list[tuple[int, int]]:
     return [(span["start"], span["end"]) for span in row["spans"]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_tree_has_the_same_scores(recording: Recording, server: TeacherServer, suffix: str) -> None:  # noqa: F811
     teacher = config(server, top_k=2)
@@ -118,6 +120,7 @@ def test_second_export_makes_no_call(recording: Recording, server: TeacherServer
     check_summary(second, calls=0, turns=0, cached=done.teacher.turns + done.teacher.cached)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", [{"version": "2"}, {"top_k": 2}])
 def test_other_version_or_top_k_is_scored_anew(
     recording: Recording,  # noqa: F811
@@ -169,6 +172,7 @@ def change_score(value: float | None) -> Callable[[list[Any]], None]:
     return change
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -421,6 +425,7 @@ def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer
     assert finding.ok
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("column", "change", "problem"),
     [
