@@ -1,6 +1,6 @@
 """The settings of `turngate serve`: the type, default and description of each.
 
-Settings are read from a TOML file, and command-line flags override them. Secrets are read from the environment or the data folder.
+Settings are read from a TOML file, and command-line flags override them. Keys are read from the environment or the data folder.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     engine_slots: Annotated[
-        int | None, _about("Maximum concurrent calls. Defaults to 16 on a CPU and 256 on a GPU.", LOCAL_ENGINE)
+        int | None,
+        _about(
+            "Maximum concurrent calls. Defaults to 16 on a CPU and 256 on a GPU, or fewer if memory is short.",
+            LOCAL_ENGINE,
+        ),
     ] = None
     script: Annotated[
         str,
@@ -135,7 +139,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "process"
     idle_s: Annotated[float, _about("Seal sessions that have been idle for this many seconds.", LIMITS)] = 24 * 3600
     rest_s: Annotated[
-        float, _about("Evict sessions from memory after this many idle seconds; 0 disables eviction.", LIMITS)
+        float, _about("Evict open sessions from memory after this many idle seconds; 0 sets no limit.", LIMITS)
     ] = 60.0
     max_loaded_mb: Annotated[
         float,
@@ -267,7 +271,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"max_loaded_mb must be 0 (no limit) or greater, not {self.max_loaded_mb}", param="max_loaded_mb"
             )
         if not self.rest_s >= 0:
-            raise ConfigError(f"rest_s must be 0 (never evict) or greater, not {self.rest_s}", param="rest_s")
+            raise ConfigError(f"rest_s must be 0 (no limit) or greater, not {self.rest_s}", param="rest_s")
         if not 1 <= self.workers <= 256:
             raise ConfigError(
                 f"workers must be between 1 and 256, not {self.workers}; more than one per core does not help",

@@ -217,7 +217,7 @@ class StoreError(TurngateError):
 
 
 class SandboxError(TurngateError):
-    """The sandbox failed. The agent is not at fault, so the rollout is never scored because of this error."""
+    """The sandbox failed. Unless a subclass says otherwise, the agent is not at fault, and the error does not affect the reward."""
 
     boundary = "sandbox"
     kind = "sandbox_error"
@@ -245,7 +245,7 @@ class SandboxStuck(SandboxGone):
 
 
 class SandboxTooLarge(SandboxError):
-    """The sandbox contains more data than may be copied out. Its own processes are at fault."""
+    """The sandbox's own processes wrote more data, to files or as output, than its limits allow."""
 
     retry_safe = False
 

@@ -414,7 +414,7 @@ async def test_zero_rest_s_disables_eviction(tmp_path: Path) -> None:
         session = await g.open()
         await g.ask(session.key, HI)
         assert await evict_idle(g) == 0
-    with pytest.raises(ConfigError, match=r"rest_s must be 0 \(never evict\) or greater, not -1\.0"):
+    with pytest.raises(ConfigError, match=r"rest_s must be 0 \(no limit\) or greater, not -1\.0"):
         load_config(None, {"rest_s": -1})
     with pytest.raises(ConfigError, match="rest_s"):
         load_config(None, {"rest_s": float("nan")})
