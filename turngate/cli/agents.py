@@ -135,7 +135,7 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
     for label, values in lines.items():
         say(console, sanitize(f"{label}: {', '.join(values) or 'none'}"), "dim")
     if run.exit_code != 0:
-        ended = "it did not end in time" if run.exit_code is None else f"its exit code was {run.exit_code}"
+        ended = "the command timed out" if run.exit_code is None else f"the command's exit code was {run.exit_code}"
         say(console, sanitize(f"note: {ended}; it printed: {run.output[-300:]}"), "yellow")
 
 

@@ -34,7 +34,10 @@ async def _apply(gateway: str, change: Change) -> EnginesView:
 def _print_engines(view: EnginesView) -> None:
     console = new_console()
     if not view.engines:
-        say(console, "This gateway has no vllm or sglang engines. To add one, run: turngate engines add URL")
+        say(
+            console,
+            "This gateway has no vllm or sglang engines. If it was started for such engines, run: turngate engines add URL",
+        )
         return
     table = Table(box=None, pad_edge=False)
     for name in ("engine", "state", "calls", "running", "waiting", "KV use", "sessions"):

@@ -123,7 +123,7 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
 
 
 async def _require_engine(client: GatewayClient, *, own: bool) -> None:
-    """Raise an error if none of the gateway's engines can be used. `own` means that this command started the gateway."""
+    """Raise an error if the gateway lists engines, but none of them can be used. `own` means that this command started the gateway."""
     engines = (await client.engines()).engines
     if not engines or any(engine.up for engine in engines):
         return

@@ -143,8 +143,8 @@ def certify(
     """Check that extending sampled ids yields the same prompt as rendering the whole conversation with the chat template.
 
     Exit codes:
-    0 if the prompts are the same;
-    1 if they differ;
+    0 if every transition between turns is certified;
+    1 if one is not;
     2 if an option is invalid.
     """
     from turngate.cli.certify import certify_tokenizer
@@ -251,8 +251,8 @@ def verify(options: flags.VerifyCommandOptions) -> None:
 
     Exit codes:
     0 if no errors were found;
-    1 if errors were found;
-    2 if a session could not be read or a requested check could not be performed.
+    1 if errors were found or, with --all, a session could not be read;
+    2 if the requested session could not be read or a requested check could not be performed.
     """
     from turngate.cli.verify import verify_sessions
 
@@ -435,7 +435,7 @@ def add_engine(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Add an engine. It loads the current weights before its first call."""
+    """Add an engine. Before its first call, it loads the current weights, unless it already has them."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.add_engine(url, version), as_json))

@@ -101,7 +101,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter for each setting. Its default is None, so that the config file or the setting's own default supplies it."""
+    """Build a parameter for each setting. Its default is None; the value then comes from the config file or the setting's own default."""
     import msgspec
 
     from turngate.config import CELL, ServeConfig

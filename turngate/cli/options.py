@@ -123,8 +123,8 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: sample at temperature 1 unless set below, so that turns can be trained; agent: sample as the agent requests, for "
-            "evaluations.",
+            "neutral: sample at temperature 1, unless set below or in the agent file, so that turns can be trained; agent: sample as the "
+            "agent requests, for evaluations.",
             SAMPLING,
         ),
     ] = "neutral"
@@ -188,7 +188,7 @@ class RunOptions(RolloutOptions):
         _flag(
             "Task to run: a folder with an instruction.md, or a text file.",
             WHAT,
-            default="a small bundled task, unless --prompt is set",
+            default="a small bundled task, unless --prompt or a command is passed",
         ),
     ] = None
     prompt: Annotated[Optional[str], _flag("Instruction for the agent, in place of --task.", WHAT)] = None
@@ -257,9 +257,9 @@ class TrainOptions:
     ] = None
     held_out_n: Annotated[int, _flag("Number of rollouts per held-out task.", WHAT)] = 1
     tokenizer: Annotated[Optional[str], _flag("Tokenizer folder.", WHAT, default="the model folder")] = None
-    steps: Annotated[int, _flag("Number of weight updates.", TRAINING)] = 100
+    steps: Annotated[int, _flag("Number of training steps.", TRAINING)] = 100
     n: Annotated[int, _flag("Number of rollouts per task; together they form a group.", TRAINING, "--n", "-n")] = 8
-    groups: Annotated[int, _flag("Number of groups per update.", TRAINING)] = 4
+    groups: Annotated[int, _flag("Number of groups per step.", TRAINING)] = 4
     learning_rate: Annotated[float, _flag("Learning rate of AdamW.", TRAINING)] = 1e-5
     temperature: Annotated[float, _flag("Sampling temperature.", TRAINING)] = 1.0
     every: Annotated[int, _flag("Number of steps between checkpoints.", TRAINING)] = 10
@@ -311,7 +311,7 @@ class VerifyCommandOptions:
     ] = ""
     engine: Annotated[str, _flag("Engine that recomputes the log-probabilities: vllm or scripted.", SCORING)] = ""
     engine_url: Annotated[str, _flag("URL of that engine.", SCORING)] = ""
-    engine_key_env: Annotated[str, _flag("Name of the environment variable with its API key.", SCORING)] = ""
+    engine_key_env: Annotated[str, _flag("Name of the environment variable with that engine's API key.", SCORING)] = ""
     model: Annotated[str, _flag("Model name on that engine.", SCORING)] = ""
     policy_version: Annotated[Optional[int], _flag("Score only turns sampled at this policy version.", SCORING)] = None
     tolerance: Annotated[float, _flag("Maximum accepted difference between log-probabilities.", SCORING)] = 0.02
@@ -395,12 +395,20 @@ class ExportOptions:
     teacher: Annotated[str, _flag("rows, tree: engine that scores sampled tokens: vllm, sglang or local.", TEACHER)] = (
         ""
     )
-    teacher_url: Annotated[str, _flag("URL of its server. TURNGATE_TEACHER_KEY is the API key.", TEACHER)] = ""
-    teacher_model: Annotated[str, _flag("Its name on the server, or the model folder if it is local.", TEACHER)] = ""
-    teacher_version: Annotated[str, _flag("Version of its weights, by which scores are cached.", TEACHER)] = ""
+    teacher_url: Annotated[str, _flag("URL of the teacher's server. TURNGATE_TEACHER_KEY is the API key.", TEACHER)] = (
+        ""
+    )
+    teacher_model: Annotated[
+        str, _flag("The teacher's name on the server, or the model folder of a local teacher.", TEACHER)
+    ] = ""
+    teacher_version: Annotated[str, _flag("Version of the teacher's weights, by which scores are cached.", TEACHER)] = (
+        ""
+    )
     teacher_top_k: Annotated[int, _flag("Also export this many most likely tokens at each place.", TEACHER)] = 0
     teacher_concurrency: Annotated[int, _flag("Calls to the teacher at a time.", TEACHER)] = 8
-    teacher_tokenizer: Annotated[str, _flag("Its tokenizer folder, if its server cannot decode ids.", TEACHER)] = ""
+    teacher_tokenizer: Annotated[
+        str, _flag("The teacher's tokenizer folder, if its server cannot decode ids.", TEACHER)
+    ] = ""
     teacher_cache: Annotated[Optional[Path], _flag("File for scores.", TEACHER, default="DATA/teacher-scores.db")] = (
         None
     )

@@ -218,7 +218,7 @@ def _describe_outcome(outcome: RecordedOutcome | None, excluded: str) -> str:
 
 
 class _TreePrinter:
-    """Prints a trace branch by branch. Where the tree forks, it continues with the child that has the largest subtree."""
+    """Prints a trace branch by branch. Where the tree forks, it continues with the child that has the highest `_weight`."""
 
     def __init__(self, view: ShownSession, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
         self._nodes = {node.id: node for node in view.nodes}

@@ -71,7 +71,10 @@ def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
 
 
 def verify_sessions(options: VerifyCommandOptions) -> bool:
-    """Print the verdicts, and return whether no errors were found. Raise ConfigError if a requested part was not checked in any session."""
+    """Print the verdicts, and return whether no errors were found.
+
+    Raise ConfigError if no errors were found, but a requested part was not checked in any session.
+    """
     requested = list_requested_parts(options)
     console = None if options.as_json else new_console()
     verdicts: list[Verdict] = []
@@ -319,7 +322,10 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
 
 
 def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
-    """Return the word for a session without errors: `exact` if every part was checked, or else `sound`."""
+    """Return the word for a session without errors: `exact` if every part was checked, or else `sound`.
+
+    The transcript counts only if it was requested.
+    """
     open_parts = [part for part in _list_unchecked_parts(verdict) if part != "transcript" or part in requested]
     return f"sound ({', '.join(open_parts)} not checked)" if open_parts else "exact"
 
