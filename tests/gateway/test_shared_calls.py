@@ -73,7 +73,8 @@ async def test_only_readable_reports_of_the_same_engines_count(caplog: pytest.Lo
     calls = SharedCalls(shares, pool, Fence())
     same = report_of(pool, waiting=50)
     elsewhere = same.replace('"engines":"', '"engines":"other')
-    unreadable = ["", "{", "[]", '{"engines":"e"}', same.replace(":50", ":-50"), same.replace(":50", ':"50"')]
+    wrong = ("-50", '"50"', "9" * 400)
+    unreadable = ["", "{", "[]", '{"engines":"e"}', *(same.replace(":50", f":{number}") for number in wrong)]
 
     def is_limited(reports: Sequence[str]) -> bool:
         calls.update(reports, 60)

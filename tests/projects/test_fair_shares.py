@@ -64,6 +64,31 @@ def test_shares(waiting: Mapping[Owner, int], weights: Mapping[str, float], expe
 
 
 @pytest.mark.parametrize(
+    ("waiting", "weights"),
+    [
+        ({(project, ""): 500 for project in "abcde"}, {}),  # more projects than slots
+        ({("a", group): 500 for group in "abcde"}, {}),
+        ({("a", ""): 500, ("b", ""): 500, ("c", ""): 500}, {"a": 1000.0, "b": 1000.0}),
+    ],
+)
+def test_every_project_and_group_gets_calls(waiting: Mapping[Owner, int], weights: Mapping[str, float]) -> None:
+    ended, _ = simulate(waiting, 3, weights, 100)
+    assert min(ended[owner] for owner in waiting) >= (1 if weights else 15), ended
+
+
+def test_project_without_running_call_does_not_wait_for_room() -> None:
+    queue: FairQueue[str] = FairQueue({"a": 1000.0, "b": 1000.0, "c": 1.0}.__getitem__)
+    for project in "ab":
+        queue.begin(project, "")
+        queue.add(project, "", project)
+    queue.add("c", "", "c")
+    queue.add("c", "", "c")
+    assert queue.choose_for_room(0, is_saturated=True) == ["c"]
+    assert queue.choose_for_room(0, is_saturated=True) == []
+    assert queue.is_idle("d") and not queue.is_idle("c")
+
+
+@pytest.mark.parametrize(
     ("running", "others", "expected"),
     [
         # Without calls elsewhere: the fewest running calls.
@@ -94,12 +119,12 @@ def test_choice_compares_parts_of_this_cell(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_choice_without_other_cells(seed: int) -> None:
-    """The project with the fewest running calls for its weight comes first. The reports of cells without calls change nothing."""
+    """A project without running calls comes first, then the one with the fewest for its weight. Cells without calls change nothing."""
     rng = random.Random(seed)
     weights = {"a": 1.0, "b": 3.0, "c": 0.5}
     queue: FairQueue[str] = FairQueue(weights.__getitem__)
     running: Counter[str] = Counter()
-    waiting: Counter[str] = Counter()  # in the order in which the projects began to wait
+    waiting: Counter[str] = Counter()  # in the order in which the projects were last chosen or began to wait
     for step in range(2000):
         project = rng.choice("abc")
         match rng.choice(["add", "end", "report", "poll"]):
@@ -114,10 +139,11 @@ def test_choice_without_other_cells(seed: int) -> None:
                 queue.count_others(OtherCells([ProjectCalls()]), step, 10, is_saturated=rng.random() < 0.5)
             case "poll":
                 has_room = rng.random() < 0.1
-                calls = waiting.total() if has_room else int(not running.total() and bool(waiting))
+                calls = waiting.total() if has_room else sum(not running[project] for project in waiting)
                 chosen = [choose(waiting, running, weights) for _ in range(calls)]
                 assert queue.choose_for_room(step, is_saturated=not has_room) == chosen
-        assert not any(map(queue.is_limited, "abc")) and not any(map(queue.is_idle, "abc"))
+        assert not any(map(queue.is_limited, "abc"))
+        assert [queue.is_idle(name) for name in "abc"] == [not running[name] and name not in waiting for name in "abc"]
         assert (queue.running, queue.waiting) == (running.total(), waiting.total())
 
 
@@ -125,11 +151,10 @@ def choose(waiting: Counter[str], running: Counter[str], weights: Mapping[str, f
     """Choose the next call as one gateway without other cells does."""
     if not waiting:
         return None
-    project = min(waiting, key=lambda name: (running[name] + 1) / weights[name])
+    project = min(waiting, key=lambda name: (running[name] > 0, (running[name] + 1) / weights[name]))
     running[project] += 1
-    waiting[project] -= 1
-    if not waiting[project]:
-        del waiting[project]
+    if left := waiting.pop(project) - 1:
+        waiting[project] = left
     return project
 
 
@@ -209,11 +234,11 @@ async def test_new_call_waits_if_its_project_has_its_part() -> None:
     assert [shares.must_wait(project) for project in ("a", "b", "c")] == [False, False, False]
 
 
-async def test_first_call_of_a_project_in_a_cell_does_not_wait() -> None:
+@pytest.mark.parametrize("others", [[], [ProjectCalls({"b": 9}, {"b": 9})]])
+async def test_first_call_of_a_project_does_not_wait(others: list[ProjectCalls]) -> None:
     shares = FairShares(lambda: True, lambda project: 1.0)
     shares.queue.begin("a", "")
-    assert shares.must_wait("b")  # without other cells
-    shares.count_others(OtherCells([ProjectCalls({"b": 9}, {"b": 9})]), fresh_s=0.0)
+    shares.count_others(OtherCells(others), fresh_s=0.0)
     assert not shares.must_wait("b") and shares.must_wait("a")
     await shares.enter("b", "")
     assert shares.must_wait("b")
@@ -266,11 +291,10 @@ async def test_small_project_is_served_beside_a_greedy_one() -> None:
         queued = await start("greedy", 6)
         await until(lambda: g.app.shares.queue.waiting == 6)
         late = await start("small", 2)
-        await until(lambda: g.app.shares.queue.waiting == 8)
-        assert engine.waiting == 4
+        await until(lambda: g.app.shares.queue.waiting == 7 and engine.waiting == 5)  # its first call does not wait
         engine.gate.set()
         await asyncio.gather(*first, *queued, *late)
         order = [request.session.partition("/")[0] for request in engine.received]
-        # The small project came last, and is served first when calls end.
+        # The small project came last, and its second call is served first when calls end.
         assert order[:4] == ["greedy"] * 4 and order[4:6] == ["small"] * 2
         assert (g.app.shares.queue.running, g.app.shares.queue.waiting) == (0, 0)

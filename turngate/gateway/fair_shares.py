@@ -1,15 +1,16 @@
 """Share the engines fairly between projects: choose which waiting call runs next while all engines are crowded.
 
 The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
-fewest running calls. Calls of one group keep their order. So each project with enough calls gets its share of the engines, however many
-calls of other projects are waiting. The share that a project does not use goes to the others.
+fewest running calls. Projects and groups that are equal take turns. Calls of one group keep their order. So each project with enough calls
+gets its share of the engines, however many calls of other projects are waiting. The share that a project does not use goes to the others.
+Each project with calls has at least one running, even if its share is less than that.
 
 Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
 stay as full as they are. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each has a part of each project's share (`cell_parts.py`). The next call in a cell comes from the
 project with the fewest running calls relative to its part. While another cell runs less than its part, a project that has its part here
-lets calls end without letting others in, so that the engines get room. Each project with calls in a cell has at least one running there.
+lets calls end without letting others in, so that the engines get room.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ class FairQueue(Generic[T]):
         self.running = 0
         self.waiting = 0
         self._others = OtherCells()
-        self._has_others = False  # also while their numbers are too old
         self._others_until = inf  # when these numbers are too old to use
         self._limits: Mapping[str, int] = {}
         self._room_since: float | None = None  # since when the engines have had room while calls were waiting
@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
 
     def count_others(self, others: OtherCells, now: float, fresh_s: float, *, is_saturated: bool) -> None:
         """Take the calls of other cells into account for `fresh_s` seconds."""
-        self._others, self._others_until, self._has_others = others, now + fresh_s, bool(others)
+        self._others, self._others_until = others, now + fresh_s
         limits = others.limit(self.count(), self._weight) if now >= self._keeps_until else {}
         if not is_saturated:  # a project that exceeds its part keeps its calls
             limits = {project: max(calls, self._projects[project]) for project, calls in limits.items()}
@@ -64,8 +64,8 @@ class FairQueue(Generic[T]):
         return project in self._limits and self._projects[project] >= self._limits[project]
 
     def is_idle(self, project: str) -> bool:
-        """Return whether the project has no call here although other cells use the engines. Its next call does not wait."""
-        return self._has_others and not self._projects[project] and project not in self._waiting
+        """Return whether the project has no call here. Its next call does not wait."""
+        return not self._projects[project] and project not in self._waiting
 
     def add(self, project: str, group: str, call: T) -> None:
         """Add a waiting call."""
@@ -94,6 +94,8 @@ class FairQueue(Generic[T]):
         groups = self._waiting[project]
         group = min(groups, key=lambda name: self._groups[project, name])
         call = groups[group].popleft()
+        groups[group] = groups.pop(group)  # to the end: among equals, `min` returns the first
+        self._waiting[project] = self._waiting.pop(project)
         self._drop_empty(project, group)
         self.begin(project, group)
         return call
@@ -101,9 +103,7 @@ class FairQueue(Generic[T]):
     def _order(self, project: str, parts: Mapping[str, float] | None) -> tuple[bool, float]:
         """Return a sort key that puts the project first that should run the next call."""
         running = self._projects[project]
-        return self._has_others and running > 0, (running + 1) / (
-            self._weight(project) if parts is None else parts[project]
-        )
+        return running > 0, (running + 1) / (self._weight(project) if parts is None else parts[project])
 
     def choose_for_room(self, now: float, *, is_saturated: bool) -> list[T]:
         """Choose the calls that may run now because the engines have room, or because their project has no running call."""
@@ -116,11 +116,9 @@ class FairQueue(Generic[T]):
         elif self._limits and now - self._room_since >= YIELD_S:
             self._limits, self._keeps_until = {}, now + _KEEP_S  # other cells do not use the room
         most = 0 if is_saturated else self.waiting
-        least = 0 if self.running else 1
         if self._others:
             most = min(most, max(1, self.running // _GROWTH, self._count_lacking()))
-        if self._has_others:
-            least = sum(not self._projects[project] for project in self._waiting)
+        least = sum(not self._projects[project] for project in self._waiting)
         chosen: list[T] = []
         while len(chosen) < max(most, least) and (call := self.choose()) is not None:
             chosen.append(call)

@@ -27,7 +27,7 @@ REPORT_S = 1.0  # between reports while calls wait for their share
 _CELLS_PER_S = 100  # with many cells, reports are less frequent, since each reads the numbers of all cells
 
 
-_Calls = dict[str, Annotated[int, msgspec.Meta(gt=0)]]  # by project
+_Calls = dict[str, Annotated[int, msgspec.Meta(gt=0, le=10**9)]]  # by project
 
 
 class ReportedCalls(msgspec.Struct, frozen=True):
