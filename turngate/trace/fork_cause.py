@@ -37,7 +37,7 @@ def find_fork_cause(
     started: float = inf,
     quotes: tuple[int, ...] = (),
 ) -> Cause | None:
-    """Return why a turn forks, or None if it extends the tip of a branch or is the first turn.
+    """Return why a turn forks, or None if it extends the tip of a branch, begins the first conversation, or repeats an unanswered request.
 
     `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` needs only the same meaning, so it
     may be a different context, or be set when `context` is None. `started` is the time at which the turn began. `quotes` are the ids of the
@@ -182,8 +182,8 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
     The summary is the newest quoted turn. It makes no tool calls, and no turn follows it. If the agent's signals do not mark it as a side
     call or a summary, it must cover at least two turns, or a conversation that was already shortened. Otherwise, it may be a plan or a
     review. If it follows other turns, the turn before it must not be a quoted answer. Otherwise, the quoting text is a transcript and not a
-    summary. If it is the first turn of a conversation, that conversation must quote the summarized one, or lack the tools that the
-    shortened one has.
+    summary. If it is unmarked and the first turn of a conversation, that conversation must quote the summarized one, or lack the tools
+    that the shortened one has.
     """
     turn = max(quoted, key=lambda turn: turn.id, default=None)
     if turn is None or turn.info.arguments or any(context.children for context in turn.children):

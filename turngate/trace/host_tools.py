@@ -26,7 +26,7 @@ class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
     description: str
     schema: dict[str, Json]  # JSON schema of the arguments; its type is object
-    reply: Json = None  # the reply to every call; None means `OK`
+    reply: Json = None  # the reply if the host sends none; None means `OK`, or `UNANSWERED` after `wait_s`
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = (
         None  # seconds that a call waits for the host to reply; None: `reply` is sent immediately
     )
@@ -60,7 +60,7 @@ def check_tools(tools: tuple[HostTool, ...]) -> None:
             )
         if tool.reward is not None and (not math.isfinite(tool.reward) or is_too_large(tool.reward)):
             raise BadRequest(
-                f"tools[{n}].reward must be a finite number, not {tool.reward}", param=f"tools[{n}].reward"
+                f"tools[{n}].reward must be a number from -1e30 to 1e30, not {tool.reward}", param=f"tools[{n}].reward"
             )
         if tool.schema.get("type") != "object":
             raise BadRequest(

@@ -205,7 +205,7 @@ class PrefixTree(msgspec.Struct, frozen=True, eq=False):
     side: Mapping[str, SideColumn] = {}
 
     def rebuild_rows(self) -> list[Sample]:
-        """Return the rows that the tree was built from."""
+        """Return the rows that the tree was built from, without their turn rewards."""
         return [self._rebuild_row(index, row) for index, row in enumerate(self.rows)]
 
     def _rebuild_row(self, index: int, row: RowPath) -> Sample:

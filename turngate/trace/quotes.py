@@ -37,7 +37,7 @@ _MAX_COMPARED = (
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:
-    """Return excerpts by which a turn can be recognized: one from each tool call or, if there are none, from its longest lines."""
+    """Return excerpts by which a turn can be recognized: from its first tool calls or, without calls, its longest lines."""
     if message.tool_calls:
         calls = message.tool_calls[:_MAX_EXCERPTS]
         split = (_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]) for call in calls)
@@ -48,9 +48,9 @@ def take_excerpts(message: Message) -> tuple[str, ...]:
 def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
     """Return the ids of the turns that the messages from index `start` on quote, oldest first.
 
-    If `parent` is None, the conversation is new. It may quote any turn, but only in user and system messages, because a tool result may
-    repeat the tool call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have
-    added since then are considered. A turn is also quoted if an assistant message repeats it.
+    If `parent` is None, the conversation is new. It may quote any of the newest turns, but not in a tool result, which may repeat the tool
+    call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have added since then
+    are considered. An assistant message that repeats a turn also quotes it, unless a new conversation starts like that turn's own.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:
@@ -127,7 +127,7 @@ def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
 def _longest(pieces: Sequence[str], count: int, least: int) -> tuple[str, ...]:
     """Return the middle of each of the `count` longest pieces that have at least `least` characters.
 
-    The ends of a piece are dropped, because they may be markup that a quotation does not keep.
+    Markup at the ends of a piece is removed first, because a quotation may not keep it.
     """
     trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= least)
     found = sorted((piece for piece in trimmed if len(piece) >= least), key=len, reverse=True)[:count]

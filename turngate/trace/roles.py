@@ -5,7 +5,7 @@ subagent    the conversation of a sub-agent, or of another agent that takes part
 side        titles, commit messages and probes
 summary     a summary that replaces a conversation when it is shortened
 unknown     a conversation whose purpose cannot be determined
-superseded  sampled, but then retried or abandoned
+superseded  sampled, but then retried, abandoned or not delivered
 aborted     cut short, for example because the agent closed the connection
 
 Evidence is considered in this order, and the first that decides wins:
@@ -244,8 +244,8 @@ class _Structure:
         """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
 
         If several lines have the most turns, those that are more than one short answer, such as a title, are preferred, and then those with
-        answers that no other line uses. If only short answers to different system prompts remain, such as a title and an answer to the
-        user, there is no main line, because their order proves nothing.
+        answers that no other line uses. If several short answers without a common system prompt remain, such as a title and an answer
+        to the user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
@@ -423,7 +423,7 @@ def _first_question(root: Context) -> bytes | None:
 
 
 def _find_superseded(crowded: list[Context]) -> set[int]:
-    """Return the ids of turns that the agent abandoned, because it continued or retried a different answer to the same request."""
+    """Return the ids of turns that the agent abandoned, because it continued a different answer to the same request or retried it."""
     superseded: set[int] = set()
     for context in crowded:
         answers = context.children

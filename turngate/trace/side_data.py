@@ -73,7 +73,7 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
     if before:
         kinds = [_kind(before[-1].values)]
         if array.first < before[-1].end:
-            raise InvalidSideData(f"{array.name} has two values for the same token")
+            raise InvalidSideData(f"{array.name} has two values for the same token, or values that are out of order")
     else:
         kinds = [(side.dtype, side.shape) for _, _, side in list_ranges(parent, array.name)]
     _check_same_kind(array, kinds)

@@ -46,7 +46,7 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def warning(self) -> str:
         """One line with the reason and the fix, or "".
 
-        It contains no numbers, so that equal warnings of many rollouts can be counted.
+        It leaves out the report's token counts, so that equal warnings of many rollouts can be counted.
         """
         amount = NO_TOKENS if self.amount == "none" else f"{self.amount} tokens are trained"
         return "" if self.amount == "most" else f"{amount}: {self.reason}; {self.fix}"
@@ -101,7 +101,7 @@ def _find_main_turns(
 ) -> list[Sampled]:
     """Return the turns that are expected to be trained: those of the main conversation, or of all trained roles if `main` is not one.
 
-    If there are none, return all turns that were not superseded or aborted.
+    If there are none, return all turns that were not superseded or aborted or, if all were, all turns.
     """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]

@@ -321,7 +321,7 @@ class Trace:
                 self.add_context(context)
 
     def drop_context(self, context: Context) -> None:
-        """Remove a context that could not be stored, unless another call uses it."""
+        """Remove a context after its call failed, unless the context has been stored or has an answer."""
         if not context.children and not context.stored and context in self.nodes:
             (self.roots if context.parent is None else context.parent.children).remove(context)
             self.nodes.remove(context)
@@ -416,8 +416,8 @@ def _is_rewritten(message: Message, info: SampledInfo) -> bool:
     """Return whether a message repeats a turn with rewritten arguments. Its text and call ids must be those of the turn.
 
     Agents keep arguments as their tools received them: with defaults filled in, with 5 for "5", without a needless `cd` or trailing blanks.
-    The gateway chose the call ids, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of an
-    argument, however, it intends to remove that text from the context. That is an edit.
+    The gateway chose the call ids, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of
+    a call's long arguments, however, it intends to remove that text from the context. That is an edit.
     """
     sizes = argument_sizes(message)
     return (
@@ -431,7 +431,7 @@ def _match_replies(context: Context, request: RequestMessages, at: int) -> list[
     """Return the answers to `context` that the message at index `at` repeats, likeliest first.
 
     Answers with the same meaning may differ in call ids, exact text or reasoning. If the agent kept these, they decide. Otherwise, an
-    answer that has already been followed by the request's next messages is preferred, and then the newest answer.
+    answer that has already been followed by the request's next messages is preferred, then a delivered one, and then the newest.
     """
     message = request.assistant(at) if context.children else None
     if message is None:

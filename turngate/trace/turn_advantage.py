@@ -70,7 +70,7 @@ def compute_turn_advantages(
 ) -> list[TurnAdvantages]:
     """Compute the advantages of the turns of a group's rollouts.
 
-    A rollout without a reward or without turn rewards has none, and does not affect the others.
+    A rollout without a reward, without turn rewards, or with a reward of an unknown turn has none, and does not affect the others.
     """
     missing = [_explain_missing(rollout) for rollout in rollouts]
     turns = [[] if why else rollout.turns for rollout, why in zip(rollouts, missing, strict=True)]

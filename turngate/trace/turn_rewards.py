@@ -78,7 +78,7 @@ def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> N
         raise _invalid("", "must be empty if reward is null, because the rollout was not graded")
     for n, one in enumerate(rewards):
         if not math.isfinite(one.value) or is_too_large(one.value):
-            raise _invalid(f"[{n}].value", f"must be a finite number of at most {MAX_REWARD:g}, not {one.value}")
+            raise _invalid(f"[{n}].value", f"must be a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, not {one.value}")
         if one.turn is None and one.call is None:
             raise _invalid(
                 f"[{n}]", "names no turn; set turn to the id of a turn, or call to the number of a host-tool call"
@@ -163,7 +163,10 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 def reward_tool_calls(
     tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
 ) -> dict[TurnReward, TurnReward]:
-    """Return the rewards that host tools give for their calls, without and with the turn. The turn is None if it cannot be decided."""
+    """Return the rewards that host tools give for their calls, as a map from each one without its turn to the same one with it.
+
+    The turn stays None if it cannot be decided.
+    """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}
     for call in calls:
