@@ -626,8 +626,14 @@ def deliver_superseded_attempt(t: Tampering) -> None:
 
 
 ATTEMPTS: dict[str, Case] = {
-    "settled without an outcome": ("its attempt is settled, but its outcome makes it running", settle_unrecorded),
-    "running with an outcome": ("its attempt is running, but its outcome makes it settled", reopen_attempt),
+    "settled without an outcome": (
+        "its attempt is settled, but must be running, given its outcome or the lack of one",
+        settle_unrecorded,
+    ),
+    "running with an outcome": (
+        "its attempt is running, but must be settled, given its outcome or the lack of one",
+        reopen_attempt,
+    ),
     "an unknown state": ("its attempt is 'paused', which is not one of", lambda t: set_state(t, "paused")),
     "an unregistered attempt": ("its settings name attempt 1 of 'other', which is not", name_unregistered_attempt),
     "two attempts that count": ("1 other attempts at ", settle_another_attempt),

@@ -84,7 +84,10 @@ _MAX_TRIES = 4  # attempts to read an open session and its rows in the same stat
 
 
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs for verifying sessions. A part of the verdict is skipped if its input is missing."""
+    """The inputs for verifying sessions. The parts for `rows`, `scorer` and `transcript` are left out if these are None.
+
+    Without `renderers`, the recorded tokenizers and families are used.
+    """
 
     rows: RowSource | None = None
     renderers: Renderers | None = None
@@ -95,7 +98,7 @@ class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Verdict:
-    """Verify one session. Raise an error only if the session does not exist or the engine fails."""
+    """Verify one session. Raise an error if the session does not exist or the engine fails."""
     for _ in range(_MAX_TRIES):
         try:
             session = reader.read_session(session_id)

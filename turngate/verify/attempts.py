@@ -36,7 +36,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
-    """Check that the attempt that the session's settings name is registered. Sessions of older versions name no attempt."""
+    """Check that the attempt that the session's settings name is registered, and is that of the outcome. Older sessions name none."""
     named = (session.config.rollout, session.config.attempt)
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]
@@ -64,7 +64,9 @@ def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: Verify
         return
     expected = _expect_state(session)
     if expected:
-        check.expect(state == expected, f"its attempt is {state}, but its outcome makes it {expected}")
+        check.expect(
+            state == expected, f"its attempt is {state}, but must be {expected}, given its outcome or the lack of one"
+        )
 
 
 def _expect_state(session: StoredSession) -> str:

@@ -170,7 +170,9 @@ class _CauseCheck:
         continues = any(thread and root.info.signals.thread == thread for root in self._earlier)
         similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
         if not (self._is_root and (continues or similar)):
-            return "its cause is compaction, but no earlier conversation has the same start"
+            return (
+                "its cause is compaction, but it is not a root, or no earlier conversation has the same thread or start"
+            )
         kept = [
             root.id
             for root in similar
@@ -219,7 +221,9 @@ class _CauseCheck:
             if not (self._same_tools(turn.root) and self._same_first_message(turn.root))
         )
         return (
-            "" if self._is_root and taken else "its cause is handoff, but it repeats no answer of another conversation"
+            ""
+            if self._is_root and taken
+            else "its cause is handoff, but it is not a root, or repeats no answer of another conversation"
         )
 
     def _check_new(self) -> str:
@@ -272,7 +276,7 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is tools, but no earlier conversation has the same start and different tools"
+            else "its cause is tools, but it is not a root, or no earlier conversation has the same start and different tools"
         )
 
     def _check_system(self) -> str:
@@ -283,14 +287,16 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is system, but no earlier conversation asks the same question"
+            else "its cause is system, but it is not a root, or no earlier one has the same tools and question and a different start"
         )
 
     def _check_template(self) -> str:
         answers = [message for message in self._own_messages if message.role == "assistant"]
         turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
-        return "" if self._is_root and known else "its cause is template, but it does not repeat a turn"
+        return (
+            "" if self._is_root and known else "its cause is template, but it is not a root, or does not repeat a turn"
+        )
 
 
 def _resembles(turn: Message, answer: Message) -> bool:

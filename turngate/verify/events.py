@@ -138,8 +138,8 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 def _check_superseded(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
     """Check that the superseded attempts are the ones that events report.
 
-    A lost cell ships a session later than the shared store superseded its attempt, so that event may precede the opening event. Earlier
-    events of other attempts belong to a deleted session with the same id.
+    A lost cell may ship a session after the shared store has superseded its attempt. The event that reports this then precedes the opening
+    event. Earlier events of other attempts belong to a deleted session with the same id.
     """
     attempts = session.related.attempts or ()
     stored = sorted(((a.rollout, a.attempt) for a in attempts if a.state == "superseded"), key=str)

@@ -13,7 +13,7 @@ _MAX_FINDINGS = 20  # findings of one check that are listed individually
 
 
 class VerifyFinding(msgspec.Struct, frozen=True):
-    """A result of one check. A check that passes has a single finding. A check that fails has a finding for each problem."""
+    """A result of one check. A check that passes has a single finding. A check that fails has one per problem, up to a limit."""
 
     part: Part
     check: str

@@ -43,7 +43,7 @@ def _check_stored_outcome(session: StoredSession, raw: object, recorded: object,
     timed = isinstance(recorded, float) and math.isfinite(recorded)
     check.expect(timed, f"it was recorded at {brief(recorded)}, which is not a time")
     if not isinstance(raw, (bytes, str)):
-        check.expect(False, f"it is stored as the number {brief(raw)}, which is not an outcome")
+        check.expect(False, f"it is stored as {brief(raw)}, which is not an outcome")
         return
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw

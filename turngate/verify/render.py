@@ -113,7 +113,7 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
         return TemplateRenderer(tokenizer)
     if find_spec("renderers") is None:
         raise ConfigError(
-            "it was rendered by the `renderers` package, which is not installed; run pip install 'turngate[families]'",
+            "the session was rendered by the `renderers` package, which is not installed; run pip install 'turngate[families]'",
             param="family",
         )
     from turngate.render.families import FamilyRenderer
@@ -308,7 +308,7 @@ class _RenderCheck:
             if over:
                 results.note(
                     "vocabulary",
-                    f"id {over[0]} is outside the vocabulary: the model's embedding has unused rows",
+                    f"id {over[0]} is outside the vocabulary; the model's embedding may have unused rows",
                     turn.id,
                 )
 

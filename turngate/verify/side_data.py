@@ -97,7 +97,8 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
     if stored.unlisted:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
         results.note(
-            "side data", f"no turn lists the side data of node {nodes}; a crash prevented the turn from being written"
+            "side data",
+            f"no turn lists the side data of node {nodes}; a crash may have prevented the turn from being written",
         )
 
 

@@ -58,7 +58,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SideFacts(msgspec.Struct, frozen=True, array_like=True):
-    """A range of tokens for which a turn stores side data, counted from its first token, and the type and shape of each value."""
+    """A range of tokens for which a turn stores side data, counted from the start of its reply, and the type and shape of each value."""
 
     name: str
     first: int

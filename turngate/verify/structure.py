@@ -142,7 +142,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 
 def _has_consistent_runs(turn: StoredTurn) -> bool:
-    """Return whether the policy versions that the engine reported per token cover all tokens and only increase.
+    """Return whether the policy versions that the engine reported per token cover all tokens, increase, and match the turn's.
 
     Also return True if the engine did not report them.
     """
@@ -180,7 +180,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 _has_consistent_runs(turn),
-                "the policy versions of its tokens do not match its number of tokens, or its first and last version",
+                "the policy versions of its tokens do not increase, or do not match its number of tokens or its first and last version",
             )
             hold(
                 -1 <= info.cached <= turn.parent.length,
@@ -264,7 +264,7 @@ def _check_times(session: StoredSession, results: CheckResults) -> None:
         if now < was:
             results.note(
                 "times",
-                "it ended earlier than the previous turn; the clock was set back, or the order of the turns was changed",
+                "it ended earlier than the previous turn; the clock may have been set back, or the order of the turns changed",
                 node,
             )
 

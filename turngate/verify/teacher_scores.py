@@ -65,9 +65,9 @@ def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) ->
     if not check.expect([len(blob) for blob in blobs] == due, f"{whose} have the wrong length", node=turn.id):
         return
     logprobs, tops = np.frombuffer(blobs[0], "<f4"), np.frombuffer(blobs[2], "<f4").reshape(-1, top_k)
-    for name, values in (("log-probabilities", logprobs), ("most likely tokens", tops)):
+    for name, values in (("log-probabilities", logprobs), ("log-probabilities of the most likely tokens", tops)):
         fine = bool(np.isfinite(values).all() and (values <= _TOLERANCE).all())
-        check.expect(fine, f"{whose} have {name} that are not finite or greater than 0", node=turn.id)
+        check.expect(fine, f"{whose} have {name} that are above 0 or not finite", node=turn.id)
     if top_k:
         check.expect(bool((np.frombuffer(blobs[1], "<i4") >= 0).all()), f"{whose} have a negative id", node=turn.id)
         check.expect(
