@@ -3,7 +3,7 @@
 After each assistant turn of each probe conversation, the bridge must consist of the ids that the template writes there. The template must
 also leave the text before the turn unchanged (`transition.py`). The turn itself may differ, because templates drop past thinking or write
 calls in another form; the sampled ids are kept. Each kind of transition gets its own verdict. At a transition that fails, the whole
-conversation is rendered instead.
+conversation is rendered instead, unless a hand-written renderer has its own bridge.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions at which the bridge differs from a render of the whole conversation, and how it differs."""
+        """The transitions that have no bridge, or one that differs from a render of the whole conversation, and the reason."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property

@@ -76,7 +76,7 @@ def _trailing_token(text: str, tokenizer: Tokenizer, syntax: Syntax) -> int | No
 
 
 def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` if the template writes a marker that the tokenizer encodes as several tokens."""
+    """Raise `ConfigError` if the template cannot write a simple conversation, or writes a marker that is not a single token."""
     try:
         text = template.text([_USER, _ANSWER, _USER], generate=True, kwargs={})
     except BadRequest as error:

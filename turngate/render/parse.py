@@ -53,7 +53,10 @@ _hermes = msgspec.json.Decoder(_HermesCall)
 
 
 def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Parse one `{"name": …, "arguments": …}` object. Return the name, and the arguments exactly as sampled."""
+    """Parse one `{"name": …, "arguments": …}` object. Return the name, and the JSON of the arguments as sampled.
+
+    Arguments that are a JSON string are decoded once, and null becomes `{}`.
+    """
     try:
         call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -403,7 +406,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that was held back because it consists only of calls: either forced calls, or JSON without markers."""
+        """Parse a reply that was held back because it may consist only of calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 _require_object(text)

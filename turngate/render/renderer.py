@@ -1,8 +1,8 @@
 """The `Renderer` interface, and `TemplateRenderer`, which implements it for any chat template.
 
 A renderer turns a conversation into prompt ids and sampled ids into reply events. It also builds bridges, which are the ids from one turn
-to the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if it would differ from a render of the
-whole conversation. `families.py` adapts hand-written renderers to the interface.
+to the next. `TemplateRenderer` derives the bridges from the template. A transition has no bridge if the bridge would differ from a
+render of the whole conversation. `families.py` adapts hand-written renderers to the interface.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Renderer(Protocol):
 class ReplyReader:
     """An incremental reader of sampled ids.
 
-    It drops stop and special tokens, decodes the other ids, cuts the text at the first stop string, and parses it.
+    It drops stop tokens and special tokens except markers, decodes the other ids, cuts the text at the first stop string, and parses it.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Move the system message to the start of the first user message, for templates that reject system messages."""
+    """Move the system message into the user message after it, or make it one, for templates that reject or drop system messages."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
@@ -110,7 +110,7 @@ def _append_text(message: Message, text: str) -> Message:
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Replace each call id with an id of nine letters and digits that is derived from it, for templates that require this form."""
+    """Replace each call id that is not nine letters and digits with one derived from it, for templates that require this form."""
     return [
         msgspec.structs.replace(
             message,

@@ -177,7 +177,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """An incremental decoder of ids. It holds back an incomplete character until the character is complete, or until `flush`."""
+    """An incremental decoder of ids. It holds back an incomplete character until the character is complete.
+
+    For a byte-level vocabulary, `flush` replaces a character that stays incomplete with U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
         """Create a decoder. `backend` must be None for a byte-level vocabulary, which is decoded with the tokenizer's table."""
