@@ -387,8 +387,8 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
     "conversation": ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt", "no prompts are stored"),
     "background": ({"background": True}, "background", "stream the response"),
-    "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "does not return to agents"),
-    "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "does not return to agents"),
+    "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "only in the chat dialect"),
+    "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "only in the chat dialect"),
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", "does not compact"),
     "moderation": ({"moderation": {"model": "x"}}, "moderation", "is not supported"),
     "temperature": ({"temperature": 3}, "temperature", "Expected `float` <= 2.0"),
@@ -421,7 +421,7 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
     "choice of the provider's tool": (
         {"tools": [RUN], "tool_choice": {"type": "web_search_preview"}},
         "tool_choice",
-        "which only the provider can run",
+        "which is not supported",
     ),
     "invalid allowed tool": (
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},

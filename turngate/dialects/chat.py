@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Decoding splits the body into raw messages. Each message is decoded later, and only if it is new. All other fields are validated here, so
-that an error in OpenAI's format can name the invalid field.
+Decoding splits the body into raw messages. Each message is decoded later, and only if it is new. Tools are also decoded later. All other
+fields are validated here, so that an error in OpenAI's format can name the invalid field.
 """
 
 from __future__ import annotations

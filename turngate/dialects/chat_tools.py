@@ -176,5 +176,5 @@ def _decode_allowed_tools(
 
 def _require_tools(tools: ChatTools | None) -> tuple[Tool, ...]:
     if tools is None:
-        raise field_error("tool_choice", "forces a tool, but the request has no tools")
+        raise field_error("tool_choice", "needs tools, but the request has no tools")
     return tools.decode()

@@ -1,8 +1,8 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding splits the body into raw turns. Each turn is decoded later, and only if it is new (`gemini_history.py`). All other fields are
-validated here, so that an error in Google's format can name the invalid field. As in Google's API, field names may be in `camelCase` or
-`snake_case`.
+Decoding splits the body into raw turns. Each turn is decoded later, and only if it is new (`gemini_history.py`). Tools are also decoded
+later. All other fields are validated here, so that an error in Google's format can name the invalid field. As in Google's API, field
+names may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _refuse_unsupported(config: _Config) -> None:
     if config.response_logprobs or config.logprobs:
         raise field_error(
             f"{_CONFIG_FIELD}.responseLogprobs",
-            "is not supported: the gateway records log-probabilities but does not return them to agents; leave it out",
+            "is not supported; the gateway returns log-probabilities only in the chat dialect; leave it out",
         )
     if any(modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for modality in config.response_modalities):
         raise field_error(f"{_CONFIG_FIELD}.responseModalities", "must contain only TEXT")

@@ -213,7 +213,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
         raise field_error(
-            field, "requests log-probabilities, which the gateway records but does not return to agents; leave them out"
+            field, "requests log-probabilities, which the gateway returns only in the chat dialect; leave them out"
         )
     if is_given(request.context_management) and bytes(request.context_management) != b"[]":
         raise field_error(
@@ -344,7 +344,7 @@ def _decode_tool_choice(
             return None, tools.restrict_to(names) if tools is not None and allowed else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise field_error(
-                "tool_choice", f"has type {kind!r}, which only the provider can run; choose a function or a custom tool"
+                "tool_choice", f"has type {kind!r}, which is not supported; choose a function or a custom tool"
             )
         case _:
             raise field_error(
@@ -375,7 +375,7 @@ def _read_allowed_names(entries: list[Json]) -> set[str]:
 def _require_tools(tools: ResponsesTools | None) -> tuple[Tool, ...]:
     decoded = () if tools is None else tools.decode()
     if not decoded:
-        raise field_error("tool_choice", "forces a tool, but the request has no tools")
+        raise field_error("tool_choice", "needs tools, but the request has no tools")
     return decoded
 
 
