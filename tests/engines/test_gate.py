@@ -222,7 +222,7 @@ async def test_failed_call_leaves_no_reference_cycle(gate: Gate) -> None:
 async def test_unanswered_call_times_out() -> None:
     silence_s = scaled(0.05)
     gate = Gate(silence_s=silence_s)
-    with pytest.raises(EngineTimeout, match="no trainer took this call") as caught:
+    with pytest.raises(EngineTimeout, match="no trainer answered this call") as caught:
         await run_call(gate, make_request())
     assert caught.value.retry_safe and is_empty(gate)
     agent = asyncio.create_task(run_call(gate, make_request()))

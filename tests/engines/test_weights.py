@@ -68,7 +68,7 @@ async def test_vllm_update_requests() -> None:
         ("default", None, ""),
         ("3", MODEL, ""),
         ("default", MODEL, "its weight version is 'default' instead of 3"),
-        ("turngate: loading 4", None, "its update to weight version 4 did not complete"),
+        ("turngate: loading 4", None, "its update to weight version 4 has not completed"),
         ("default", ADAPTER, ""),
         ("default", PolicyWeights(version=4, lora_path="/a/4", name="policy-v4"), "adapter policy-v4 is not loaded"),
     ],

@@ -214,7 +214,7 @@ async def test_unanswered_call_times_out(dialect: str) -> None:
     async with gated(engine_silence_s=0.1) as (g, _):
         session = await g.open()
         async with agent(dialect, g.root, session.key, stream=False) as a:
-            with pytest.raises(Exception, match=r"no trainer took this call within 0\.1 s") as caught:
+            with pytest.raises(Exception, match=r"no trainer answered this call within 0\.1 s") as caught:
                 await a.ask("Hi")
         status = getattr(caught.value, "status_code", None) or getattr(caught.value, "code", None)
         assert status == 504

@@ -675,5 +675,5 @@ async def test_worker_0_crash_during_load_resumes_workers(tmp_path: Path) -> Non
                 assert (await c[0].ask((await c[0].open()).key, "Hi")).content == "[base][base]"
             assert (
                 fakes[0].salts == []
-                and "its update to weight version 1 did not complete" in (await c[0].admin.get("/admin/weights")).text
+                and "its update to weight version 1 has not completed" in (await c[0].admin.get("/admin/weights")).text
             )

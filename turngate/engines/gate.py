@@ -165,7 +165,7 @@ class Gate:
                 problem = (
                     "the trainer took this call but sent nothing for"
                     if ticket.lease
-                    else "no trainer took this call within"
+                    else "no trainer answered this call within"
                 )
                 ticket.push(EngineTimeout(f"{problem} {self._silence_s:g} s; retry it"))
                 self._end(ticket, f"it timed out after {self._silence_s:g} s without an answer")
@@ -326,7 +326,7 @@ class Gate:
             raise Gone(f"call {call_id} no longer needs an answer: {ended.reason}")
         assert ticket is not None
         if ticket.lease != lease:
-            raise Conflict(f"call {call_id} is no longer yours: its lease expired and it returned to the queue")
+            raise Conflict(f"call {call_id} is no longer yours: its lease expired, or you gave it back")
         return ticket
 
 

@@ -468,7 +468,7 @@ class EngineClient:
         await self._probe("GET", path, b"")
 
     async def notify(self, path: str, body: bytes) -> None:
-        """Send a message whose reply does not matter, such as an abort."""
+        """Send a message, such as an abort, and discard the reply. Raise an error if the message is rejected."""
         await self._probe("POST", path, body)
 
     async def command(self, path: str, body: Json, within_s: float) -> bytes:

@@ -5,8 +5,8 @@
   are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
   the whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
-- A new session goes to a lane that is not crowded. Among these, it goes to the one with the fewest calls, then with the fewest sessions of
-  this gateway.
+- A new session goes to a lane that is not crowded, if there is one. Among these, it goes to the one with the fewest calls, then with the
+  fewest sessions of this gateway.
 
 All functions here are pure.
 """

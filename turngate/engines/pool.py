@@ -148,7 +148,7 @@ class Pool:
         return _Call(self, request)
 
     def place(self, session: str) -> Lane:
-        """Choose the lane for a session's call. Raise an error if no replica can take calls at the moment."""
+        """Choose the lane for a session's call. Raise an error if every replica is draining or has the wrong weights."""
         home = self._placed.get(session)
         if home is not None and home.accepts_calls:
             if not home.load.is_crowded:

@@ -36,7 +36,8 @@ class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
     """How often a pool checks its replicas and reads their load, in seconds.
 
     A replica that is up is checked every `check_s`. It is marked down after `misses` consecutive failed checks, because a single failure
-    under load means little, and moving sessions loses their caches. A replica that is down is checked after `backoff_s`, with exponential
+    under load means little, and moving sessions loses their caches. One failure is enough if the replica was never up, has the wrong
+    weights, or cannot serve a call. A replica that is down is checked after `backoff_s`, with exponential
     backoff up to `backoff_max_s`. The load is read every `load_s`, but less often if the engine answers slowly. With `load_s` 0, it is
     never read.
     """

@@ -62,11 +62,14 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
             raise InvalidScores(f"{where} do not have {top_k} most likely tokens each")
-        for name, values in (("log-probability", found.logprobs), ("most likely token", found.top_logprobs)):
+        for name, values in (
+            ("log-probability", found.logprobs),
+            ("log-probability of a likely token", found.top_logprobs),
+        ):
             if not np.isfinite(values).all():
                 raise InvalidScores(f"{where} have a {name} that is not finite")
             if (values > TOLERANCE).any():
-                raise InvalidScores(f"{where} have a {name} with a log-probability greater than 0")
+                raise InvalidScores(f"{where} have a {name} that is greater than 0")
         if (found.top_ids < 0).any():
             raise InvalidScores(f"{where} have a most likely token with a negative id")
         ordered = np.column_stack([found.top_logprobs, found.logprobs]) if top_k else found.logprobs[:, None]
@@ -202,7 +205,7 @@ class VLLMScoring(_ScoringServer):
 
 
 class SGLangScoring(_ScoringServer):
-    """An SGLang server, which scores the input of a request that generates nothing else of interest."""
+    """An SGLang server, which scores the input of a request. The one token that the request samples is ignored."""
 
     def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
         body = {

@@ -278,7 +278,7 @@ class VLLM:
         except TurngateError as error:
             return error.message
         if mark.startswith(_LOADING):
-            return f"its update to weight version {mark.removeprefix(_LOADING)} did not complete; restart the engine"
+            return f"its update to weight version {mark.removeprefix(_LOADING)} has not completed; if it failed, restart the engine"
         if expected is not None and mark != str(expected.version):
             return f"its weight version is {mark!r} instead of {expected.version}; repeat POST /admin/weights"
         return ""

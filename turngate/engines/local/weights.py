@@ -126,7 +126,7 @@ class _Folder:
                     self._files = dict.fromkeys(file.keys(), _WEIGHTS)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"model folder: {folder / _WEIGHTS} cannot be read ({error})", param="model_folder"
+                f"model folder: the weights in {folder} cannot be read ({error})", param="model_folder"
             ) from None
 
     def get(self, name: str) -> Tensor:

@@ -322,7 +322,9 @@ class Worker:
             return
         broken = ~np.isfinite(logprobs)
         if broken.any():
-            wrong = EngineError("the model's scores are not finite: its weights are damaged, or its training diverged")
+            wrong = EngineError(
+                "the model's scores are not finite; its weights may be damaged, or its training may have diverged"
+            )
             self._finish(slots[broken], dict.fromkeys(serials[broken].tolist(), wrong))
             slots, serials, ids, logprobs = slots[~broken], serials[~broken], ids[~broken], logprobs[~broken]
         self._slots.ids[slots, self._length[slots]] = ids
@@ -355,7 +357,7 @@ class Worker:
     # ── failures ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _handle_failure(self, error: Exception) -> None:
-        """Fail the calls of a failed step. Waiting calls are kept, unless steps fail repeatedly."""
+        """Fail the calls of a failed step. Waiting calls are kept, unless steps fail repeatedly or the device is lost."""
         self._failures += 1
         log.error("the local engine failed: %s", error, exc_info=error)
         self._pending.clear()

@@ -165,7 +165,7 @@ class AnthropicRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest) -> dict[str, Any]:
-    """Override the model, token limit and sampling in the agent's body. Leave everything else unchanged."""
+    """Override the model, token limit and sampling in the agent's body, request a stream, and restore redacted thinking."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     if request.model:
         body["model"] = request.model

@@ -322,7 +322,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the reasoning settings. Summaries are always requested, because they are recorded."""
+    """Build the reasoning settings. Request summaries, to record them, unless thinking is off or the endpoint has rejected them."""
     effort = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
     optional["summary"] = ("summar",)
     optional["effort"] = ("effort",)
