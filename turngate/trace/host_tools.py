@@ -60,7 +60,8 @@ def check_tools(tools: tuple[HostTool, ...]) -> None:
             )
         if tool.reward is not None and (not math.isfinite(tool.reward) or is_too_large(tool.reward)):
             raise BadRequest(
-                f"tools[{n}].reward must be a number from -1e30 to 1e30, not {tool.reward}", param=f"tools[{n}].reward"
+                f"tools[{n}].reward must be a finite number from -1e30 to 1e30, not {tool.reward}",
+                param=f"tools[{n}].reward",
             )
         if tool.schema.get("type") != "object":
             raise BadRequest(

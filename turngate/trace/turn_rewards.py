@@ -78,7 +78,9 @@ def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> N
         raise _invalid("", "must be empty if reward is null, because the rollout was not graded")
     for n, one in enumerate(rewards):
         if not math.isfinite(one.value) or is_too_large(one.value):
-            raise _invalid(f"[{n}].value", f"must be a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, not {one.value}")
+            raise _invalid(
+                f"[{n}].value", f"must be a finite number from {-MAX_REWARD:g} to {MAX_REWARD:g}, not {one.value}"
+            )
         if one.turn is None and one.call is None:
             raise _invalid(
                 f"[{n}]", "names no turn; set turn to the id of a turn, or call to the number of a host-tool call"

@@ -67,7 +67,7 @@ def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) ->
     logprobs, tops = np.frombuffer(blobs[0], "<f4"), np.frombuffer(blobs[2], "<f4").reshape(-1, top_k)
     for name, values in (("log-probabilities", logprobs), ("log-probabilities of the most likely tokens", tops)):
         fine = bool(np.isfinite(values).all() and (values <= _TOLERANCE).all())
-        check.expect(fine, f"{whose} have {name} that are above 0 or not finite", node=turn.id)
+        check.expect(fine, f"{whose} have {name} that are greater than 0 or not finite", node=turn.id)
     if top_k:
         check.expect(bool((np.frombuffer(blobs[1], "<i4") >= 0).all()), f"{whose} have a negative id", node=turn.id)
         check.expect(
