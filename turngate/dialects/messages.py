@@ -237,7 +237,9 @@ def _template_hints(request: MessagesRequest) -> dict[str, Json]:
     thinking, output = request.thinking, request.output_config
     if thinking is not None:
         if thinking.type not in ("enabled", "adaptive", "disabled", "between_tools"):
-            raise field_error("thinking.type", f"must be one of enabled, adaptive, disabled, not {thinking.type!r}")
+            raise field_error(
+                "thinking.type", f"must be one of enabled, adaptive, disabled, between_tools, not {thinking.type!r}"
+            )
         if thinking.type != "between_tools":
             hints["enable_thinking"] = hints["thinking"] = thinking.type != "disabled"
         if thinking.type == "enabled" and thinking.budget_tokens is not None:

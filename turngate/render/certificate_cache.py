@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
-Reading a tokenizer and probing its template would take up most of the start-up time. A record is named by a digest of everything that its
-contents depend on: the tokenizer's files, the model, the family, our rendering code, and the versions of the packages that this code uses.
-A record can therefore be missing, but never be out of date.
+Reading a tokenizer and probing its template would take up most of the start-up time. A record is named by a digest of the tokenizer's
+files, the model, the family, our rendering code, and the versions of the packages that this code uses. After a change to any of these, the
+record is therefore missing, never out of date.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ToolCallRecord(msgspec.Struct, frozen=True):
 def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> None:
     """Check the values of turn rewards, and that the parts add up to `reward`. Raise `BadRequest`, with the name of the field."""
     if rewards and reward is None:
-        raise _invalid("", "must be empty if reward is null, because the rollout was not graded")
+        raise _invalid("", "must be empty if reward is null")
     for n, one in enumerate(rewards):
         if not math.isfinite(one.value) or is_too_large(one.value):
             raise _invalid(

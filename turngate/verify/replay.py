@@ -1,4 +1,4 @@
-"""Score every sampled token again in its context, and compare the scores with the recorded log-probabilities.
+"""Score sampled tokens again in their context, and compare the scores with the recorded log-probabilities.
 
 This is the only check that a consistent forgery cannot pass. A forger who changes an id, a log-probability or a parent can correct every
 checksum, but cannot change the scores that the model gives the tokens.

@@ -64,7 +64,7 @@ class StoredSideArrays:
             if (piece.dtype, piece.shape) != (facts.dtype, "x".join(str(n) for n in facts.shape)):
                 return f"its {facts.name} are stored with type {piece.dtype} and shape {piece.shape}"
             if not isinstance(piece.data, bytes) or not piece.data or not size or len(piece.data) % size:
-                return f"its {facts.name} at token {at} end within a value"
+                return f"its {facts.name} at token {at} are not stored as whole values"
             label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
             if zlib.crc32(label + piece.data) != piece.checksum:
                 return f"its {facts.name} at token {at} do not match their checksum"
