@@ -171,7 +171,7 @@ def _restart_dockerd(number: int) -> Callable[[SandboxRun, float], Awaitable[Non
 
 
 async def _restart_dockerd_alone(run: SandboxRun, seconds: float) -> None:
-    """Kill the daemon with the setting `live-restore`, with which its containers go on without it."""
+    """Kill the daemon while `live-restore` is set, so that its containers keep running."""
     daemon = _get_daemon(run)
     await asyncio.to_thread(daemon.set_live_restore, True)
     run.at_end.push_async_callback(asyncio.to_thread, daemon.set_live_restore, False)

@@ -79,7 +79,7 @@ def score(server: Server, ids: Sequence[int], **options: Any) -> dict[str, Any]:
 
 
 def find_experts(server: Server, ids: Sequence[int]) -> np.ndarray:
-    """The server's own experts of each of these ids."""
+    """Return the experts that the server itself reports for each of these ids."""
     data = base64.b64decode(score(server, ids, return_routed_experts=True)["routed_experts"])
     return np.frombuffer(data, "<i4").reshape(len(ids), *server.expert_shape)
 
@@ -95,7 +95,7 @@ async def test_ids_and_logprobs_are_exact(server: Server, engine: SGLang, stream
     assert [chunk.prompt for chunk in seen if chunk.prompt is not None] == [PROMPT]
     assert len(ids) == len(logprobs) == len(alternatives) == 24 and seen[-1].finish == "length"
     assert len(seen) > 1 if stream else len(seen) == 1
-    assert len({*logprobs}) > 20  # the model is not indifferent
+    assert len({*logprobs}) > 20  # the model prefers some tokens to others
     scored = score(server, PROMPT + ids, return_logprob=True, logprob_start_len=len(PROMPT) - 1)
     again = [(token, value) for value, token, _ in scored["input_token_logprobs"][-len(ids) :]]
     assert [token for token, _ in again] == ids

@@ -106,7 +106,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     # By name: the side data that `FeedConfig.side` requests, if it was recorded, and the teacher's scores.
     side: Mapping[str, SideColumn] = {}
     turn_rewards: tuple[RowReward, ...] = ()  # the rewards of the turns that this row trains
-    # One per span; None for turns without an advantage. Empty if `FeedConfig.credit` is not set or the rollout has no turn rewards.
+    # One per span; None for turns without an advantage. Empty without `FeedConfig.credit`, and if the rollout is `uncredited`.
     turn_advantages: tuple[float | None, ...] = ()
     unscored: str = ""  # why the teacher's scores are missing; empty if they are not, or if the feed has no teacher
 

@@ -1,8 +1,8 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
-A cell's *part* of a project's share is as large as its part of the project's calls, running and waiting. When a call ends, its place at the
-engines is free in one cell only. So a cell compares its projects by their parts in this cell, and not by their calls in all cells. It gives
-up places only while another cell runs less than its part. All functions here are pure.
+A cell's *part* of a project's share is proportional to its number of the project's calls, running and waiting. When a call ends, its place
+at the engines is free in one cell only. So a cell compares its projects by their parts in this cell, and not by their calls in all cells.
+It gives up places only while another cell runs less than its part. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 Weight = Callable[[str], float]
-_LEAST = 1e-9  # the least share, since rounding errors can leave nothing for a project with a tiny weight
+_LEAST = 1e-9  # the smallest share, since rounding errors can leave nothing for a project with a tiny weight
 
 
 class ProjectCalls(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class OtherCells:
         return {project: rates[project] * own.demand(project) for project in {**own.running, **own.waiting}}
 
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
-        """Return how many calls of each of its projects this cell may run. Without a cell that lacks calls, there are no limits."""
+        """Return how many calls of each of its projects this cell may run. If no other cell lacks calls, there are no limits."""
         rates = self._rate(own, weight)
         if not any(self._lacks_calls(cell, rates) for cell in self._cells):
             return {}

@@ -1,8 +1,8 @@
 """The calls of many cells, counted by project, so that fair shares hold for all cells that use the same engines.
 
 Each process of a cell sends its numbers with its reports to the shared fence (`shared_fence.py`), and then reads those of the others. No
-call waits for this. Numbers that were not renewed for two reports do not count. A cell that cannot serve calls, because its lease has
-lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store uses only its own numbers.
+call waits for this. Numbers expire after two fifths of the lease, the time of two regular reports. A cell that cannot serve calls, because
+its lease has lapsed or it cannot reach the engines, sends none. A process that cannot reach the shared store uses only its own numbers.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class DockerSandbox(PosixSandbox):
         return [other for other in self._jobs if other is not job and other.is_running]
 
     async def has_unreported_end(self) -> bool:
-        """Return whether a command has ended without the knowledge of its docker command, which would wait forever.
+        """Return whether a command has ended, but its docker command was not notified and would wait forever.
 
         Docker loses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
         where an agent cannot forge them. If that is not possible, return False.
@@ -260,7 +260,7 @@ class DockerSandbox(PosixSandbox):
         return count < sum(job.is_running for job in jobs)
 
     async def _count_commands(self) -> int:
-        """Count the commands that run in the container. Their first processes have the same parent as the container's, outside of it."""
+        """Count the running commands. Outside of the container, the first process of each has the same parent as the container's own."""
         first = int(await run_docker("container", "inspect", "--format", "{{.State.Pid}}", self.id))
         lines = (await run_docker("top", self.id, "-eo", "pid,ppid")).splitlines()[1:]
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}

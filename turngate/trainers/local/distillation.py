@@ -1,7 +1,7 @@
 """On-policy distillation: advantages of single tokens from the scores of a teacher (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
-from the teacher in this context. Its negative, compared with the mean of the update, is added to the advantage of the token. With a small
+from the teacher in this context. Its negative, relative to the mean of the update, is added to the advantage of the token. With a small
 weight and a reference model as the teacher, this is the usual KL penalty; with a weight of 1 and no reward, it is distillation.
 """
 
@@ -39,8 +39,8 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
     """Return `mean_kl` minus the reverse KL divergence of each trained token of rows with scores, one row after the other.
 
-    `mean_kl` is the mean of all rows of the update. It lowers the variance of the gradient, and does not change its expected value, because
-    it does not depend on the token.
+    `mean_kl` is the mean of all rows of the update. It lowers the variance of the gradient, and hardly changes its expected value, because
+    a single token contributes little to it.
     """
     return np.float32(mean_kl) - np.concatenate([compute_reverse_kl(row) for row in rows])
 

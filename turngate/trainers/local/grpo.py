@@ -76,7 +76,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
     reward_weight: float = (
-        1.0  # of the rollout's advantage in the advantage of each token; 0: train only on the teacher's scores
+        1.0  # weight of the rollout's or turn's advantage in that of each token; 0: train only on the teacher's scores
     )
     teacher_kl: float = (
         0.0  # weight of the reverse KL divergence from the feed's teacher in the advantage of each token

@@ -24,8 +24,8 @@ from turngate.trainers.teacher.scoring import Teacher, TeacherSummary
 class FeedTeacher:
     """Adds a teacher's scores to deliveries. Scores are computed in threads, never on the event loop.
 
-    `policy_tokenizer` is the tokenizer folder of the policy. `cache` is a file for scores, such as the one of `turngate export` in the data
-    folder; if it is None, the scores of a delivery are forgotten after it.
+    `policy_tokenizer` is the tokenizer folder of the policy. `cache` is a file for scores, such as `teacher-scores.db` in the data folder,
+    which `turngate export` uses. If it is None, scores are forgotten after each delivery.
     """
 
     def __init__(
