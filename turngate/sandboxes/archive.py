@@ -1,9 +1,9 @@
 """Pack folders into tar streams and unpack them. The content of a sandbox is written by an agent, so it is not trusted.
 
-Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot point outside the
-folder. (`tarfile`'s own filter is not enough: in some supported Python releases, it accepts crafted chains of links.) A small stream cannot
-expand into large data on the host: hard links stay links, zeros become holes, and the size of the headers that `tarfile` keeps in memory is
-limited.
+Unpacking opens each folder of a path separately and never follows a link. Symbolic links are created last, and only if they cannot point
+outside the folder. (`tarfile`'s own filter is not enough: in some supported Python releases, it accepts crafted chains of links.) A small
+stream cannot expand into large data on the host: hard links stay links, zeros become holes, and the size of the headers that `tarfile`
+keeps in memory is limited.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The kernel limits the size of each file (`RLIMIT_FSIZE`) and of memory-backed folders. Quotas for whole folders need a file system that was
 set up for them, so a watch measures the sandbox instead. Measuring a large folder takes seconds. Therefore only the free space of the file
-system is checked every second, and the sandbox is measured when it could have exceeded its limit since the last measurement.
+system is checked every second. The sandbox is measured about once a minute, and sooner if it could have exceeded its limit or the disk is
+nearly full.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class FreeSpace(msgspec.Struct, frozen=True):
         return cls(found.f_bavail * found.f_frsize, found.f_ffree)
 
     def used_since(self, before: FreeSpace) -> int:
-        """Return the maximum number of bytes that a sandbox can have used since `before`, counted as in `measure_folder`."""
+        """Return by how many bytes the used space has grown since `before`, counted as in `measure_folder`."""
         entries = max(0, before.entries - self.entries)
         return max(0, before.bytes - self.bytes) + entries * ENTRY_BYTES
 
 
 class DiskWatch:
-    """Measures one sandbox. Calls `on_exceeded` with an error if it uses more than `limit` bytes, or if the machine's disk is nearly full.
+    """Measures one sandbox. Calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
-    `folder` is on the file system that the sandbox uses. Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its
-    files are still there.
+    If the machine's disk is nearly full, using more than `RESERVE_BYTES` is enough. `folder` is on the file system that the sandbox uses.
+    Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its files are still there.
     """
 
     def __init__(

@@ -4,9 +4,9 @@ It uses the `docker` command, which respects the user's setup (contexts, rootles
 package. The official SDK is not used, because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime.
 Docker then removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
 
-A container has no privileges and cannot gain any. It has no network unless one is requested, and it has limits on processes, memory and
-CPU. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. The
-Docker daemon measures the container's disk space, and limits it if its file system supports quotas.
+A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited, and
+its memory and CPU if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but
+the smallest images have. The Docker daemon measures the container's disk space, and limits it if its file system supports quotas.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class DockerSandbox(PosixSandbox):
         return int(found[0]) + await asyncio.to_thread(disk.measure_deleted_files, int(found[1]))
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill all commands except the relay, because the sandbox used too much disk space."""
+        """Kill all commands except the relay, because of the disk space error `error`."""
         self.disk_error = error
         for job in [job for job in self._jobs if not job.standalone]:
             await job.kill(grace_s=0)
@@ -209,14 +209,14 @@ class DockerSandbox(PosixSandbox):
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Return an error that says whether the container was ended from inside or stopped from outside, according to Docker's events."""
+        """Return an error that says that the container has ended. Docker's events show whether it was stopped from outside."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
         output = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
         events = {line.strip() for line in output.splitlines()}
         if "die" in events and not events & {"kill", "stop", "destroyed"}:
-            return SandboxGone("a process in the sandbox ended it")
+            return SandboxGone("the sandbox's container ended, and was not stopped from outside")
         return SandboxError("the sandbox's container was stopped from outside")
 
     async def kill(self) -> None:

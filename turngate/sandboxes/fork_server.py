@@ -112,7 +112,11 @@ def import_modules(folder: str, modules: List[str], scratch: str) -> Dict[str, A
     finally:
         os.environ.__class__ = os.environb.__class__ = plain  # type: ignore[assignment]
     faults = [*WatchedEnvironment.faults]
-    faults += [f"an import changed its {what}" for what, value in _describe_process().items() if value != before[what]]
+    faults += [
+        f"an import changed the process's {what}"
+        for what, value in _describe_process().items()
+        if value != before[what]
+    ]
     before.clear()
     faults += _find_files(scratch)
     os.chdir("/")

@@ -221,7 +221,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
     codings, lengths = header_values(headers, "transfer-encoding"), set(header_values(headers, "content-length"))
     if codings:
         if codings != ["chunked"] or lengths:
-            raise RequestRefused(400, "a body must either be chunked or have a content-length, not both")
+            raise RequestRefused(400, "transfer-encoding must be chunked, and excludes a content-length")
         return None
     length = (lengths or {"0"}).pop()
     if lengths or not DIGITS.match(length):

@@ -144,7 +144,7 @@ class SupervisedSandbox(PosixSandbox):
         )
 
     async def _kill_commands(self, error: SandboxError) -> None:
-        """Kill all commands except the relay, because the sandbox used too much disk space."""
+        """Kill all commands except the relay, because of the disk space error `error`."""
         self.disk_error = error
         for job in list(self._jobs):
             await job.kill(grace_s=0)

@@ -4,8 +4,9 @@ The tunnel is checked from outside, because a dead tunnel often keeps running: `
 tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to listeners. Providers limit how
 often a tunnel may be created, so the pause between attempts grows.
 
-The command ends with this process, even if this process is killed. It inherits our environment without variables that look like secrets
-(`SECRET_NAME`), except those named after the command: ngrok receives NGROK_AUTHTOKEN and cloudflared TUNNEL_TOKEN, but never an admin key.
+On Linux, the command ends with this process, even if this process is killed. The command inherits our environment without variables that
+look like secrets (`SECRET_NAME`), except those that start with TUNNEL_ or the command's name. So ngrok receives NGROK_AUTHTOKEN, and
+cloudflared TUNNEL_TOKEN, but neither receives an admin key.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` and ends it when this process ends."""
+    """Return a command that runs `command` and, on Linux, ends it when this process ends."""
     if not sys.platform.startswith(
         "linux"
     ):  # the supervisor needs Linux; elsewhere, the command may outlive this process
