@@ -297,7 +297,7 @@ def test_failed_setup_is_a_fault(data: Path, tmp_path: Path) -> None:
     done = run_cli(*shell_run(data, "true", "--task", tmp_path / "task"))
     assert done.exit_code == 3
     assert "error after " in done.stdout
-    assert "  fault   task, in stage setup: setup.sh failed with exit code 4: no such thing\n" in done.stdout
+    assert "  fault   task, in stage setup: the setup script failed with exit code 4: no such thing\n" in done.stdout
     assert sessions(data) == []
 
 

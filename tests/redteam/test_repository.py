@@ -68,7 +68,7 @@ async def test_honest_work_with_junk_files_is_resolved(
     assert result.notes == (
         "conftest.py: added by the work and set aside",
         "lib/pyproject.toml: added by the work and set aside",
-        "pyproject.toml: the work changed its pytest settings; the task's own file is used",
+        "pyproject.toml: pytest settings changed by the work; the task's own file is used",
         "sitecustomize.py: added by the work and set aside",
         "tests/test_prices.py: changed by the work; the task's own file is used",
     )
@@ -181,7 +181,7 @@ async def test_settings_unrelated_to_pytest_are_kept(isolated: GradingEnvironmen
     assert (result.reward, result.notes) == (1.0, ()), result.log
     cfg = files["setup.cfg"] + "  -p shop.evil\n"
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "b", {**fix, "setup.cfg": cfg}, files), isolated)
-    assert result.notes == ("setup.cfg: the work changed its pytest settings; the task's own file is used",)
+    assert result.notes == ("setup.cfg: pytest settings changed by the work; the task's own file is used",)
 
 
 @pytest.mark.parametrize("sandbox", backends("docker", "local"))

@@ -210,14 +210,14 @@ async def test_failing_setup_is_task_fault(harness: Harness) -> None:
     outcome = await harness.run(task=task)
     boundary, stage, message = fault(outcome)
     assert (boundary, stage) == ("task", "setup")
-    assert message.startswith("setup.sh failed with exit code 1: ") and "/no/such/file" in message
+    assert message.startswith("the setup script failed with exit code 1: ") and "/no/such/file" in message
     assert outcome.session == "" and await harness.open_sessions() == []
     assert harness.stages == ["sandbox", "files", "setup", "clean", "done"]
 
 
 async def test_slow_setup_is_task_fault(harness: Harness) -> None:
     outcome = await harness.run(task=Task(id="t", instruction="x", setup="sleep 6303", setup_timeout_s=0.5))
-    assert fault(outcome) == ("task", "setup", "setup.sh took longer than 0.5 s: it printed nothing")
+    assert fault(outcome) == ("task", "setup", "the setup script took longer than 0.5 s: it printed nothing")
 
 
 async def test_setup_has_files_but_no_key(harness: Harness, tmp_path: Path) -> None:

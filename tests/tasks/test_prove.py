@@ -64,7 +64,7 @@ async def test_failed_proof_gives_reason(tmp_path: Path) -> None:
         "the untouched task: invalid task": script_task(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
         "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
-        "setup.sh failed with exit code 1": msgspec.structs.replace(good, setup="false"),
+        "the setup script failed with exit code 1": msgspec.structs.replace(good, setup="false"),
     }
     for message, task in wrong.items():
         proof = await prove_task(task, environment)

@@ -141,7 +141,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert isinstance(first.grader, Swe) and first.grader.fail_to_pass == ("tests/test_a.py::test_1",)
     assert isinstance(second.grader, Swe) and (second.grader.install, second.source) == ("", f"{source}, row 2")
     (tmp_path / "broken.parquet").write_text("PAR0")
-    with pytest.raises(TaskError, match="not a valid parquet file"):
+    with pytest.raises(TaskError, match="cannot be read as parquet"):
         ids(tmp_path / "broken.parquet")
     assert ids(tmp_path / "t.parquet", limit=1) == ["Org__repo-1"]
 

@@ -58,4 +58,4 @@ async def run_setup(sandbox: Sandbox, task: Task) -> None:
             else f"failed with exit code {result.exit_code}"
         )
         output = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-        raise TaskError(f"setup.sh {failure}: {output or 'it printed nothing'}", param="setup.sh")
+        raise TaskError(f"the setup script {failure}: {output or 'it printed nothing'}", param="setup.sh")

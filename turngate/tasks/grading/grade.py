@@ -1,13 +1,13 @@
-"""Grading of one agent's work on one task, in a fresh sandbox. The function `grade` is the only source of rewards.
+"""Grading of one agent's work on one task, in a fresh sandbox. All rewards except the zeros of an end policy come from `grade`.
 
     the grader returns a reward                 → graded
     it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process
         the control returns a reward            → the work broke the grader: graded 0.0, with the reason in the message
         the control returns no reward either    → invalid task
-    a sandbox, a disk or Turngate itself fails  → infrastructure fault: retried, and never given a reward
+    a sandbox, a disk or the gateway fails      → infrastructure fault: retried, and never given a reward
 
 The work's processes can stop the sandbox or make its output unreadable. If that happens, grading is retried once before the work is
-considered at fault.
+considered at fault. An unexpected error in Turngate's own code counts as a crash of the grader.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 
 
 class GraderLog:
-    """The output of graders. The values in `hidden` and the values of secret variables are replaced with `***`."""
+    """The output of graders. Values in `hidden` and of secret variables are replaced with `***` if they have at least 6 characters."""
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:
         self._parts: list[bytes] = []

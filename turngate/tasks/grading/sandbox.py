@@ -3,7 +3,7 @@
     async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as the agent found it
         notes = await upload_work(sandbox, work.folder)                     # the task as the agent left it
 
-The sandbox is always removed.
+The sandbox is removed after the block, even if the block fails.
 """
 
 from __future__ import annotations

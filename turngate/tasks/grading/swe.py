@@ -7,7 +7,7 @@ then copied in, except the test files: the files that the patch touches, the tes
 stay as the task defines them. Files that the agent added are set aside and reported if they would change how tests run.
 
 The log is parsed between two markers that only the wrapping shell knows. For pytest, a witness (`witness.py`) also observes the run. A case
-counts as passed only if both the log and the witness say so.
+counts as passed only if both the log and the witness say so. If the witness cannot watch the task's tests at all, the log alone decides.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
     output = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-500:]
     if done.exit_code == _NO_PATCH:
         log.add("test patch", done.stdout + done.stderr)
-        raise TaskError(f"task: {task.id}: test_patch does not apply to the base commit: {output}", param="test_patch")
+        raise TaskError(
+            f"task: {task.id}: test_patch cannot be applied to the base commit: {output}", param="test_patch"
+        )
     if done.exit_code or done.timed_out:
         raise SandboxError(f"could not set up the tests: {output or f'exit code {done.exit_code}'}")
 
@@ -292,7 +294,7 @@ def _note_changes(
         if _is_cache(path):
             continue
         if path in settings:
-            notes.append(f"{path}: the work changed its pytest settings; the task's own file is used")
+            notes.append(f"{path}: pytest settings changed by the work; the task's own file is used")
         elif path not in originals:
             notes.append(f"{path}: added by the work and set aside")
         elif (folder / path).is_symlink() or _checksum(folder / path) != originals[path]:

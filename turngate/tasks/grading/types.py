@@ -1,6 +1,7 @@
 """Types for grading: the agent's work as it was copied to the host, and its grade.
 
-A reward is a number that a grader actually returned. If there is none, the reward is None, and the outcome class states what was at fault.
+A reward is a number that a grader returned, or 0 if the work broke the grader. If there is none, the reward is None, and the outcome class
+states what was at fault.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The backend and the settings with which work is graded. Every grader runs in a fresh sandbox that no agent has touched."""
+    """The backend and the settings with which work is graded. Graders use only fresh sandboxes that no agent has touched."""
 
     backend: Backend
     image: str = ""  # takes precedence over the task's image

@@ -3,7 +3,7 @@
 a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
 a folder of such folders                 all of them, sorted by name
 a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or of a SWE data set (`swe.py`), recognized by their fields
-a folder with such files                 the rows of all files
+a folder with .jsonl or .parquet files   the rows of all files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        the tasks or rows that the function returns
 any other file                           its text is the instruction
@@ -222,7 +222,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
                     number += 1
                     yield number, _drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
-        raise TaskError(f"task: {path} is not a valid parquet file: {error}", param="tasks") from None
+        raise TaskError(f"task: {path} cannot be read as parquet: {error}", param="tasks") from None
 
 
 def _drop_nulls(value: Json) -> Json:

@@ -1,8 +1,8 @@
 """Make repair tasks: choose bugs that the tests of a package catch, and write a task for each.
 
 A bug is kept if at least one test fails, at least half of the tests still pass, and the tests finish in time. If several bugs in a function
-make the same tests fail, only the first of them is kept. Which bugs are tried, and in which order, depends only on the package and the
-seed.
+make the same tests fail, only the first of them is kept, and a function never has more than `per_function` bugs. Which bugs are tried, and
+in which order, depends only on the package and the seed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are enough repairs for `settings.per_package` tasks. Raise `TaskError` if the package's tests do not run."""
+    """Try bugs until there are `settings.per_package` repairs, or `TRIES_PER_TASK` times as many bugs were tried.
+
+    Raise `TaskError` if the package's tests do not run.
+    """
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(open_bench(package, backend, settings.image))
         baseline = await measure_baseline(first, package)

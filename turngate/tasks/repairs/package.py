@@ -199,7 +199,7 @@ def _unpack(content: bytes, where: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _fetch_archive(name: str, version: str) -> bytes:
-    """Return the source archive of a release from the cache or the index. A download is checked against the index's checksum."""
+    """Return the source archive of a release from the cache or the index. A download is checked if the index states its SHA-256."""
     place = cache_folder() / "releases" / f"{name}-{version}.tar.gz"
     if place.is_file():
         return place.read_bytes()
