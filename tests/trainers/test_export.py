@@ -551,13 +551,13 @@ def test_format_is_documented(format: str) -> None:
             "rows",
             ".jsonl",
             {"groups": ("nobody",)},
-            r"data: no rollout in the folder matches --group nobody \(it contains 7 rollouts\); change",
+            r"data: no rollout in the folder can be exported with --group nobody \(it contains 7 rollouts\); change",
         ),
         (
             "rows",
             ".jsonl",
             {"min_reward": 5.0, "resolved": True},
-            r"no rollout .* matches --min-reward 5 --resolved \(it contains 7 .*\); change",
+            r"no rollout .* exported with --min-reward 5 --resolved \(it contains 7 .*\); change",
         ),
         (
             "rows",

@@ -62,8 +62,9 @@ def export(
 ) -> ExportResult:
     """Export rollouts to the file `out`, which is written completely or not at all.
 
-    If `out` ends in /, it is a folder: each record becomes a file in it, and files written before a failure are kept. Raise `ConfigError`
-    if there are no records to write. `watch_teacher` is called after each call to the teacher, in another thread.
+    For the format `atif`, `out` may also be a folder: it ends in /, has no suffix, or exists. Each record then becomes a file in it, and
+    files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called after each call
+    to the teacher, in another thread.
     """
     format = FORMATS.get(choices.format)
     if format is None:

@@ -289,10 +289,8 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
             return (
                 f"no rollout in the folder can be exported (it contains {count_rollouts(self._seen)}); left out: {left}"
             )
-        hint = f"left out: {left}" if left else "change the filters, or list the rollouts with `turngate show`"
-        return (
-            f"no rollout in the folder matches {' '.join(filters)} (it contains {count_rollouts(self._seen)}); {hint}"
-        )
+        hint = f"left out: {left}" if left else "change the filters, or leave them out"
+        return f"no rollout in the folder can be exported with {' '.join(filters)} (it contains {count_rollouts(self._seen)}); {hint}"
 
 
 def count_rollouts(rollouts: int) -> str:

@@ -62,7 +62,7 @@ class Tree:
             try:
                 tree = build_tree(rows)
             except UnequalSideData as error:
-                exclusions.add(f"{error}, which one tree cannot hold; use --format rows")
+                exclusions.add(f"{error}, which one tree cannot hold; use the format rows")
                 continue
             for row in rows:
                 count_missing(row.side, choices.side, exclusions)
@@ -88,7 +88,7 @@ class ExportedTree(msgspec.Struct, frozen=True, eq=False):
     """The tree of an exported rollout, and the advantage and the weight of its rows."""
 
     session: str
-    advantage: float | None  # None: the reward is unknown
+    advantage: float | None  # None: the reward is unknown, or has no other reward to be compared with
     weight: float  # of each row
     tree: PrefixTree
 

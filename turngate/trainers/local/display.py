@@ -138,7 +138,7 @@ def describe_step(step: Step, share: StepTime) -> str:
     if step.reward is None:
         note = f"no rollout was graded: {'; '.join(step.why)[:300]}"
     elif not measured.signal:
-        note = "no signal: the rewards within each group are equal"
+        note = "no signal: all advantages of the accepted rows are 0"
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
         f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {note}"
@@ -177,7 +177,7 @@ def print_result(result: TrainingResult, console: Console) -> None:
     if not any(step.measured.signal for step in result.steps):
         say(
             console,
-            "No step had a training signal, so the model learned nothing. Use tasks that the agent solves only some of the time.",
+            "No step had a training signal, so the model learned nothing. If all rollouts of a task get the same reward, use other tasks.",
             "yellow",
         )
     whole = sum(share.whole for share in result.shares)

@@ -98,8 +98,8 @@ class EngineServer(AbstractAsyncContextManager["EngineServer"]):
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
-                f"engine_host {self._host} is not an address of this machine ({error.strerror}); pass an address at which the nodes can "
-                "reach this machine",
+                f"engine_host: cannot listen on {self._host} ({error.strerror}); pass an address of this machine at which the nodes can "
+                "reach it",
                 param="engine_host",
             ) from None
         return self

@@ -81,7 +81,8 @@ def open_engine(config: TeacherConfig) -> ScoringEngine:
                 from turngate.engines.local.scoring import LocalScoring
             except ImportError as error:
                 raise ConfigError(
-                    f"teacher: a local teacher needs torch ({error}); run: pip install -e '.[local]'", param="teacher"
+                    f"teacher: a local teacher needs torch ({error}); run pip install 'turngate[local]'",
+                    param="teacher",
                 ) from None
             return LocalScoring(Path(config.model))
 

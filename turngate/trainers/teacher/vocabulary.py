@@ -36,9 +36,10 @@ class VocabularyCheck:
         return self._tokenizer is not None and self._tokenizer.digest == digest
 
     def check(self, policy: Tokenizer | None, ids: Ids) -> None:
-        """Raise `VocabularyMismatch` if an id means another token to the teacher, or `EngineRejected` if the teacher lacks it.
+        """Raise `VocabularyMismatch` if an id means another token to the teacher, or `EngineRejected` if the teacher's tokenizer lacks it.
 
-        `policy` is the tokenizer of the ids, or None if it is the teacher's.
+        Raise `ConfigError` if the teacher's tokenizer is unknown and its server cannot decode ids. `policy` is the tokenizer of the ids, or
+        None if it is the teacher's.
         """
         with self._lock:
             if self._tokenizer is None:

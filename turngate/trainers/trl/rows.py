@@ -1,7 +1,7 @@
 """Convert a feed's deliveries to TRL's rows, and queue them for TRL's trainer.
 
 TRL's loss is a mean over all trained tokens of a batch, so the weight of a rollout does not depend on its number of rows. Every row
-therefore has the advantage of its rollout, and the feed's `weight` (1/K for each of K rows) is not used.
+therefore has the advantage of its rollout, scaled if `weigh` is "rollouts". The feed's `weight` (1/K for each of K rows) is not used.
 """
 
 from __future__ import annotations

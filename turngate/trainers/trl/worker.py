@@ -106,7 +106,7 @@ class FeedState(msgspec.Struct, frozen=True, kw_only=True):
 
     feed: str
     mark: str = ""  # identifies the feed; a recreated feed with the same name has a different mark
-    delivery: int  # all deliveries up to this number are trained
+    delivery: int  # all deliveries up to this number are trained or dropped
     rows: dict[int, list[RowName]] = {}  # trained rows of later deliveries
 
 
@@ -182,7 +182,9 @@ class TurngateWorker:
             raise RuntimeError(f"the rollout worker has failed: {_describe_error(error)}") from error
         silent = time.monotonic() - self._seen
         if silent > stale_after_s:
-            raise RuntimeError(f"the rollout worker has not responded for {silent:.0f} s; its event loop is blocked")
+            raise RuntimeError(
+                f"the rollout worker has not responded for {silent:.0f} s; its event loop may be blocked"
+            )
         if self._dry and not self.rollout_buffer.qsize():
             raise RuntimeError(f"the rollout worker has no more rows: {self._ran_out}")
 

@@ -117,7 +117,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     gateway: str = ""
     """URL of the gateway. Defaults to $TURNGATE_GATEWAY. The admin key is read from $TURNGATE_ADMIN_KEY."""
     agent: str = "mini-swe-agent"
-    """A name from `turngate agents list`, or the path of an agent's TOML file."""
+    """A name from `turngate agents`, or the path of an agent's TOML file."""
     sandbox: str = "bubblewrap"
     """One of local, bubblewrap, docker, e2b, huggingface."""
     image: str = ""
@@ -134,7 +134,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_refused: Literal["exclude", "train"] = "exclude"
     """What to do with a rollout in which a model call of the agent was refused."""
     sampling: Literal["neutral", "agent"] = "neutral"
-    """`neutral`: temperature 1, unless the run sets one. `agent`: the sampling settings that the agent asks for, for evaluations."""
+    """`neutral`: temperature 1, unless the run or the agent's file sets one. `agent`: what the agent asks for, for evaluations."""
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False

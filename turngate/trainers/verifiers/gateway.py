@@ -8,7 +8,7 @@ The harness's program still runs in verifiers' runtime.
     register → run the program with the rollout's own URL and key → (cancel) → program ends → unregister → trajectory → graft → hook
 
 - The trajectory is fetched after the last turn, even if the program failed. If the reply is incomplete, the trace is unchanged.
-- The hook, `after_rollout`, always runs.
+- The hook, `after_rollout`, runs after every rollout that was registered.
 - A cancelled rollout is first cancelled at the gateway, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
 - `gateway_enabled = false` leaves the harness unchanged, for evaluation with a different endpoint.
@@ -225,7 +225,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     config: Any  # both a GatewayConfig and the harness's own config
 
     async def after_rollout(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        """Run after each rollout, once its turns are in the trace, even if the program failed.
+        """Run after each registered rollout, even if the program failed. The trace has the rollout's turns, if they could be fetched.
 
         Override this hook; it does nothing by default.
         """
