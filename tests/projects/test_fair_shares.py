@@ -11,6 +11,8 @@ import pytest
 
 from tests.kit import Gated, gateway, say, until
 from tests.projects.kit import create_project, project_client
+from tests.speed import scaled
+from turngate.gateway import fair_shares
 from turngate.gateway.cell_parts import OtherCells, ProjectCalls
 from turngate.gateway.fair_shares import YIELD_S, FairQueue, FairShares
 
@@ -257,7 +259,8 @@ def test_calls_of_one_group_keep_their_order() -> None:
 
 
 async def test_cancelled_calls_give_up_their_place() -> None:
-    shares = FairShares(lambda: True, lambda project: 1.0)
+    saturated = True
+    shares = FairShares(lambda: saturated, lambda project: 1.0)
     await shares.enter("a", "")  # the first one never waits
     calls = [asyncio.create_task(shares.enter("a", str(n))) for n in range(3)]
     await asyncio.sleep(0)
@@ -268,13 +271,13 @@ async def test_cancelled_calls_give_up_their_place() -> None:
     await until(lambda: calls[1].done())
     assert (shares.queue.running, shares.queue.waiting) == (1, 1)
     calls[1].result()
-    shares.is_saturated = lambda: False
+    saturated = False
     await until(lambda: calls[2].done())  # the engines have room again
     assert (shares.queue.running, shares.queue.waiting) == (2, 0)
     await shares.close()
 
 
-async def test_small_project_is_served_beside_a_greedy_one() -> None:
+async def test_small_project_is_served_beside_a_greedy_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Gated(lambda request, n: say("Hello."))
     async with gateway(engine=engine) as g:
         for project in ("greedy", "small"):
@@ -287,7 +290,7 @@ async def test_small_project_is_served_beside_a_greedy_one() -> None:
 
         first = await start("greedy", 4)
         await until(lambda: engine.waiting == 4)  # they run, since the engines have room
-        g.app.shares.is_saturated = lambda: True
+        monkeypatch.setattr(g.app.shares, "is_saturated", lambda: True)
         queued = await start("greedy", 6)
         await until(lambda: g.app.shares.queue.waiting == 6)
         late = await start("small", 2)
@@ -298,3 +301,28 @@ async def test_small_project_is_served_beside_a_greedy_one() -> None:
         # The small project came last, and its second call is served first when calls end.
         assert order[:4] == ["greedy"] * 4 and order[4:6] == ["small"] * 2
         assert (g.app.shares.queue.running, g.app.shares.queue.waiting) == (0, 0)
+
+
+async def test_hold_does_not_let_all_calls_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During a weight update the engines run empty. Calls must not gather at the fence and flood the engines after it."""
+    saturated, held = True, False
+    shares = FairShares(lambda: saturated, lambda project: 1.0, lambda: held)
+    monkeypatch.setattr(fair_shares, "_SETTLE_S", scaled(0.5))
+    await shares.enter("a", "")
+    calls = [asyncio.create_task(shares.enter(project, "")) for project in ("a", "a", "b", "b")]
+    try:
+        await until(lambda: shares.queue.running == 2)  # the first call of b does not wait
+        held, saturated = True, False
+        await asyncio.sleep(3 * fair_shares.POLL_S)
+        assert (shares.queue.running, shares.queue.waiting) == (2, 3), (
+            "an engine without calls is no room during a hold"
+        )
+        shares.leave("a", "")
+        assert shares.queue.running == 2, "a call that ends lets another one in"
+        held = False
+        await until(lambda: shares.queue.waiting == 0)  # the readings count again
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await shares.close()

@@ -27,6 +27,7 @@ T = TypeVar("T")
 POLL_S = 0.1  # between checks of the engines' load while calls wait
 YIELD_S = 3.0  # how long a cell leaves room for the calls of other cells before it uses the room itself
 _KEEP_S = 30.0  # how long it then leaves no more room, so that a cell that cannot use it costs the others little
+_SETTLE_S = 5.0  # after calls were held; the load of the engines is read every two seconds
 _GROWTH = 20  # beyond its part, a cell lets in one call for each 20 that run in each poll, since other cells see the same room
 
 
@@ -154,11 +155,28 @@ class FairQueue(Generic[T]):
 class FairShares:
     """Lets calls through to the engines, or makes them wait their turn while the engines are saturated."""
 
-    def __init__(self, is_saturated: Callable[[], bool], weight: Weight) -> None:
-        self.is_saturated = is_saturated
+    def __init__(
+        self, is_saturated: Callable[[], bool], weight: Weight, is_held: Callable[[], bool] = lambda: False
+    ) -> None:
         self.is_active = False  # whether there are several projects
         self.queue: FairQueue[asyncio.Future[None]] = FairQueue(weight)
+        self._read_saturated = is_saturated
+        self._is_held = is_held  # whether calls wait at the fence
+        self._was_saturated = False  # at the last reading that was not influenced by a hold
+        self._settles_at = -inf  # until then, a hold still influences the readings
         self._polling: asyncio.Task[None] | None = None
+
+    def is_saturated(self) -> bool:
+        """Return whether the engines are saturated. While calls are held at the fence, and shortly after, the last reading before counts.
+
+        The engines run empty during a hold. If that counted as room, all waiting calls would reach the engines at once after it.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._is_held():
+            self._settles_at = now + _SETTLE_S
+        elif now >= self._settles_at:
+            self._was_saturated = self._read_saturated()
+        return self._was_saturated
 
     @property
     def is_contended(self) -> bool:

@@ -99,7 +99,7 @@ class Gateway(ProjectGateway):
         self.gate = self.engine if isinstance(self.engine, Gate) else None
         self.max_context = config.max_context
         self.projects = self._compose_projects()
-        self.shares = FairShares(self._is_saturated, self.projects.ring.weight)
+        self.shares = FairShares(self._is_saturated, self.projects.ring.weight, lambda: not self.fence.admits)
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()
