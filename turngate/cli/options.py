@@ -404,14 +404,14 @@ class ExportOptions:
     teacher_version: Annotated[str, _flag("Version of the teacher's weights, by which scores are cached.", TEACHER)] = (
         ""
     )
-    teacher_top_k: Annotated[int, _flag("Also export this many most likely tokens at each place.", TEACHER)] = 0
+    teacher_top_k: Annotated[int, _flag("Also export this many most likely tokens for each token.", TEACHER)] = 0
     teacher_concurrency: Annotated[int, _flag("Calls to the teacher at a time.", TEACHER)] = 8
     teacher_tokenizer: Annotated[
         str, _flag("The teacher's tokenizer folder, if its server cannot decode ids.", TEACHER)
     ] = ""
-    teacher_cache: Annotated[Optional[Path], _flag("File for scores.", TEACHER, default="DATA/teacher-scores.db")] = (
-        None
-    )
+    teacher_cache: Annotated[
+        Optional[Path], _flag("File that caches the scores.", TEACHER, default="DATA/teacher-scores.db")
+    ] = None
     tokenizer: Annotated[str, _flag("Tokenizer of the recorded ids, if it is not on this machine.", TEACHER)] = ""
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

@@ -78,7 +78,9 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
             (np.diff(found.top_logprobs, axis=1) > TOLERANCE).any()
             or (best > found.top_logprobs[:, 0] + TOLERANCE).any()
         ):
-            raise InvalidScores(f"{where} have most likely tokens that are not the most likely ones")
+            raise InvalidScores(
+                f"{where} have most likely tokens in the wrong order, or less likely than the token itself"
+            )
 
 
 class _Candidate(msgspec.Struct):

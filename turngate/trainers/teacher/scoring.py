@@ -244,9 +244,7 @@ class Teacher:
         if not isinstance(error, EngineError):
             raise error
         done = f"{self.summary.turns} turns were scored and are cached" if self.summary.turns else "no turn was scored"
-        raise TeacherUnavailable(
-            f"the teacher is not available: {error.message}; {done}; run the same command again to continue"
-        )
+        raise TeacherUnavailable(f"the teacher is not available: {error.message}; {done}; try again to continue")
 
 
 def _list_spans(row: RowToScore) -> list[Span]:
