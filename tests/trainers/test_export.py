@@ -563,13 +563,13 @@ def test_format_is_documented(format: str) -> None:
             "rows",
             ".jsonl",
             {"sessions": ("a", "z*")},
-            r"no rollout .* matches --session a --session z\* \(it contains 7 .*\); change the filters",
+            r"no rollout .* exported with --session a --session z\* \(it contains 7 .*\); change the filters",
         ),
         (
             "atif",
             "",
             {"tasks": ("u",), "unscored": "drop"},
-            r"no rollout .* matches --task u --unscored drop \(it contains 7 .*\); change",
+            r"no rollout .* exported with --task u --unscored drop \(it contains 7 .*\); change",
         ),
     ],
 )
