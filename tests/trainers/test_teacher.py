@@ -146,9 +146,7 @@ def test_damaged_cache_entry_is_scored_again(recording: Recording, server: Teach
 
 def test_dead_teacher_keeps_scores_and_rerun_continues(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.fail_after = 2
-    with pytest.raises(
-        TeacherUnavailable, match=r"the engine is dead; \d turns were scored and are cached; run the same"
-    ):
+    with pytest.raises(TeacherUnavailable, match=r"the engine is dead; \d turns were scored and are cached; try again"):
         recording.export("rows", teacher=config(server, concurrency=1))
     assert not (recording.out / "out.jsonl").exists(), "no file without scores"
     server.fail_after, before = None, len(server.scored)
