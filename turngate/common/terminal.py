@@ -1,4 +1,4 @@
-"""Print to the terminal. Text from agents and models is not interpreted as markup and cannot control the terminal."""
+"""Print to the terminal. Text is not interpreted as markup. Sanitize text from agents and models before printing it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
     """Explain an error from decoding `kind`. Return a message and the path of the invalid field, or None if the path is unknown.
 
-    The message starts with the path. `noun` is the word for a field in the message.
+    If the path is known, the message starts with it. `noun` is the word for a field in the message.
     """
     text = str(error)
     match = _FIELD_PATH.search(text)
@@ -48,7 +48,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return "; did you mean …?" with the closest known name, or "; available: …" with all known names if none is close."""
+    """Return "; did you mean …?" with the closest known name, or else "; available: …" with all known names. Return "" if none is known."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

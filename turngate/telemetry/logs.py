@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, labeled with their session and with secrets redacted.
+"""Log lines as text or JSON, with secrets redacted.
 
 A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
 logged by that task include the session, rollout and group. No code should log a key; redaction is only the last line of defence.
@@ -64,7 +64,7 @@ def log_context(session: str, metadata: Mapping[str, Json]) -> Iterator[None]:
 
 
 def register_secrets(*secrets: str) -> None:
-    """Redact these strings from all log lines."""
+    """Redact these strings from all log lines. Strings of fewer than 8 characters are ignored."""
     _secrets.update(secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS)
 
 
@@ -85,7 +85,7 @@ def redact(text: str) -> str:
 
 @contextmanager
 def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
-    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log only warnings."""
+    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log only warnings and errors."""
     handler = SafeStreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     root, own = logging.getLogger(), logging.getLogger("turngate")

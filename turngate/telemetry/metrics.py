@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported at run time only if spans are enabled
 
 Labels = tuple[str, ...]
 Merge = Literal["sum", "max", "same"]
-# Bucket bounds in seconds, except for rewards. The gateway takes about a millisecond, an engine up to a minute.
+# Bucket bounds in seconds, except for rewards. The gateway takes about a millisecond, an engine up to several minutes.
 OWN_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 ENGINE_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COMMIT_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -34,7 +34,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The definition of one metric.
 
-    `merge` says how the values of several workers are combined. `same` marks a value from the store, which is the same in all workers.
+    `merge` says how the values of several workers are combined. `same` marks a value that is the same in all workers.
     """
 
     name: str
@@ -104,7 +104,7 @@ FAMILIES = (
         kind="histogram",
         labels=("dialect",),
         bounds=OWN_BOUNDS,
-        about="Time of a call, excluding waits for the engine and the fence but including writes to the agent.",
+        about="Time of a call, including writes to the agent but excluding waits for the engine, the fence or a share of the engines.",
     ),
     MetricFamily(
         name="turngate_engine_seconds",
@@ -137,7 +137,10 @@ FAMILIES = (
     ),
     MetricFamily(name="turngate_fence_version", kind="gauge", merge="max", about="Current policy version."),
     MetricFamily(
-        name="turngate_fence_paused", kind="gauge", merge="max", about="1 while calls are held for a weight update."
+        name="turngate_fence_paused",
+        kind="gauge",
+        merge="max",
+        about="1 while calls are held, for a weight update or because a cell has no lease.",
     ),
     MetricFamily(
         name="turngate_store_commit_seconds",

@@ -2,7 +2,7 @@
 
     rollout                     recorded by the runner
       stage sandbox …
-      invoke_agent NAME         the agent's run, from opening the session to sealing it
+      invoke_agent NAME         the agent's run, from opening the session to copying its work
         stage session, launch, agent, seal …
         chat MODEL              a turn, recorded by the gateway
           text_completion MODEL the engine call
@@ -51,7 +51,7 @@ def current_tracer() -> RolloutTracer | None:
 
 
 def is_enabled(requested: bool) -> bool:
-    """Return whether spans are enabled, either by `requested` or by OpenTelemetry's environment variables."""
+    """Return whether spans are enabled, by `requested` or by an OTLP endpoint in the environment. OTEL_SDK_DISABLED=true disables both."""
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not disabled and (requested or any(os.environ.get(name) for name in _ENDPOINTS))
 
@@ -59,7 +59,7 @@ def is_enabled(requested: bool) -> bool:
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
     """Start recording the spans of this process.
 
-    Spans are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint that is set in the environment.
+    Spans are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint in the environment, or to the SDK's default endpoint.
     """
     global _current
     try:
