@@ -45,7 +45,7 @@ async def test_missing_logprobs_are_failure() -> None:
     async with engine(logprobs=False) as config:
         finding = await run_check(config, "engine call")
         mode = await run_check(config, "log-probabilities")
-    assert finding.state == "failure" and "without log-probabilities" in finding.message
+    assert finding.state == "failure" and "not all of them have log-probabilities" in finding.message
     assert mode.state == "not checked"
 
 
@@ -91,7 +91,7 @@ async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     ("config", "check", "state", "words"),
     [
         (ServeConfig(), "engine call", "ok", "4 ids with log-probabilities"),
-        (ServeConfig(), "log-probabilities", "not checked", "has only one log-probability mode"),
+        (ServeConfig(), "log-probabilities", "not checked", "only vLLM and SGLang have several log-probability modes"),
         (ServeConfig(), "engine clock", "not checked", "has no URL"),
         (ServeConfig(engine="gate", tokenizer="turngate/render/builtin"), "engine", "not checked", "the trainer"),
         (ServeConfig(engine="local", model_folder="/nowhere"), "engine", "failure", "config.json"),

@@ -70,7 +70,7 @@ def test_command_prints_failure_and_fix(tmp_path: Path) -> None:
     (tmp_path / "admin-key").write_text("planted-admin-key-0123456789")
     (tmp_path / "admin-key").chmod(0o666)
     failed = run_cli("doctor", "--data", tmp_path, "--only", "admin key")
-    assert failed.exit_code == 1 and "failure" in failed.stdout and "→ run chmod 600 on the file" in failed.stdout
+    assert failed.exit_code == 1 and "failure" in failed.stdout and "run chmod 600 on the file" in failed.stdout
     assert "planted" not in failed.output
     machine_readable = run_cli("doctor", "--data", tmp_path, "--only", "admin key", "--json")
     assert machine_readable.exit_code == 1

@@ -42,7 +42,7 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
         )
     why = explain_missing(spec)
     if why is None and install.npm and find_node() is None:
-        why = f"{spec.name}: Node {NODE_AT_LEAST} is not installed"
+        why = f"{spec.name}: no usable Node {NODE_AT_LEAST} or newer was found"
     if why is not None:
         # A check does not install anything.
         fix = (
@@ -73,7 +73,7 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
         if major < NODE_AT_LEAST:
             return failure(
                 f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
-                "delete this file; the next rollout downloads Node again",
+                "if this file is in Turngate's cache, delete the cache's node folder; the next rollout downloads Node again",
             )
     if installed.python and installed.host_python is None:
         return warning(
@@ -100,7 +100,7 @@ def _find_version(spec: AgentSpec, folder: Path) -> str:
 
 
 async def check_sandboxes(context: DoctorContext) -> list[CheckOutcome]:
-    """Check each kind of sandbox: start one, run `true` in it, and see that it has no network access."""
+    """Check each kind of sandbox: start one, run `true` in it and, if it isolates the network, see that it has no network access."""
     names = context.sandboxes or LOCAL_BACKENDS
     return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 

@@ -1,4 +1,4 @@
-"""List all checks, and run them concurrently, each with a time limit. An error in a check becomes a finding."""
+"""List all checks, and run them concurrently, each with a time limit. A timeout or an expected error in a check becomes a finding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CHECKS = (
         where="here",
         timeout_s=10,
         run=machine.check_port,
-        description="The port is free. If not, names the program that uses it.",
+        description="The port is free or used by the gateway of this data folder. Otherwise, names the program that uses it.",
     ),
     DoctorCheck(
         name="clock",
@@ -96,7 +96,7 @@ CHECKS = (
         where="here",
         timeout_s=120,
         run=engine.check_call,
-        description="In a real call of four tokens, the engine returns ids with log-probabilities and receives the prompt ids unchanged.",
+        description="A call of four tokens returns ids with log-probabilities, and vLLM reports that it received the prompt unchanged.",
     ),
     DoctorCheck(
         name="log-probabilities",
@@ -173,7 +173,7 @@ CHECKS = (
         where="anywhere",
         timeout_s=180,
         run=agents_and_sandboxes.check_sandboxes,
-        description="A sandbox of each kind starts, runs `true`, and has no network access.",
+        description="A sandbox of each kind starts, runs `true` and, if it isolates the network, has no network access.",
     ),
 )
 

@@ -17,8 +17,8 @@ TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engi
 class DoctorContext:
     """The settings to check, and objects that several checks use and that are loaded only once.
 
-    `agents` and `sandboxes` contain the names that the user passed. Without names, all of them are checked, and one that is missing is not
-    reported as a failure.
+    `agents` and `sandboxes` contain the names that the user passed. Without names, all agents and all local kinds of sandbox are checked,
+    and one that is missing is not reported as a failure.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
         why = (
             "a call to a hosted endpoint may cost money"
             if config.engine in OBSERVED_ENGINES
-            else "the engine starts only with the gateway"
+            else "the engine is available only while the gateway is running"
         )
         return [not_checked(why, "to make a call, run: turngate run --prompt 'say hello' …")]
     results = []
@@ -120,7 +120,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         )
     if logprobs is None or any(value is None for value in logprobs):
         return failure(
-            f"{name}: the engine returned {len(ids)} ids without log-probabilities",
+            f"{name}: the engine returned {len(ids)} ids, but not all of them have log-probabilities",
             "update the engine, or remove the proxy that drops them",
         )
     same_prompt = ", and received the prompt unchanged" if prompt else ""
@@ -172,7 +172,7 @@ async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
     """
     config = context.config
     if config.engine not in ("vllm", "sglang"):
-        return [not_checked(f"engine {config.engine} has only one log-probability mode")]
+        return [not_checked(f"engine {config.engine}: only vLLM and SGLang have several log-probability modes")]
     results = []
     for url, health in await context.health():
         name = _label(url, config.engine)
@@ -197,7 +197,7 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     truncated, heated, untruncated = ([value or 0.0 for value in logprobs or ()] for logprobs in values)
     if min(untruncated) > _CERTAIN:
         return not_checked(
-            f"{name}: the model is too certain of its tokens to determine which log-probabilities it returns"
+            f"{name}: the model is too certain of its tokens to show which log-probabilities the engine returns"
         )
     if min(truncated) > _CERTAIN and min(heated) > _CERTAIN:
         return ok(f"{name}: log-probabilities are those of the sampled distribution (processed)")
@@ -235,7 +235,7 @@ async def measure_skew(url: str) -> CheckOutcome:
     try:
         off = now - parsedate_to_datetime(date).timestamp() - 0.5
     except (TypeError, ValueError):
-        return not_checked(f"{url} did not send a Date header")
+        return not_checked(f"{url} did not send a valid Date header")
     if abs(off) > _SKEW_S:
         return warning(
             f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the clock of {url}",

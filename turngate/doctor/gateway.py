@@ -41,7 +41,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     if fence.paused:
         results.append(
             warning(
-                "the gateway is holding all calls until new weights are loaded",
+                "the gateway is holding all calls, for a weight update or because a cell has no lease",
                 "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md)",
             )
         )
@@ -57,7 +57,7 @@ async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
         ):
             health = msgspec.json.decode(await response.read(), type=dict[str, Json])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-        return [not_checked("the gateway does not respond")]
+        return [not_checked("GET /health returned no valid response")]
     up, total = health.get("engines", 0), health.get("engines_total", 0)
     if up == total and up:
         return [ok(f"{up} of {total} up")]
@@ -70,7 +70,9 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
     try:
         async with _client(context) as client:
             if (await client.fence()).paused:
-                return [not_checked("the gateway is holding all calls until new weights are loaded")]
+                return [
+                    not_checked("the gateway is holding all calls, for a weight update or because a cell has no lease")
+                ]
             opened = await client.open({"metadata": {"doctor": True}, "limits": {"turns": 1}})
             try:
                 return [await _make_call(context, client, opened)]
@@ -163,7 +165,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     if errors > 10 and errors > 0.05 * turns:
         results.append(
             warning(
-                f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded",
+                f"{errors:.0f} engine calls failed and {turns:.0f} turns were recorded",
                 "see the gateway's log for the reasons",
             )
         )
@@ -176,7 +178,7 @@ def _check_loop_lag(text: str) -> CheckOutcome:
         if labels == 'le="0.1"':
             late = measured - value
     if not measured:
-        return not_checked("the gateway has just started")
+        return not_checked("the gateway has not measured its event loop yet")
     open_now, workers = _sum_metric(text, "turngate_sessions_open"), _sum_metric(text, "turngate_workers")
     message = f"workers: {workers:.0f}, open sessions: {open_now:.0f}, event loop late in {late:.0f} of {measured:.0f} measurements"
     if late > max(3.0, _MAX_LATE * measured):

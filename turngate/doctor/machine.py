@@ -262,7 +262,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "run chmod 600 on the file, or delete it"
+            else "for a key file, run chmod 600 on the file, or delete it; otherwise, correct the variable"
         )
         return [failure(error.message, fix)]
     file = folder / "admin-key"
@@ -378,7 +378,7 @@ async def check_memory(context: DoctorContext) -> list[CheckOutcome]:
     """Check that enough memory is available."""
     free = _available_memory()
     if free is None:
-        return [not_checked("this system has no /proc/meminfo")]
+        return [not_checked("the available memory cannot be read from /proc/meminfo")]
     message = f"{free / _GB:.1f} GB available"
     if free < _LOW_MEMORY:
         return [

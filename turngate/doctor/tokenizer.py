@@ -65,10 +65,10 @@ def _check_certificate(renderer: Renderer, certificate: Certificate, encoder: st
 
 
 async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the engine encodes text, decodes ids and renders conversations in the same way as the gateway."""
+    """Check that the engine encodes text, decodes ids and (vLLM only) renders conversations in the same way as the gateway."""
     config = context.config
     if config.engine not in ("vllm", "sglang"):
-        return [not_checked(f"engine {config.engine} uses the gateway's tokenizer")]
+        return [not_checked(f"engine {config.engine}: only vLLM and SGLang have a tokenizer to compare")]
     renderer, _ = await context.renderer()
     results = []
     for url, health in await context.health():
@@ -157,7 +157,9 @@ async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Ren
         compared += 1
     if not compared:
         return not_checked(f"{name}: no test conversation could be rendered by both templates")
-    unsupported = f"; not compared, because a template does not support them: {', '.join(skipped)}" if skipped else ""
+    unsupported = (
+        f"; not compared, because they could not be rendered by both templates: {', '.join(skipped)}" if skipped else ""
+    )
     return ok(f"{name}: same ids for {compared} test conversations{unsupported}")
 
 
