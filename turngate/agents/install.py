@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 
 
 def explain_missing(spec: AgentSpec) -> str | None:
-    """Return why the agent cannot run yet, or None if it can. Do not install anything."""
+    """Return what is missing from the agent's installation, or None if it is complete or not needed. Do not install anything."""
     if not (spec.install.npm or spec.install.pip):
         return None
     folder = install_folder(spec)
@@ -345,7 +345,7 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command that runs pip on the agent's Python. pip chooses packages for the Python on which it runs."""
+    """Return the command that runs pip, on the agent's Python if this machine has it. pip chooses packages for its own Python."""
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 
