@@ -21,7 +21,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ClientArguments(TypedDict, total=False):
-    """Arguments that choose the agent and the model, and set where rollouts run. All are optional."""
+    """The arguments of a client besides `model`: the agent, how to reach the model, and where rollouts run. All are optional."""
 
     agent: str  # a preset (`turngate agents`), or your own TOML file
     options: Mapping[str, str]  # the agent's options

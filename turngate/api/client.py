@@ -5,8 +5,8 @@
     async with Client("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         async for result in client.group(task, n=8): …
 
-Rollouts run through `service.Rollouts`. Unlike in the HTTP service, a rollout belongs to the asyncio task that awaits it: cancelling the
-task ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
+Rollouts run through `service.Rollouts`, or on a Ray cluster. Unlike in the HTTP service, a rollout belongs to the asyncio task that awaits
+it: cancelling the task ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Client:
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """Return the service settings. Python callers are trusted, so they may use any image and any agent, and get large results."""
+        """Return the service settings. Without `config`, a caller may use any image and its own agent, and gets large results."""
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {
@@ -383,8 +383,8 @@ async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllAr
     KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`.
     `ClientArguments` and `RunArguments` list the other arguments.
 
-    Cancelling ends the agent and removes its sandbox. Each call starts and stops its own gateway. For several rollouts, use `group`,
-    `batch` or a `Client`, which start the gateway only once.
+    Cancelling ends the agent and removes its sandbox. Unless `gateway=` is set, each call starts and stops its own gateway. For several
+    rollouts, use `group`, `batch` or a `Client`, which start the gateway only once.
     """
     where, how = split_arguments(everything)
     async with Client(model, **where) as client:

@@ -29,7 +29,7 @@ async def run_on_cluster(
     board: ProgressBoard,
     put: Callable[[tuple[int, Result]], None],
 ) -> None:
-    """Run n rollouts of each task, and call `put` with each result and its index. A rollout that is retried on request has two results."""
+    """Run n rollouts of each task, and call `put` with each result and its index. A rollout that was retried on request has several."""
 
     def watch(progress: BatchProgress) -> None:
         board.running_elsewhere = sum(progress.states.values())

@@ -1,4 +1,4 @@
-"""Resolve the `model` argument: a catalog key, an endpoint as a string, or an `Endpoint`.
+"""Resolve the `model` argument: a catalog key, an endpoint as a string, an `Endpoint`, or a `ServiceConfig`.
 
     vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000      KIND://MODEL@URL; uses the model's own tokenizer, unless `tokenizer` is set
     openai://gpt-5                                  uses the provider's URL, and the key in the environment variable of the provider's SDK
@@ -136,7 +136,7 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
 
 
 def _build_scripted(name: str) -> Endpoint:
-    """Return an endpoint that replays the replies in a file. If `name` is not a file, the engine replies with random words."""
+    """Return an endpoint that replays the replies in a file. If `name` is neither a file nor ends in .json, a default reply is repeated."""
     file = Path(name).expanduser()
     if file.suffix == ".json" and not file.is_file():
         raise BadRequest(f"model: file {name} not found; it must contain a JSON list of replies", param="model")

@@ -53,7 +53,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         """Display the result, as a page in a notebook or as text in a terminal.
 
         `turns` lists the numbers of the turns to show; by default, as many as fit are shown. If `tokens` is set, sampled text is shown as
-        tokens, coloured by their log-probability. If `full` is set, nothing is truncated.
+        tokens, coloured by their log-probability. If `full` is set, turns, files and logs are not truncated.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 

@@ -76,7 +76,7 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     training: TrainingReport | None = None  # how much is trained, and why not more; None if nothing was recorded
     refused: RefusedCalls | None = None  # model calls that the gateway refused because of their content
     files: Mapping[str, str]  # the agent's working folder, path → text; long files are truncated
-    work: Path | None  # the folder with all of the agent's work; None if `data` was not set
+    work: Path | None  # the folder with all of the agent's work; None if it was not kept
     logs: Mapping[str, str]  # the ends of the agent's output and log files
     verifier: str  # the grader's output
     error: ErrorInfo | None
