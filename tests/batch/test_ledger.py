@@ -219,7 +219,7 @@ async def test_full_disk_loses_no_entry(small_disk: Path) -> None:
 async def test_full_disk_is_refused_at_start(small_disk: Path) -> None:
     (small_disk / "out").mkdir()
     fill(small_disk)
-    with pytest.raises(ConfigError, match=r"not enough disk space in .* \(No space left on device\)"):
+    with pytest.raises(ConfigError, match=r"disk space cannot be reserved in .* \(No space left on device\)"):
         Ledger.open(small_disk / "out")
 
 

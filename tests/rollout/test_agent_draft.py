@@ -179,7 +179,10 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (watched(exit_code=127, output="mine: not found"), "the command was not found; it printed: mine: not found"),
+        (
+            watched(exit_code=127, output="mine: not found"),
+            "exit code 127, which usually means that a program was not found; it printed: mine: not found",
+        ),
         (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing\. Pass"),
         (watched(exit_code=None), "did not end in time"),
         (
@@ -188,7 +191,7 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
         ),
         (
             watched(model_call(model="gpt-9", status=404, error="model gpt-9 is not served")),
-            r"refused the call: 404 model gpt-9 is not served; pass the model's name as \{model\}, not gpt-9",
+            r"no model call succeeded; the first returned: 404 model gpt-9 is not served; pass the model's name as \{model\}, not gpt-9",
         ),
     ],
 )

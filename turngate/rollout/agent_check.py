@@ -1,7 +1,7 @@
 """Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and check what was recorded.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
-If a promise is broken, its result names the cause, such as greedy sampling or a tool that the agent does not offer.
+If a promise is broken, its result names the cause if it is known, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def explain_failure(run: WatchedRun) -> str:
     """Return why the run did not reach the model, or "" if it did."""
     printed = f"; it printed: {run.output[-400:]}" if run.output else "; it printed nothing"
     if run.exit_code == 127:
-        return f"the command was not found{printed}"
+        return f"the command ended with exit code 127, which usually means that a program was not found{printed}"
     if not run.calls:
         ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
         return (
@@ -64,7 +64,7 @@ def explain_failure(run: WatchedRun) -> str:
         return f"the command made no model call, only: {seen}; check the path of its base URL (most programs need {{base_url}}/v1)"
     first = model_calls[0]
     hint = f"; pass the model's name as {{model}}, not {first.model}" if first.model not in ("", MODEL) else ""
-    return f"the gateway refused the call: {first.status} {first.error[:300]}{hint}"
+    return f"no model call succeeded; the first returned: {first.status} {first.error[:300]}{hint}"
 
 
 def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:

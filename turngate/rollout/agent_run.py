@@ -38,7 +38,7 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 
 
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
-    """Raise `AgentError` if the agent's program is not in the sandbox or does not start."""
+    """Raise `AgentError` if the agent's program is not in the sandbox or its `install.check` command fails."""
     name = spec.agent.name
     lookup = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
     if lookup.exit_code:

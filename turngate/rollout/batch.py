@@ -15,9 +15,9 @@
     lost_attempts   settles the attempts that an earlier run left open
     health          detects when a batch cannot continue: a full disk, no sandboxes, no gateway
 
-A few workers share one schedule, so memory use does not grow with the size of the batch. After an infrastructure fault, the rollout is
-retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same plan on the
-same folder resumes the batch.
+A few workers share one schedule, so the number of asyncio tasks does not grow with the size of the batch. After an infrastructure fault,
+the rollout is retried later with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same
+plan on the same folder resumes the batch.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Batch:
             await asyncio.wait(self._retries.tasks, timeout=_FLUSH_S)
         if not await self._closer.flush(_FLUSH_S if self._stop.reason else health.RESTART_S):
             self._stop.stop(
-                "the gateway did not respond to requests to close complete groups; resume the batch to close them"
+                "not all complete groups could be closed at the gateway in time; resume the batch to close them"
             )
         elif not self._stop.reason:
             await self._feed_sizes.check(self._results.batch)  # for feeds opened during a short batch

@@ -3,9 +3,10 @@
     a stage failed         `invalid task` if the task was at fault, `agent failed` if the agent was, otherwise `infrastructure fault`
     it was cancelled       `stale` if the gateway ended it because it was too old to train on, otherwise `cancelled`
     the engine failed      `infrastructure fault`, even if the engine only stopped responding until the agent gave up or timed out
-    the agent ended        on its own, by timeout or at a limit: the work is graded, excluded or scored 0, depending on the policy
-    the work is missing    `agent failed` if there was no turn, or if the agent destroyed its work (excluded or scored 0, depending on
-                           the policy); otherwise `infrastructure fault`
+    the agent ended        on its own, by timeout or at a limit: the work is graded, excluded or scored 0, depending on the policy;
+                           `agent failed` if the agent made no turn, unless its exit code was 0
+    the work is missing    `agent failed` if the agent destroyed its work (excluded or scored 0, depending on the policy); otherwise
+                           `infrastructure fault`
 
 Only the agent's own work is graded. A rollout that failed through no fault of the agent never has a reward.
 """

@@ -41,7 +41,7 @@ class Collected(msgspec.Struct, frozen=True):
     files: int = 0
     work: bool = False
     differences: tuple[str, ...] = ()  # where the agent's transcript and the trace disagree
-    transcript_turns: int | None = None  # None if the agent does not write a transcript
+    transcript_turns: int | None = None  # None if no transcript was compared
     missing: tuple[str, ...] = ()
 
 

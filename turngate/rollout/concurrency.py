@@ -2,8 +2,8 @@
 
     waiting → start → ready → run → done → grade
 
-A sandbox exists from `start` until the agent is done. There are at most `running + warm` sandboxes, so up to `warm` of them can be prepared
-in advance. Rollouts that are waiting for grading have no sandbox, so they do not keep others from starting.
+An agent's sandbox exists from `start` until the agent is done. There are at most `running + warm` of these sandboxes, so up to `warm` of
+them can be prepared in advance. Rollouts that are waiting for grading have no sandbox, so they do not keep others from starting.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class AttemptResult(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     verdict: Classification
-    is_lost: bool = False  # the attempt was lost with its machine, so it does not use up a retry
+    is_lost: bool = False  # the attempt was lost with its machine, or refused there, so it does not use up a retry
 
 
 class Attempt(Protocol):
@@ -171,7 +171,7 @@ class _LocalAttempt:
 
 
 def fail_attempt(order: RolloutOrder, fault: Fault) -> AttemptResult:
-    """Build the result of an attempt that failed before its rollout started."""
+    """Build the result of an attempt that failed before its rollout started, or whose outcome was lost."""
     graded = order.grade and order.task.task.grader is not None
     verdict = classify(Ending(fault=fault, graded=graded), order.policy)
     result = build_result(order, verdict)

@@ -2,7 +2,7 @@
 
     {"type":"batch", …}      the first line, which identifies the batch
     {"type":"begun", …}      an attempt is starting; written before its session is opened, with the session's id
-    {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or the runner crashed
+    {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or lost with its runner or machine
     {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
     {"type":"finished", …}   a rollout is finished
     {"type":"reopened", …}   a finished rollout without a verdict will run again, on request
@@ -118,7 +118,7 @@ LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout |
 
 
 class LedgerError(TurngateError):
-    """The ledger cannot be read or written. Lines that were already written stay valid, so the batch can be resumed later."""
+    """The ledger is invalid or cannot be written. After a failed write, earlier lines stay valid, so the batch can be resumed later."""
 
     boundary = "store"
     kind = "ledger_error"
@@ -285,7 +285,7 @@ def _reserve(folder: Path) -> None:
     except OSError as error:
         (folder / RESERVE_NAME).unlink(missing_ok=True)
         raise ConfigError(
-            f"out: not enough disk space in {folder} ({error.strerror}); free up space, or choose a different --out folder",
+            f"out: disk space cannot be reserved in {folder} ({error.strerror}); free up space, or choose a different --out folder",
             param="out",
         ) from None
 

@@ -52,7 +52,10 @@ class LostAttempts:
         self._stop = stop
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
-        """Settle an attempt whose end is unknown. If the gateway has its outcome, finish the rollout; otherwise, end the attempt."""
+        """Settle an attempt whose end is unknown.
+
+        If the gateway has an outcome that counts and is not an infrastructure fault, finish the rollout; otherwise, end the attempt.
+        """
         identity = started.rollout, started.attempt, started.session
         if why == "lost":
             settled = await supersede_after_lease(self._gateway, *identity, self._results.note)
@@ -68,7 +71,10 @@ class LostAttempts:
             await self._results.finish(build_adopted(started, recorded, shown))
 
     async def record(self, unrecorded: UnrecordedRollout) -> None:
-        """Record an outcome that the gateway has not recorded yet. Stop the batch if that fails again."""
+        """Record an outcome that the gateway has not recorded yet. Stop the batch if that fails again.
+
+        If the session was deleted or has a different outcome, settle the attempt instead.
+        """
         finished = unrecorded.finished
         try:
             excluded = await record_outcome(

@@ -4,7 +4,7 @@
     spec = await machine.resolve(order)         # `resolve.py`
     attempt = executor.prepare(order)           # `executor.py`
 
-An order contains no live objects, no paths of the machine that made it, and no secrets:
+An order contains no live objects, no paths of the machine that made it, and no values of environment variables:
 
     task      its fields, and the SHA-256 of the archive with its files (`tasks/archive.py`)
     agent     its whole description; the machine that runs the order installs the agent

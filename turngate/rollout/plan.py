@@ -62,7 +62,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     policy: EndPolicy = EndPolicy()
     grade: bool = True
     keep_work: bool = False  # keep the agents' working folders after grading
-    invalid_after: int = 3  # once this many rollouts have found a task invalid, its remaining rollouts are skipped
+    invalid_after: int = 3  # this many rollouts must find a task invalid before its other rollouts are skipped
     min_free_bytes: int = 64_000_000  # with less free disk space, no rollout starts
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """Return the settings that identify the batch, by flag name. Settings that affect only its speed or length are left out."""
+        """Return the settings that identify the batch, by name. Settings that affect only its speed or length are left out."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             _AGENT_TERM: _RUN_DIGEST + _digest(_run_fields(self.agent)),
@@ -165,7 +165,10 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
-        """Return the session settings of a rollout. If the plan has a seed, they include a sampling seed that differs for each rollout."""
+        """Return the session settings of a rollout. If the plan has a seed, they include a sampling seed that differs for each rollout.
+
+        A seed in the plan's session settings takes precedence.
+        """
         if self.seed is None:
             return self.session
         source = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")

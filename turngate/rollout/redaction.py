@@ -20,7 +20,10 @@ _ASSIGNMENT = re.compile(
 
 
 class Redactor:
-    """Removes the secrets of one agent: those in its environment, its session key, and the host's values that its task uses."""
+    """Removes the secrets of one agent: those in its environment, its session key, and the host's values that its task uses.
+
+    Secrets of fewer than 6 characters are not removed.
+    """
 
     def __init__(self, env: Mapping[str, str], host_values: Sequence[str] = ()) -> None:
         """Collect the secrets: the values in `env` whose names suggest secrets, and all `host_values`."""
@@ -32,7 +35,7 @@ class Redactor:
         self._secrets.insert(0, secret)
 
     def redact_text(self, text: str) -> str:
-        """Return text without the secrets, and without anything that looks like one of Turngate's keys. Use it for text that people see."""
+        """Return text without the secrets, and without any text that looks like a secret. Use it for text that people see."""
         for secret in self._list_secrets():
             text = text.replace(secret, REDACTED)
         return redact(text)
@@ -48,7 +51,7 @@ class Redactor:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether the name of a variable or flag suggests a secret, and its value is neither a placeholder nor a short number."""
+    """Return whether a name suggests a secret, and the value is neither a placeholder nor plain, such as a short number or `true`."""
     plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
     return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
 

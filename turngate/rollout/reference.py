@@ -30,7 +30,7 @@ _WORDS = 60  # how many characters of the instruction identify its prompts
 
 
 class ReferenceReplay:
-    """The scripted replies of one rollout. If there are no commands to replay, the default replies of the scripted engine are used."""
+    """The scripted replies of one rollout. If there are no commands to replay, the gateway's own engine is used."""
 
     def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
         """Prepare a replay. If there are no commands, `reason` says why, or is empty if the user did not expect a replay."""
@@ -45,7 +45,7 @@ class ReferenceReplay:
     def note(self) -> str:
         """A note for the user that explains what the scripted replies mean for the reward."""
         if self.commands and self._playbook is not None and not self._playbook.matches:
-            return f"{SYNTHETIC_NOTE}; the reference solution was not replayed, because no prompt contained the instruction"
+            return f"{SYNTHETIC_NOTE}; the reference solution was not replayed, because no prompt with tools contained the instruction"
         if self.commands:
             return REPLAY_NOTE
         if not self._reason:

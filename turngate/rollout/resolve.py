@@ -1,6 +1,6 @@
 """Turn an order into the spec of a rollout, by adding the parts that depend on the machine that runs it.
 
-    task      its files, unpacked from their archive; a missing archive is fetched from the machine that made the order
+    task      its files, unpacked from their archive; a missing archive is fetched, if the resolver has a fetcher
     agent     its installation, in this machine's cache
     sandbox   a backend, with this machine's own folders
     env       values from this machine's environment; the order has only their names

@@ -136,7 +136,9 @@ class BatchResults:
                 self._noted.add(warning)
                 self.note(f"{finished.rollout}: {warning}")
         if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
-            self.note(f"task {finished.task} is invalid; its remaining rollouts are skipped: {finished.message}")
+            self.note(
+                f"task {finished.task} is invalid; unless one of its rollouts was graded, the others are skipped: {finished.message}"
+            )
 
     async def skip(self, item: RolloutItem) -> None:
         """Finish a rollout of an invalid task without running it."""
@@ -173,7 +175,7 @@ class BatchResults:
         self._on_finished(finished)
 
     def is_invalid(self, task: Task) -> bool:
-        """Return whether so many rollouts have found the task invalid that its remaining rollouts are skipped."""
+        """Return whether to skip the task's other rollouts: enough rollouts have found it invalid, and none was graded."""
         return self._invalid[task.id] >= self._plan.invalid_after and task.id not in self._valid
 
 
@@ -256,7 +258,7 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Ses
 
 
 def read_outcome(folder: Path, session: str) -> Outcome | None:
-    """Read the full outcome of a finished rollout from the folder of its batch, or return None if the file does not exist."""
+    """Read the full outcome of a finished rollout from the folder of its batch, or return None if the file cannot be read."""
     try:
         return msgspec.json.decode((folder / "rollouts" / session / _OUTCOME).read_bytes(), type=Outcome)
     except OSError:

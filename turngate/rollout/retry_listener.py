@@ -149,7 +149,7 @@ class RetryListener:
         if finished is None:
             started = request.rollout in state.attempts
             return (
-                "the rollout is not finished; it will be retried anyway"
+                "the rollout is not finished; it is running or will be retried anyway"
                 if started
                 else "the rollout is not part of this batch"
             )

@@ -23,7 +23,7 @@ class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     timed_out: EndAction = "grade"
     failed: EndAction = "grade"  # the exit code was not 0
-    limit: EndAction = "grade"  # the session reached a limit
+    limit: EndAction = "grade"  # the session or the sandbox reached a limit
     lost: Literal["exclude", "zero"] = "zero"  # the agent broke its sandbox, or left more files than can be copied
 
 

@@ -12,7 +12,7 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     shared: str  # URL of the shared store, without a password
     name: str  # the name of the cell, shown to people
-    folder: str  # the folder on the machine for all data of this cell
+    folder: str  # the folder on the machine for the data of all its cells
     sandbox: str  # the kind of sandbox whose backend is checked and swept at the start
     sandbox_settings: dict[str, object] = {}
     gateway: dict[str, object] = {}  # settings of the cell's gateway, as in a configuration file
@@ -54,7 +54,7 @@ class OrderProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 class OrderEnded(msgspec.Struct, frozen=True, tag="ended"):
     session: str
-    result: AttemptResult | None  # None if the order was cancelled
+    result: AttemptResult | None  # None if the order was cancelled or raised an unexpected error
 
 
 RunnerReply = RunnerReady | RunnerFailed | OrderProgress | OrderEnded

@@ -56,7 +56,7 @@ _MAX_FOLDERS = 1000
 
 
 class ProjectExecutors:
-    """The executors of a cell, one for each project. They are closed with `stack`."""
+    """The executors of a cell, one for each project. Their gateway clients are closed with `stack`."""
 
     def __init__(
         self, cell: CellProcess, resolver: MachineResolver, connector: GatewayConnector, stack: AsyncExitStack
@@ -168,7 +168,7 @@ def claim_folder(place: str, shared: str) -> Path:
             return folder
         except OSError:
             os.close(lock)
-    raise ConfigError(f"{root}: {_MAX_FOLDERS} cells are already running on this machine")
+    raise ConfigError(f"{root}: all folders for cells are in use on this machine")
 
 
 def _write_config(settings: RunnerSettings, folder: Path) -> Path:

@@ -100,8 +100,8 @@ def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
     reasons = [explain_mismatch(node, demand) or _explain_full(node, demand) for node in nodes]
     shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
     return (
-        f"no node of the Ray cluster has room for a rollout: {shown or 'it has no live node'}; start more nodes, or lower --cpus "
-        "or --memory-mb"
+        f"no node of the Ray cluster has room for a rollout: {shown or 'it has no live node'}; start more nodes, lower "
+        "--cpus or --memory-mb, or change --ray-label"
     )
 
 
@@ -131,7 +131,7 @@ class CellLoad(msgspec.Struct, kw_only=True):
 
 
 def choose_cell(loads: Mapping[str, CellLoad]) -> str | None:
-    """Return the least loaded cell with room, or None if all are full. Cells with repeated infrastructure faults are chosen last."""
+    """Return the least loaded cell with room, or None if there is none. Cells with repeated infrastructure faults are chosen last."""
     free = [
         (load.faults >= _BROKEN_AFTER, load.running / load.slots, name) for name, load in loads.items() if load.has_room
     ]

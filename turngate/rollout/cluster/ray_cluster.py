@@ -1,4 +1,4 @@
-"""Keep one cell of a batch on each node of a Ray cluster, for as long as the node lives.
+"""Keep one cell of a batch on each node of a Ray cluster that has room for its rollouts, for as long as the node lives.
 
 node joins                 start a cell there
 node drains                send its cell no more orders, let the running orders end, then close the cell
@@ -214,7 +214,7 @@ class RayCluster:
         asyncio.get_running_loop().call_later(_REST_S, setattr, cell.load, "is_resting", False)
 
     def mark_dead(self, cell: PlacedCell, why: str) -> None:
-        """Send no more orders to a cell whose actor has died."""
+        """Send no more orders to a cell whose actor has died, or to which calls keep failing."""
         cell.is_lost = True
         if self._cells.get(cell.node.id) is cell:
             self._remove(cell, f"the cell on {cell.node.name} is lost: {why}")

@@ -185,9 +185,9 @@ class _RayAttempt:
             raise
         except CallFailed as error:
             self._cluster.mark_dead(cell, error.message)
-            return await self._shared.settle(self._order, f"node {cell.node.name} was lost: {error.message}")
+            return await self._shared.settle(self._order, f"the cell on {cell.node.name} was lost: {error.message}")
         if ended.result is None:
-            return await self._shared.settle(self._order, f"the cell on {cell.node.name} was closed")
+            return await self._shared.settle(self._order, f"the cell on {cell.node.name} returned no result")
         return await self._confirm(ended.result, cell)
 
     async def _call(self, cell: PlacedCell, archive: list[Any]) -> OrderEnded:
@@ -221,7 +221,7 @@ class _RayAttempt:
             if found == "excluded":
                 break
             await asyncio.sleep(next(pauses, _CONFIRM_S[-1]))
-        settled = await self._shared.settle(self._order, f"the outcome did not arrive from {cell.node.name}")
+        settled = await self._shared.settle(self._order, f"the shared store has no valid outcome from {cell.node.name}")
         return result if settled.outcome.kind == outcome.kind else settled
 
     async def _cancel(self, cell: PlacedCell) -> None:
