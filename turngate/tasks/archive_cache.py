@@ -205,7 +205,7 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives of all projects until they do not exceed the limit."""
+        """Remove the least recently used archives of all projects until they do not exceed the limit. Keep those in use or just added."""
         now, entries = time.time(), []
         for folder in (self._root, *self._root.glob(f"{_PROJECTS}/*")):
             for path in folder.glob(".*"):  # left behind by a process that was killed
