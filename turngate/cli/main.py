@@ -292,7 +292,7 @@ def prune(
 ) -> None:
     """Remove old sessions that are no longer needed. A shared store can be pruned while gateways and cells are using it.
 
-    A session is kept if it is open or not shipped yet, if a feed's trainer has not committed it, or if another rollout of its group is kept.
+    A session is kept if it is open or unshipped, if a feed's trainer has not committed it, or if another rollout of its group is kept.
     """
     from turngate.cli.prune import prune_stores
 

@@ -45,8 +45,8 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
     """Return the outcome of every test in a log. This may block for a minute, so do not call it in an event loop.
 
-    Raise `Undecided` if the parser cannot read the log, `TaskError` if the parser does not exist, and `ConfigError` if it needs the `swebench`
-    package, which is not installed.
+    Raise `Undecided` if the parser cannot read the log, `TaskError` if the parser does not exist, and `ConfigError` if it needs the
+    `swebench` package, which is not installed.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name](_clean_lines(log))
