@@ -31,7 +31,7 @@ from typing import Any
 
 from turngate.cli import app
 from turngate.gateway.eviction import Evictor
-from turngate.gateway.loading import TraceLoader
+from turngate.gateway.loading import TimeSlicer
 from turngate.server.app import Gateway
 
 _INTERVAL_S = 0.002
@@ -176,5 +176,5 @@ if __name__ == "__main__":
     Gateway.start = _start_and_watch  # type: ignore[method-assign]
     Gateway.__call__ = _measure_steps(Gateway.__call__)  # type: ignore[method-assign]
     Evictor.sweep = _measure_steps(Evictor.sweep)  # type: ignore[method-assign]
-    TraceLoader._run_slices = _measure_steps(TraceLoader._run_slices)  # type: ignore[method-assign]
+    TimeSlicer._run_slices = _measure_steps(TimeSlicer._run_slices)  # type: ignore[method-assign]
     app()

@@ -10,13 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.kit import Gated, Running, gateway, say, until, user
+from tests.projects.kit import create_project
 from turngate.common import clock
 from turngate.errors import StoreError
 from turngate.gateway import eviction
 from turngate.gateway.eviction import Evictor
-from turngate.gateway.loading import TraceLoader
-from turngate.store.sqlite import SessionLoading
-from turngate.trace.session import Session
+from turngate.gateway.loading import TimeSlicer, TraceLoader
+from turngate.store.sqlite import SessionLoading, Store
+from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import RefusedCalls
 
 TURNS = 3
 NODES = 2 * TURNS
@@ -43,27 +45,42 @@ def live_session(g: Running, session_id: str) -> Session:
     return session
 
 
-class SlicedLoader(TraceLoader):
-    """A loader with one node per slice. `loaded` has the size of each loaded trace, `iterations` the loop iteration of each slice."""
+class SliceLog:
+    """Records the loop iteration of each slice."""
 
     def __init__(self, g: Running) -> None:
-        self.loaded: list[int] = []
         self.iterations: list[int] = []
-        super().__init__(g.app.store, slice_s=0, on_load=self.loaded.append)
         self._now = 0
-        self._counting = g.start(self._count_iterations())
-        load_slice = g.app.store.continue_loading
-
-        def continue_loading(loading: SessionLoading, seconds: float) -> bool:
-            self.iterations.append(self._now)
-            return load_slice(loading, seconds)
-
-        g.app.store.continue_loading = continue_loading  # type: ignore[method-assign]
+        g.start(self._count_iterations())
 
     async def _count_iterations(self) -> None:
         while True:
             self._now += 1
             await asyncio.sleep(0)
+
+    def watch(self, store: Store, *, burn_s: float = 0) -> None:
+        """Record the slices that are read from a store. Each takes at least `burn_s` seconds of CPU time."""
+        load_slice = store.continue_loading
+
+        def continue_loading(loading: SessionLoading, seconds: float) -> bool:
+            self.iterations.append(self._now)
+            end = time.thread_time() + burn_s
+            while time.thread_time() < end:
+                pass
+            return load_slice(loading, seconds)
+
+        store.continue_loading = continue_loading  # type: ignore[method-assign]
+
+
+class SlicedLoader(TraceLoader):
+    """A loader with one node per slice. `loaded` has the size of each loaded trace, `iterations` the loop iteration of each slice."""
+
+    def __init__(self, g: Running) -> None:
+        self.loaded: list[int] = []
+        super().__init__(g.app.store, TimeSlicer(slice_s=0), on_load=self.loaded.append)
+        slices = SliceLog(g)
+        slices.watch(g.app.store)
+        self.iterations = slices.iterations
 
     async def load_until_slice(self, session: Session, slices: int) -> asyncio.Task[None]:
         """Start to load a trace, and return while the load is in progress."""
@@ -92,6 +109,20 @@ async def test_concurrent_loads_share_the_time_of_a_loop_iteration() -> None:
         await asyncio.gather(*(loader.load(session) for session in sessions))
         assert len(loader.loaded) == 3 and len(loader.iterations) > 3 * NODES
         assert len(set(loader.iterations)) == len(loader.iterations)
+
+
+async def test_projects_share_the_time_of_a_loop_iteration() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        await create_project(g, "acme")
+        acme = g.app.hosted.open("acme")
+        other, _ = acme.sessions.open(SessionConfig())
+        await acme.evictor.sweep(time.time() + 7200)
+        slices = SliceLog(g)
+        for project in (g.app, acme):
+            slices.watch(project.store, burn_s=0.02)  # more than all slices may take in one iteration
+        await asyncio.gather(g.app.trace_loader.load(session), acme.trace_loader.load(other))
+        assert not session.is_evicted and not other.is_evicted
+        assert len(set(slices.iterations)) == len(slices.iterations)
 
 
 async def test_error_while_loading_reaches_all_calls_and_the_next_call_loads_again() -> None:
@@ -141,7 +172,7 @@ async def test_loading_more_than_a_share_of_the_limit_starts_a_sweep(monkeypatch
         evictor = Evictor(g.app.store, g.app.sessions, rest_s=0, max_loaded_mb=0.001)
         assert evictor.interval_s == 3600
         g.start(evictor.run())
-        loader = TraceLoader(g.app.store, on_load=evictor.count_loaded)
+        loader = TraceLoader(g.app.store, TimeSlicer(), on_load=evictor.count_loaded)
         first, second, third = sessions
         await loader.load(first)
         assert not first.is_evicted, "a call that waited for the trace can use it"
@@ -165,3 +196,64 @@ async def test_calls_in_flight_count_towards_the_limit() -> None:
         g.gated.gate.set()
         await call
         assert busy.estimate_call_bytes() == 0
+
+
+async def test_call_that_takes_longer_than_rest_s_counts_towards_the_limit() -> None:
+    async with gateway(engine=Gated([say("One.")]), rest_s=0) as g:
+        idle, opened = live_session(g, (await g.open()).id), await g.open()
+        evictor = Evictor(g.app.store, g.app.sessions, rest_s=60, max_loaded_mb=0.2)
+        call = g.start(g.ask(opened.key, [user("Hi " * 40_000)]))
+        await until(lambda: g.gated.waiting)
+        later = clock.now() + 61
+        idle.last_used = later
+        assert await evictor.sweep(later) == 1
+        assert idle.is_evicted
+        g.gated.gate.set()
+        await call
+
+
+async def test_refused_call_does_not_load_the_trace() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        g.app.recorder.record_refusal(session, 413, "the body is too large", b"")
+        assert session.is_evicted
+        await g.app.trace_loader.load(session)
+        assert session.trace.refused == RefusedCalls(1, 413, "the body is too large")
+
+
+async def test_call_refused_during_load_is_in_the_trace() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        loader = SlicedLoader(g)
+        load = await loader.load_until_slice(session, 2)
+        g.app.recorder.record_refusal(session, 413, "the body is too large", b"")
+        await load
+        assert session.trace.refused == RefusedCalls(1, 413, "the body is too large")
+        assert len(session.trace.nodes) == NODES
+
+
+async def test_short_trace_does_not_wait_for_a_long_one() -> None:
+    async with evicted_sessions(2) as (g, [long, short]):
+        with g.app.store._writing() as db:
+            db.execute("DELETE FROM nodes WHERE session=? AND id>2", (short.key,))
+        loader = SlicedLoader(g)
+        load = await loader.load_until_slice(long, 1)
+        await loader.load(short)
+        assert len(short.trace.nodes) == 2 and long.is_evicted
+        await load
+
+
+async def test_store_closed_during_load_ends_the_wait() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        loader = SlicedLoader(g)
+        loads = [await loader.load_until_slice(session, 2), asyncio.create_task(loader.load(session))]
+        g.app.store.close()
+        errors = await asyncio.gather(*loads, return_exceptions=True)
+        assert [type(error) for error in errors] == [StoreError, StoreError] and not session.busy
+
+
+async def test_session_sealed_during_load_is_not_loaded() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        loader = SlicedLoader(g)
+        load = await loader.load_until_slice(session, 2)
+        await g.app.sessions.seal(session.id)
+        await load
+        assert session.is_evicted and not session.busy

@@ -80,19 +80,15 @@ class Evictor:
         return evicted
 
     def _choose(self, now: float) -> list[Session]:
-        """Return the loaded sessions that have ended, have been idle for too long, or exceed the memory limit."""
+        """Return the sessions in memory that have been idle for too long or exceed the memory limit, the least recently used first."""
         loaded = [session for session in self._sessions.live() if not session.is_evicted]
-        chosen = [s for s in loaded if s.status != "open" or now - s.last_used > self._rest_s]
-        if self._max_bytes == math.inf:
-            return chosen
-        kept = {s.id: s for s in loaded}
-        for session in chosen:
-            del kept[session.id]
-        excess = sum(s.trace.estimate_bytes() + s.estimate_call_bytes() for s in kept.values()) - self._max_bytes
-        idle = sorted((s for s in kept.values() if not s.busy), key=lambda s: s.last_used, reverse=True)
-        while excess > 0 and idle:
-            chosen.append(idle.pop())
-            excess -= chosen[-1].trace.estimate_bytes()
+        size = sum(session.trace.estimate_bytes() + session.estimate_call_bytes() for session in loaded)
+        chosen = []
+        for session in sorted((s for s in loaded if not s.busy), key=lambda s: s.last_used):
+            if now - session.last_used <= self._rest_s and size <= self._max_bytes:
+                break
+            chosen.append(session)
+            size -= session.trace.estimate_bytes()
         return chosen
 
     def _evict(self, session: Session, now: float) -> bool:

@@ -128,7 +128,7 @@ class TurnRecorder:
     def mark_undelivered(self, session: Session, node_id: int) -> None:
         """Record that the last byte of a turn did not reach the agent. The turn itself is already recorded."""
         if session.is_evicted:
-            session.revision += 1  # if the trace is being loaded, the turn may already have been read
+            session.outdate_load()  # which may already have read the turn
         else:
             for node in reversed(session.trace.nodes):
                 if node.id == node_id and isinstance(node, Sampled):
@@ -139,9 +139,12 @@ class TurnRecorder:
     def record_refusal(self, session: Session, status: int, message: str, body: bytes) -> None:
         """Record that the gateway refused a model call. Call this before the agent receives the answer."""
         short = make_encodable(message)[:MAX_CHARS]
-        is_first = session.trace.refused is None
-        session.trace.refused = self._journal.add_refusal(session.key, session.id, status, short, digest_request(body))
-        if is_first:
+        refused = self._journal.add_refusal(session.key, session.id, status, short, digest_request(body))
+        if session.is_evicted:
+            session.outdate_load()
+        else:
+            session.trace.refused = refused
+        if refused is not None and refused.count == 1:
             log.warning("session %s: a model call was refused (%d: %s)", session.id, status, sanitize_line(short))
         self._events.wake(session.id)
 

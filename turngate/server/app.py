@@ -25,6 +25,7 @@ from turngate.gateway.engine_list import EngineList
 from turngate.gateway.fair_shares import FairShares
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
+from turngate.gateway.loading import TimeSlicer
 from turngate.gateway.projects import Projects
 from turngate.gateway.quotas import QuotaKeeper
 from turngate.gateway.replicas import ReplicaSet
@@ -100,6 +101,7 @@ class Gateway(ProjectGateway):
         self.max_context = config.max_context
         self.projects = self._compose_projects()
         self.shares = FairShares(self._is_saturated, self.projects.ring.weight, lambda: not self.fence.admits)
+        self.slicer = TimeSlicer()
         self._compose_policy()
         self._compose_sessions()
         self._compose_weight_updates()

@@ -43,6 +43,7 @@ class HostedProject(ProjectGateway):
         self.engine = None if host.engine is None else ProjectEngine(host.engine, project)
         self.max_context = host.max_context
         self.projects, self.fence, self.cell, self.shares = host.projects, host.fence, host.cell, host.shares
+        self.slicer = host.slicer
         self.updates, self.barrier, self.engine_changes = host.updates, host.barrier, host.engine_changes
         if not self.config.is_shared:
             Path(self.config.data).mkdir(parents=True, exist_ok=True, mode=0o700)

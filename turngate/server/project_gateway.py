@@ -32,7 +32,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.housekeeping import Housekeeper
-from turngate.gateway.loading import TraceLoader
+from turngate.gateway.loading import TimeSlicer, TraceLoader
 from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.projects import Projects
 from turngate.gateway.quotas import ProjectQuota, QuotaKeeper
@@ -105,6 +105,7 @@ class ProjectGateway:
     engine_changes: EngineChanges
     quota_keeper: QuotaKeeper
     shares: FairShares
+    slicer: TimeSlicer
     max_context: int | None
     _metrics_key: str
     _background: tuple[asyncio.Task[None], ...] = ()
@@ -157,7 +158,7 @@ class ProjectGateway:
         self.session_views = SessionViews(self.store)
         self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s, config.max_loaded_mb)
-        self.trace_loader = TraceLoader(self.store, on_load=self.evictor.count_loaded)
+        self.trace_loader = TraceLoader(self.store, self.slicer, on_load=self.evictor.count_loaded)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
         self._housekeeper = Housekeeper(
             self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400

@@ -198,6 +198,10 @@ class Session:
         assert self._trace is None
         self._trace = trace
 
+    def outdate_load(self) -> None:
+        """If the evicted trace is being loaded, have it loaded again. Call this when the stored trace changes."""
+        self.revision += 1
+
     def count_turn(self, turn: Sampled) -> None:
         """Add a stored turn to the counters."""
         if turn.info.finish != "abort":
