@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trace.kit import Call, Recorder, assistant, system, user
+from turngate.errors import ConfigError
 from turngate.trace.advantage import EPSILON, Choice, compute_advantages
 from turngate.trace.sample import Sample, build_samples
 from turngate.trace.turn_advantage import (
@@ -151,3 +152,16 @@ def test_untrained_turns_have_no_advantage() -> None:
 def test_empty_group() -> None:
     assert compute_turn_advantages([], TurnCredit(), "normalised") == []
     assert compute_turn_advantages([], TurnCredit(compare="all_turns"), "leave_one_out") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"gamma": 1.5}, "gamma must be a number from 0 to 1, not 1.5"),
+        ({"gamma": math.nan}, "gamma must be"),
+        ({"compare": "turns"}, "compare must be one of turn_index, all_turns"),
+    ],
+)
+def test_invalid_credit(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        TurnCredit(**fields)

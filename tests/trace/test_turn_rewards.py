@@ -109,6 +109,19 @@ def test_callers_without_a_name_are_ambiguous() -> None:
     assert [one.id for one in find_callers(ToolCallRecord(1, "report", 11.0), [TURNS[0], TURNS[3]])] == [4]
 
 
+def test_call_before_the_end_of_the_reply() -> None:
+    """Agents may run the first of several tool calls while the rest of the reply is being streamed."""
+    title, helper = turn(2, 0, 1), turn(6, 2, 3, calls="bash sleep 60")
+    streamed = turn(4, 0, 9, calls="bash hint '{}'\nbash pytest")
+    call = ToolCallRecord(1, "hint", 5.0)
+    assert find_callers(call, [title, streamed]) == [streamed]
+    assert find_callers(call, [title, streamed, helper]) == [helper, streamed], (
+        "a script of the helper may have called it"
+    )
+    waiting = turn(8, 2, 3, calls="bash hint '{}'")
+    assert find_callers(call, [title, streamed, helper, waiting]) == [waiting]
+
+
 CALLS = [ToolCallRecord(1, "hint", 3.5), ToolCallRecord(2, "report", 5.0)]
 
 

@@ -19,11 +19,14 @@ import numpy as np
 import pytest
 
 from tests.kit import OpenSession, Reply, Running, calls, gateway, result, say, tokenizer, tool, user
+from tests.trace import kit as trace_kit
+from tests.trace.kit import Call, Recorder
 from turngate.cli import options as cli_options
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
+from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, tinker
 from turngate.trainers.export.files import UnwritableRecord, encode_json
@@ -606,6 +609,18 @@ async def test_huge_rewards_are_left_out_and_reported(recording: Recording) -> N
     for format in ("verl", "slime", "dpo"):
         assert recording.export(format)[1].left_out["its reward is too large to compute with"] == 3
     assert any("huge" in recording.name(record["session"]) for record in recording.export("sft")[0])
+
+
+def test_areal_has_the_versions_that_the_engine_reported() -> None:
+    first, second = Call([trace_kit.user("Fix it.")], size=3), Call([trace_kit.user("And?")], size=2)
+    recorder = Recorder([first, second])
+    changed, plain = recorder.turns
+    changed.info = msgspec.structs.replace(changed.info, version_end=2, version_runs=((0, 1), (2, 2)))
+    turns = {turn.id: turn for turn in recorder.turns}
+    versions = {
+        row.branch: areal.list_versions(row, turns.__getitem__).tolist() for row in build_samples(recorder.trace)
+    }
+    assert versions == {changed.id: [-1, 0, 2, 2], plain.id: [-1, 0, 0]}
 
 
 async def test_similar_session_ids_get_separate_files(recording: Recording) -> None:

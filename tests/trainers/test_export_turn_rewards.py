@@ -73,6 +73,26 @@ async def test_rows(recording: Recording, suffix: str) -> None:
     assert not set(plain[0]) & set(fields)
 
 
+async def test_missing_turn_advantages_are_counted(recording: Recording) -> None:
+    async with recording.serving():
+        unclear = [{"call": 1, "value": 1.0, "kind": "extra"}]  # of a host tool whose caller is not known
+        await recording.end(await recording.rollout("unclear", "Hm."), 1.0, turn_rewards=unclear)
+    rows, done = recording.export("rows", credit=TurnCredit())
+    [row] = [row for row in rows if row["session"] == recording.ids["unclear"]]
+    assert row["turn_advantages"] is None and row["token_advantages"] is None
+    reason = "it cannot be decided which turn made host-tool call 1, which has a reward"
+    assert done.left_out == {LEFT_OUT: 1, f"the turn advantages of a rollout: {reason}": 1}
+
+
+async def test_reward_that_is_too_large_does_not_affect_others(recording: Recording) -> None:
+    choices: dict[str, Any] = {"credit": TurnCredit(compare="all_turns"), "advantage": "leave_one_out"}
+    before, _ = recording.export("rows", **choices)
+    async with recording.serving():
+        await recording.end(await recording.rollout("large", "Hm."), 1e35, turn_rewards=[])
+    rows, _ = recording.export("rows", **choices)
+    assert rows == before
+
+
 @pytest.mark.parametrize(("format", "field"), [("verl", "extra_fields"), ("slime", "metadata")])
 async def test_positions_count_from_the_response(recording: Recording, format: str, field: str) -> None:
     records, done = recording.export(format, turn_rewards=True)

@@ -178,6 +178,7 @@ def change_score(value: float | None) -> Callable[[list[Any]], None]:
         (change_score(math.nan), "cannot be read"),
         (change_score(None), "cannot be read"),
         (change_score(1e300), "not finite"),
+        (change_score(-9999.0), "missing"),  # vLLM's mark
         (change_score(0.5), "greater than 0"),
         (lambda scores: scores[-1].clear(), r"no score for token \d+, id \d+"),
     ],
@@ -305,6 +306,13 @@ def test_key_comes_from_the_environment(
     assert server.keys == {"Bearer teacher-key-0123456789"}
 
 
+def test_invalid_key_is_not_repeated(server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_TEACHER_KEY", "teacher-key\n0123456789")
+    with pytest.raises(ConfigError, match="TURNGATE_TEACHER_KEY must be printable") as error:
+        FeedTeacher(config(server), tokenizer().folder)
+    assert "teacher-key" not in str(error.value) and not server.keys
+
+
 def test_unknown_model_is_an_error(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     with pytest.raises(EngineError, match="does not serve the model 'other'; it serves: teacher"):
         recording.export("rows", teacher=config(server, model="other"))
@@ -429,6 +437,7 @@ def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer
     [
         ("logprobs", lambda data: np.full(len(data) // 4, 0.5, "<f4").tobytes(), "greater than 0"),
         ("logprobs", lambda data: np.full(len(data) // 4, np.nan, "<f4").tobytes(), "not finite"),
+        ("logprobs", lambda data: np.full(len(data) // 4, -9999, "<f4").tobytes(), "missing"),
         ("logprobs", lambda data: data[:-4], "wrong length"),
         ("logprobs", lambda data: b"\x01" + data[1:], "checksum"),
         ("logprobs", lambda data: np.zeros(len(data) // 4, "<f4").tobytes(), "in the wrong order"),

@@ -80,8 +80,6 @@ def _read_credit(options: ExportOptions) -> TurnCredit | None:
         return None
     if options.credit not in _COMPARE:
         raise ConfigError(f"credit must be one of {', '.join(_COMPARE)}, not {options.credit!r}", param="credit")
-    if not 0 <= options.gamma <= 1:
-        raise ConfigError(f"gamma must be a number from 0 to 1, not {options.gamma}", param="gamma")
     return TurnCredit(compare=cast(Any, options.credit), gamma=options.gamma)
 
 

@@ -40,7 +40,7 @@ PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
 # uvicorn, which both vLLM and SGLang use, closes idle connections after 5 s. A POST on a connection that is being closed
 # fails as if the engine were down, so the client closes idle connections earlier.
 KEEPALIVE_S = 2.0
-# vLLM sends this if the log-probability of the sampled token is missing or NaN.
+# vLLM sends this if the log-probability of a token is missing, NaN or minus infinity.
 NO_LOGPROB = -9999.0
 
 _DONE = b"[DONE]"

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from turngate.engines.http import error_from_status, extract_message
+from turngate.engines.http import NO_LOGPROB, error_from_status, extract_message
 from turngate.errors import EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, TokenId
 
@@ -66,8 +66,8 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
             ("log-probability", found.logprobs),
             ("log-probability of a likely token", found.top_logprobs),
         ):
-            if not np.isfinite(values).all():
-                raise InvalidScores(f"{where} have a {name} that is not finite")
+            if not np.isfinite(values).all() or (values <= NO_LOGPROB).any():
+                raise InvalidScores(f"{where} have a {name} that is missing or not finite")
             if (values > TOLERANCE).any():
                 raise InvalidScores(f"{where} have a {name} that is greater than 0")
         if (found.top_ids < 0).any():

@@ -20,11 +20,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import numpy as np
 
+from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice, compute_advantages
 from turngate.trace.sample import RowSpan, Sample
 from turngate.trace.turn_rewards import TurnReward
@@ -38,6 +39,14 @@ class TurnCredit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     compare: Compare = "turn_index"
     gamma: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.compare not in get_args(Compare):
+            raise ConfigError(
+                f"compare must be one of {', '.join(get_args(Compare))}, not {self.compare!r}", param="compare"
+            )
+        if not 0 <= self.gamma <= 1:
+            raise ConfigError(f"gamma must be a number from 0 to 1, not {self.gamma}", param="gamma")
 
 
 class ScoredRollout(msgspec.Struct, frozen=True):

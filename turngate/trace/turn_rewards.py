@@ -149,17 +149,24 @@ def _find_caller(
 
 
 def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[TurnRecord]:
-    """Return the turns that may have made a call of a host tool. The result is certain if it has one turn.
+    """Return the turns that may have made a call of a host tool. If there is only one, it is taken as the caller.
 
-    The call was made by a turn that had ended, and whose conversation had not continued yet. If this is true of several turns, those whose
-    tool calls name the host tool are preferred, and then those with any tool call.
+    The call was made by a turn whose conversation had not continued yet. Turns that had ended and whose tool calls name the host tool are
+    preferred, then others that had ended with a tool call. Agents may run a tool call before the rest of the reply has arrived, so a turn
+    that had not ended is also considered if its tool calls name the host tool, and those of no ended turn do.
     """
-    turns = list(turns)
-    continued = {turn.previous for turn in turns if turn.started <= call.time}
-    waiting = [turn for turn in turns if turn.ended <= call.time and turn.id not in continued]
+    begun = [turn for turn in turns if turn.started <= call.time]
+    continued = {turn.previous for turn in begun}
+    latest = [turn for turn in begun if turn.id not in continued]
+    waiting = [turn for turn in latest if turn.ended <= call.time]
     names_tool = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(call.tool)}(?![A-Za-z0-9_])")
-    naming = [turn for turn in waiting if names_tool.search(turn.calls)]
-    return naming or [turn for turn in waiting if turn.calls] or waiting
+    naming = [turn for turn in latest if names_tool.search(turn.calls)]
+    streaming = [turn for turn in naming if turn.ended > call.time]
+    return (
+        [turn for turn in naming if turn.ended <= call.time]
+        or [turn for turn in waiting if turn.calls] + streaming
+        or waiting
+    )
 
 
 def reward_tool_calls(

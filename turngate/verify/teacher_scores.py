@@ -19,6 +19,7 @@ from turngate.verify.store_reader import StoredSession, StoredTurn, path_ids
 
 _FILE = "teacher-scores.db"
 _TOLERANCE = 1e-3
+_NO_LOGPROB = -9999.0  # vLLM sends this if a log-probability is missing
 _QUERY = "SELECT model, version, top_k, turn, logprobs, top_ids, top_logprobs, checksum FROM scores WHERE session=?"
 
 
@@ -66,8 +67,8 @@ def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) ->
         return
     logprobs, tops = np.frombuffer(blobs[0], "<f4"), np.frombuffer(blobs[2], "<f4").reshape(-1, top_k)
     for name, values in (("log-probabilities", logprobs), ("log-probabilities of the most likely tokens", tops)):
-        fine = bool(np.isfinite(values).all() and (values <= _TOLERANCE).all())
-        check.expect(fine, f"{whose} have {name} that are greater than 0 or not finite", node=turn.id)
+        fine = bool((np.isfinite(values) & (values > _NO_LOGPROB) & (values <= _TOLERANCE)).all())
+        check.expect(fine, f"{whose} have {name} that are missing, not finite or greater than 0", node=turn.id)
     if top_k:
         check.expect(bool((np.frombuffer(blobs[1], "<i4") >= 0).all()), f"{whose} have a negative id", node=turn.id)
         check.expect(

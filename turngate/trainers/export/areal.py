@@ -5,12 +5,13 @@ AReaL expects tensors with a batch dimension: `{name: torch.tensor([record[name]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from turngate.trace.advantage import row_weight
 from turngate.trace.sample import Sample
+from turngate.trace.tree import Sampled
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
@@ -46,7 +47,7 @@ class Areal:
         return (
             FILLED_LOGPROBS,
             ROW_WEIGHTS,
-            "policy versions within a turn: if the weights changed during a turn, all its tokens have the first version",
+            "policy versions within a turn that the engine did not report: all tokens of such a turn have the first version",
         )
 
     def find_scored_session(self, record: Record) -> str:
@@ -62,7 +63,7 @@ class Areal:
                     "input_ids": row.ids,
                     "loss_mask": row.mask.astype(np.int8),
                     "logprobs": np.where(row.mask, row.logprobs, np.float32(0)),
-                    "versions": _versions(row),
+                    "versions": list_versions(row, rollout.turn),
                     "attention_mask": np.ones(row.ids.size, np.int8),
                     "rewards": rollout.reward,
                     "metadata": {
@@ -74,9 +75,15 @@ class Areal:
                 }
 
 
-def _versions(row: Sample) -> np.ndarray:
+def list_versions(row: Sample, find_turn: Callable[[int], Sampled]) -> np.ndarray:
+    """Return the policy version of each trained token. The other tokens have `NO_VERSION`."""
     versions = np.full(row.ids.size, NO_VERSION, np.int32)
     for span in row.spans:
         if span.trained:
-            versions[span.start : span.end] = span.version_start
+            start = span.start
+            for version, tokens in find_turn(span.node).info.version_runs or (
+                (span.version_start, span.end - span.start),
+            ):
+                versions[start : start + tokens] = version
+                start += tokens
     return versions

@@ -26,7 +26,11 @@ def select_trainable(
             exclusions.add(f"{rollout.kind}: not the agent's fault")
         elif rollout.is_excluded or (not allow_untrained and not rollout.rows):
             exclusions.add(rollout.explain_untrained())
-        elif uses_reward and rollout.reward is not None and is_too_large(rollout.reward):
+        elif uses_reward and has_too_large_reward(rollout):
             exclusions.add(TOO_LARGE)
         else:
             yield rollout
+
+
+def has_too_large_reward(rollout: RecordedRollout) -> bool:
+    return rollout.reward is not None and is_too_large(rollout.reward)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
+from turngate.trace.advantage import compute_advantages, row_weight
 from turngate.trace.sample import Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
-from turngate.trainers.export.filters import TOO_LARGE
+from turngate.trainers.export.filters import TOO_LARGE, has_too_large_reward
 from turngate.trainers.export.side_data import encode_columns
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.trainers.export.teacher import add_scores, describe_teacher, encode_scores
@@ -73,7 +73,7 @@ class Rows:
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         credited = credit_group(group, choices)
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
-            count_missing_rewards(rollout, choices, exclusions)
+            count_missing_rewards(rollout, choices, exclusions, credited)
             shared = describe_training(rollout, advantage)
             for row, unscored in add_scores(rollout, choices, exclusions):
                 record = describe_row(shared, row)
@@ -100,7 +100,7 @@ def compute_group_advantages(
     for rollout, advantage in zip(group.selected, computed, strict=False):
         if not rollout.rows:
             exclusions.add(rollout.explain_untrained())
-        elif rollout.reward is not None and is_too_large(rollout.reward):
+        elif has_too_large_reward(rollout):
             exclusions.add(TOO_LARGE)
         else:
             yield rollout, advantage

@@ -17,6 +17,7 @@ from turngate.trace.turn_advantage import (
 )
 from turngate.trace.turn_rewards import spread_rewards
 from turngate.trainers.export.base import ExportChoices
+from turngate.trainers.export.filters import has_too_large_reward
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
@@ -56,10 +57,17 @@ def describe_rewards(rollout: RecordedRollout, row: Sample, start: int, end: int
     return {"turn_rewards": placed, "token_rewards": spread}
 
 
-def count_missing_rewards(rollout: RecordedRollout, choices: ExportChoices, exclusions: Exclusions) -> None:
-    """Count a rollout without turn rewards, if they or turn advantages are requested."""
+def count_missing_rewards(
+    rollout: RecordedRollout,
+    choices: ExportChoices,
+    exclusions: Exclusions,
+    credited: Mapping[str, TurnAdvantages] | None = None,
+) -> None:
+    """Count a rollout without turn rewards, or without the turn advantages in `credited`, if they are requested."""
     if (choices.turn_rewards or choices.credit) and rollout.turn_rewards is None:
         exclusions.add(f"the turn rewards of a rollout: {NO_TURN_REWARDS}")
+    elif credited and (missing := credited[rollout.id].missing):
+        exclusions.add(f"the turn advantages of a rollout: {missing}")
 
 
 def credit_group(group: RecordedGroup, choices: ExportChoices) -> dict[str, TurnAdvantages]:
@@ -67,6 +75,9 @@ def credit_group(group: RecordedGroup, choices: ExportChoices) -> dict[str, Turn
     if not choices.credit:
         return {}
     rollouts = [*group.selected, *group.others]
-    scored = [ScoredRollout(one.rows, one.reward if one.rows else None, one.turn_rewards) for one in rollouts]
+    scored = [
+        ScoredRollout(one.rows, one.reward if one.rows and not has_too_large_reward(one) else None, one.turn_rewards)
+        for one in rollouts
+    ]
     found = compute_turn_advantages(scored, choices.credit, choices.advantage)
     return {rollout.id: credited for rollout, credited in zip(rollouts, found, strict=True)}

@@ -69,13 +69,20 @@ def _check_url(url: str) -> None:
         raise ConfigError(f"teacher_url must be an http(s) URL, not {url!r}", param="teacher_url")
 
 
+def _read_teacher_key() -> str:
+    key = read_key(TEACHER_KEY)
+    if not (key.isascii() and key.isprintable()):  # the error of the HTTP client would contain the key
+        raise ConfigError(f"{TEACHER_KEY} must be printable ASCII; set it to the teacher's API key", param=TEACHER_KEY)
+    return key
+
+
 def open_engine(config: TeacherConfig) -> ScoringEngine:
     """Connect to the teacher, or load it."""
     match config.engine:
         case "vllm":
-            return VLLMScoring("vllm", config.url, config.model, key=read_key(TEACHER_KEY))
+            return VLLMScoring("vllm", config.url, config.model, key=_read_teacher_key())
         case "sglang":
-            return SGLangScoring("sglang", config.url, config.model, key=read_key(TEACHER_KEY))
+            return SGLangScoring("sglang", config.url, config.model, key=_read_teacher_key())
         case "local":
             try:
                 from turngate.engines.local.scoring import LocalScoring
