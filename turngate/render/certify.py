@@ -249,7 +249,10 @@ def _find_token(renderer: Renderer, where: str, bridge: Sequence[int], template:
 
 
 def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
-    """Return the ids of a turn as the model would have sampled it: reasoning, content, calls and the closing token."""
+    """Return the ids of a turn as the model would have sampled it, up to and including the closing token.
+
+    If a render does not show them, build them from the reasoning and the content, without calls.
+    """
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
     # Include the next message, because in some templates its start ends the turn.

@@ -590,7 +590,7 @@ def main() -> int:
     parser.add_argument("--target", help="the file that contains the target: unix:/path, http://… or https://…")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--port-file", help="the file to write the port to once it is open")
-    parser.add_argument("--reached-file", help="the file to write to: 'reached', or why the gateway does not answer")
+    parser.add_argument("--reached-file", help="where to write 'reached', or why the gateway does not answer")
     parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S)
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT)
     return asyncio.run(run(parser.parse_args()))

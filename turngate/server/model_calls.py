@@ -143,7 +143,7 @@ class ModelCalls:
         return self._auth.session(dialect.read_key(headers, query), session_id)
 
     async def load_trace(self, session: Session) -> None:
-        """Load the trace of an evicted session. A trace that cannot be loaded is the session's last error, so the agent is not at fault."""
+        """Load the trace of an evicted session. If that fails, the error becomes the session's last error, so the agent is not blamed."""
         try:
             await self._loader.load(session)
         except StoreError as error:
