@@ -85,4 +85,7 @@ def test_errors_are_json_with_json_option(options: list[str], words: str, data: 
 
 def test_help_names_every_exit_code() -> None:
     text = " ".join(run_cli("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
-    assert "Exit codes: 0 if no errors were found; 1 if errors were found; 2 if a session could not be read" in text
+    assert (
+        "Exit codes: 0 if no errors were found; 1 if errors were found or, with --all, a session could not be" in text
+    )
+    assert "read; 2 if the requested session could not be read or a requested check could not be performed." in text

@@ -169,7 +169,7 @@ def test_legacy_rope_settings_are_read(tmp_path: Path) -> None:
 
 def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(ConfigError, match=r"the weights in .* cannot be read"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="does not match the loaded model: they differ in kind, vocabulary"):
         load_into(model(), tmp_path)
