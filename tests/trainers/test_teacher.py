@@ -424,9 +424,10 @@ def verify_session(data: Path, session: str) -> list[VerifyFinding]:
         ]
 
 
-def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_verify_checks_cached_scores(recording: Recording, server: TeacherServer, top_k: int) -> None:  # noqa: F811
     assert verify_session(recording.data, recording.ids["forked"]) == [], "nothing is cached yet"
-    recording.export("rows", teacher=config(server, top_k=2))
+    recording.export("rows", teacher=config(server, top_k=top_k))
     [finding] = verify_session(recording.data, recording.ids["forked"])
     assert finding.ok
 

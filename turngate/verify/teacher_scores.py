@@ -65,7 +65,7 @@ def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) ->
     due = [size, size * top_k, size * top_k]
     if not check.expect([len(blob) for blob in blobs] == due, f"{whose} have the wrong length", node=turn.id):
         return
-    logprobs, tops = np.frombuffer(blobs[0], "<f4"), np.frombuffer(blobs[2], "<f4").reshape(-1, top_k)
+    logprobs, tops = np.frombuffer(blobs[0], "<f4"), np.frombuffer(blobs[2], "<f4").reshape(len(turn.ids), top_k)
     for name, values in (("log-probabilities", logprobs), ("log-probabilities of the most likely tokens", tops)):
         fine = bool((np.isfinite(values) & (values > _NO_LOGPROB) & (values <= _TOLERANCE)).all())
         check.expect(fine, f"{whose} have {name} that are missing, not finite or greater than 0", node=turn.id)
