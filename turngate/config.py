@@ -129,7 +129,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_context: Annotated[
         int | None, _about("Context length of the model, in tokens. Defaults to the engine's limit.", MODEL)
     ] = None
-    workers: Annotated[int, _about("Number of processes that share the sessions.", GATEWAY)] = 1
+    workers: Annotated[int, _about("Number of worker processes. Each serves a share of the sessions.", GATEWAY)] = 1
     durability: Annotated[
         Literal["process", "disk"],
         _about(
@@ -375,7 +375,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.workers > 1:
             raise ConfigError(
-                "workers must be 1 with the engine 'local', which has one model in one process; remove --workers",
+                "workers must be 1 with the engine 'local', which runs the model in this process; remove --workers",
                 param="workers",
             )
         if self.engine_slots is not None and self.engine_slots < 1:

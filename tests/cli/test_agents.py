@@ -122,7 +122,7 @@ def test_check_passes_for_custom_agent(tiny: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "tiny in the local sandbox: 4 turns, " in done.stdout  # it has no version
     assert done.stdout.count("│ yes │") == 9 and "│ NO" not in done.stdout
-    assert "Recorded completely.\n" in done.stdout
+    assert "Everything was recorded.\n" in done.stdout
     [command] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)
     shown = run_cli(*shlex.split(command)[1:])
     assert shown.exit_code == 0 and "agent tiny · task check · sandbox local" in shown.stdout

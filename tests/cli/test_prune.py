@@ -55,7 +55,8 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
     loaded = run_cli("load-archive", archive, "--data", old, "--session", first)
     assert loaded.stdout == f"added 1 session to {old}\n"
     assert (
-        run_rejected("load-archive", archive, "--data", old, "--session", "x") == f"archive: {archive} has no session x"
+        run_rejected("load-archive", archive, "--data", old, "--session", "x")
+        == f"archive: {archive} has no session x; pass the ids of archived sessions"
     )
     assert run_cli("load-archive", archive, "--data", old).stdout == f"added 1 session to {old}; it already had 1\n"
     verified = run_cli("verify", "--data", old)

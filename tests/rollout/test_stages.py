@@ -392,7 +392,10 @@ async def test_foreign_server_is_not_gateway(harness: Harness) -> None:
     server = await asyncio.start_server(other, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, GatewayClient(url, "k" * 20) as client:
-        assert fault(await harness.run("", client=client))[2] == f"gateway: {url} is not a turngate gateway"
+        assert (
+            fault(await harness.run("", client=client))[2]
+            == f"gateway: {url} is not a turngate gateway; check the address"
+        )
 
 
 async def test_gateway_lost_before_seal_is_gateway_fault(

@@ -83,7 +83,7 @@ def test_report_shows_verdict_checks_and_forks(recorded: Recorded, capsys: Any) 
     start = text.index("  Forks")
     assert all(len(line) <= 80 for line in text[start : text.index("Total: ")].splitlines()), "wider than a terminal"
     fork = text[text.index("  node 5  retry") :].splitlines()
-    assert fork[1].strip() == "left node 4 at token 325 · sent 0 · shared 0 · wasted 5"
+    assert fork[1].strip() == "diverges from node 4 at token 325 · sent 0 · shared 0 · wasted 5"
     assert fork[2].strip().startswith("was …") and "▸lost on the way" in fork[2]
     assert fork[3].strip().startswith("now …") and "▸<tool_call>" in fork[3]
 

@@ -129,13 +129,13 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
         "requests": dict.fromkeys(f"{call.method} {call.path}" for call in run.calls),
         "read from": ["the command or --env" if name == COMMAND else name for name in run.variables],
         "tools offered": tools,
-        "sampling asked for": asked,
+        "sampling requested": asked,
         "refused": dict.fromkeys(f"{call.status} {call.error[:200]}" for call in run.calls if call.is_refused),
     }
     for label, values in lines.items():
         say(console, sanitize(f"{label}: {', '.join(values) or 'none'}"), "dim")
     if run.exit_code != 0:
-        ended = "the command timed out" if run.exit_code is None else f"the command's exit code was {run.exit_code}"
+        ended = "the command timed out" if run.exit_code is None else f"the command exited with code {run.exit_code}"
         say(console, sanitize(f"note: {ended}; it printed: {run.output[-300:]}"), "yellow")
 
 
@@ -155,5 +155,5 @@ def _print_report(report: CheckReport, console: Console) -> None:
     console.print(table)
     say(console, sanitize(f"tools offered: {', '.join(report.tools) or 'none'}"), "dim")
     failed = sum(not finding.ok for finding in report.results)
-    verdict = f"{failed} of {len(report.results)} checks failed." if failed else "Recorded completely."
+    verdict = f"{failed} of {len(report.results)} checks failed." if failed else "Everything was recorded."
     console.print(verdict, style="bold green" if report.passed else "bold red")

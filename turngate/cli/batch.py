@@ -57,7 +57,7 @@ STOPPING = (
 )
 STOPPING_NOW = "Stopping without grading. Run the same command to resume the batch …"
 _LINE_EVERY_S = 10.0  # interval between progress lines if the output is not a terminal
-_WIDE = 110  # minimum terminal width for a table with the columns of the phases
+_WIDE = 110  # minimum terminal width at which the table has a column for each phase
 _MAX_TASKS = 40  # maximum number of tasks in the table
 _MAX_GROUPS = 10  # maximum number of groups named in a line
 _STATES: Mapping[SlotState, str] = {
@@ -230,7 +230,7 @@ async def _run_interruptible(batch: Batch) -> tuple[BatchResult, bool]:
 async def _wait_for_end(running: asyncio.Task[BatchResult]) -> None:
     await asyncio.wait([running])
     if not running.cancelled():
-        running.exception()  # mark the error as seen, because it has already been reported
+        running.exception()  # mark the error as retrieved, because it has already been reported
 
 
 def _describe_remaining(result: BatchResult) -> str:
@@ -239,7 +239,7 @@ def _describe_remaining(result: BatchResult) -> str:
 
 
 def _write_files(result: BatchResult, console: Console) -> list[str]:
-    """Write the summary and the plot. Return a line to print for each file. A file that cannot be written is only reported."""
+    """Write the summary and the plot. Return a line to print for each file. If a file cannot be written, report it and continue."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
@@ -334,12 +334,15 @@ def print_result(result: BatchResult, console: Console) -> None:
         say(console, f"  {count} × {sanitize_line(warning)}", "yellow")
     _print_groups(
         console,
-        "without signal (all rewards of trained rollouts are equal)",
+        "groups without signal (all rewards of trained rollouts are equal)",
         summary.no_signal,
         lambda g: f"{g.reward:g}",
     )
     _print_groups(
-        console, "incomplete (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}"
+        console,
+        "incomplete groups (fewer rewards than rollouts)",
+        summary.shrunken,
+        lambda g: f"{g.graded} of {g.wanted}",
     )
     console.print()
     for panel in plot.build_panels(summary, result.finished):
@@ -414,4 +417,4 @@ def _print_groups(
         for group in groups[:_MAX_GROUPS]
     )
     more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
-    say(console, f"  groups {what}: {', '.join(names)}{more}", "yellow")
+    say(console, f"  {what}: {', '.join(names)}{more}", "yellow")

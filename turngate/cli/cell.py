@@ -16,7 +16,7 @@ def load_serve_config(options: ServeOptions) -> ServeConfig:
     config = load_config(options.config, dict(options.settings))
     if config.shared:
         raise ConfigError(
-            "shared is a setting of a cell; start a cell with `turngate cell`, or remove the setting", param="shared"
+            "shared applies only to a cell; start a cell with `turngate cell`, or remove the setting", param="shared"
         )
     return config
 
@@ -32,7 +32,7 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
 
 
 def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
-    """Load the settings of a gateway or a cell. It is a cell if a flag, the config file or the environment sets the shared store's URL."""
+    """Load the settings of a gateway, or of a cell if a flag, the config file or the environment sets the shared store's URL."""
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(
@@ -44,7 +44,7 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
     if config.shared:
         _parse_shared(config.shared)
         if config.is_shared:
-            raise ConfigError("data: a cell keeps its own recordings; pass a folder as --data", param="data")
+            raise ConfigError("data: a cell records to a folder of its own; pass a folder as --data", param="data")
     return config
 
 

@@ -63,7 +63,7 @@ def hide_types(params: Sequence[Any]) -> Sequence[Any]:
 def list_flags() -> dict[str, str]:
     """Return the flag of each option of the running command, by the option's name.
 
-    If a config file was passed, return only the flags that were passed too, because the other values may come from the file.
+    If a config file was passed, return only the flags on the command line, because the other values may come from the file.
     """
     context = _context.get(None)
     if context is None:

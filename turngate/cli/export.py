@@ -76,7 +76,9 @@ def _read_credit(options: ExportOptions) -> TurnCredit | None:
     """Return how to compute the advantages of turns, or None if they are not requested."""
     if not options.credit:
         if options.gamma != 1:
-            raise ConfigError("gamma applies only to the advantages of turns; add --credit turn_index", param="gamma")
+            raise ConfigError(
+                "gamma applies only to the advantages of turns; also pass --credit turn_index", param="gamma"
+            )
         return None
     if options.credit not in _COMPARE:
         raise ConfigError(f"credit must be one of {', '.join(_COMPARE)}, not {options.credit!r}", param="credit")
@@ -103,7 +105,7 @@ def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
 
 
 class _ScoringDisplay(LiveDisplay):
-    """Shows how many calls to the teacher are done, on a terminal."""
+    """Shows how many turns the teacher has scored, on a terminal."""
 
     def __init__(self, to: Console) -> None:
         super().__init__(to)

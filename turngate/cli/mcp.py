@@ -72,7 +72,7 @@ def serve_mcp(options: McpOptions) -> None:
 
 
 def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error inside a group if it is the only one and a TurngateError, or else the group. `DataFolderInUse` gets a hint."""
+    """Return the only error in a group if it is a TurngateError, or else the group. Add a hint to `DataFolderInUse`."""
     errors: list[BaseException] = [group]
     while isinstance(errors[0], BaseExceptionGroup):
         errors[:1] = errors[0].exceptions

@@ -389,30 +389,35 @@ class ExportOptions:
     ] = None
     turn_rewards: Annotated[bool, _flag("rows, verl, slime: include turn rewards.", FORMAT, "--turn-rewards")] = False
     credit: Annotated[
-        str, _flag("rows: include advantages of turns, compared by turn_index or with all_turns of the group.", FORMAT)
+        str,
+        _flag(
+            "rows: include turn advantages, comparing each turn by turn_index or with all_turns of the group.", FORMAT
+        ),
     ] = ""
-    gamma: Annotated[float, _flag("rows: discount of later rewards in advantages of turns, 0 to 1.", FORMAT)] = 1.0
+    gamma: Annotated[float, _flag("rows: discount for later rewards in turn advantages, from 0 to 1.", FORMAT)] = 1.0
     teacher: Annotated[str, _flag("rows, tree: engine that scores sampled tokens: vllm, sglang or local.", TEACHER)] = (
         ""
     )
-    teacher_url: Annotated[str, _flag("URL of the teacher's server. TURNGATE_TEACHER_KEY is the API key.", TEACHER)] = (
-        ""
-    )
+    teacher_url: Annotated[
+        str, _flag("URL of the teacher's server. Set TURNGATE_TEACHER_KEY to its API key.", TEACHER)
+    ] = ""
     teacher_model: Annotated[
         str, _flag("The teacher's name on the server, or the model folder of a local teacher.", TEACHER)
     ] = ""
-    teacher_version: Annotated[str, _flag("Version of the teacher's weights, by which scores are cached.", TEACHER)] = (
-        ""
-    )
-    teacher_top_k: Annotated[int, _flag("Also export this many most likely tokens for each token.", TEACHER)] = 0
-    teacher_concurrency: Annotated[int, _flag("Calls to the teacher at a time.", TEACHER)] = 8
+    teacher_version: Annotated[
+        str, _flag("Version of the teacher's weights. Scores are cached per version.", TEACHER)
+    ] = ""
+    teacher_top_k: Annotated[int, _flag("Number of most likely tokens to export for each sampled token.", TEACHER)] = 0
+    teacher_concurrency: Annotated[int, _flag("Maximum number of concurrent calls to the teacher.", TEACHER)] = 8
     teacher_tokenizer: Annotated[
         str, _flag("The teacher's tokenizer folder, if its server cannot decode ids.", TEACHER)
     ] = ""
     teacher_cache: Annotated[
         Optional[Path], _flag("File that caches the scores.", TEACHER, default="DATA/teacher-scores.db")
     ] = None
-    tokenizer: Annotated[str, _flag("Tokenizer of the recorded ids, if it is not on this machine.", TEACHER)] = ""
+    tokenizer: Annotated[
+        str, _flag("Tokenizer of the recorded ids, if the recorded one is not on this machine.", TEACHER)
+    ] = ""
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 
@@ -474,9 +479,9 @@ class MakeRepairsOptions:
     per_package: Annotated[int, _flag("Maximum number of tasks per package.", "Which tasks")] = 40
     held_out: Annotated[float, _flag("Fraction of the packages to hold out from training.", "Which tasks")] = 0.25
     seed: Annotated[int, _flag("Seed for choosing bugs and splitting packages.", "Which tasks")] = 0
-    hint: Annotated[
-        str, _flag("What the instruction says about where the bug is: tests, file or function.", FORMAT)
-    ] = "file"
+    hint: Annotated[str, _flag("How precisely the instruction locates the bug: tests, file or function.", FORMAT)] = (
+        "file"
+    )
     sandbox: Annotated[str, _flag("Sandbox to run the tests in, such as local, bubblewrap or docker.", SANDBOX)] = (
         "local"
     )

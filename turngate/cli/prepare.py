@@ -73,7 +73,7 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
     option = spec.options.get("command")
     if not command:
         is_missing = option is not None and option.default is None and "command" not in names
-        # If --set names an unknown option, it may be a misspelling of `command`, and the error about it comes later.
+        # An unknown option in --set may be a misspelling of `command`. A later check reports it.
         if is_missing and names <= set(spec.options):
             raise ConfigError(
                 f"{spec.name} needs a command; add it after --, as in: turngate run --agent {shlex.quote(agent)} -- COMMAND",

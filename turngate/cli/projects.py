@@ -86,7 +86,7 @@ def open_key_file(out: Path) -> int:
     except FileExistsError:
         raise ConfigError(f"out: {out} already exists; choose another file", param="out") from None
     except OSError as error:
-        raise ConfigError(f"out: cannot create {out} ({error.strerror})", param="out") from None
+        raise ConfigError(f"out: cannot create {out} ({error.strerror}); choose another file", param="out") from None
 
 
 def create_key(gateway: str, request: Callable[[ProjectClient], Awaitable[NewKey]], out: Path | None) -> NewKey:

@@ -72,7 +72,10 @@ def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
     finally:
         store.close()
     if not added + had:
-        raise ConfigError(f"archive: {archive} has no session {' or '.join(sessions)}", param="session")
+        raise ConfigError(
+            f"archive: {archive} has no session {' or '.join(sessions)}; pass the ids of archived sessions",
+            param="session",
+        )
     say(console(), f"added {_count(added)} to {data}" + (f"; it already had {had:,}" if had else ""))
 
 

@@ -12,8 +12,9 @@ def mark_restored(data: str) -> None:
     refuse_password_flag(data)
     for project, store in open_all_projects(data):
         store.restores.note(store.restores.history())
-        feeds = len(store.feeds.listing())
+        count = len(store.feeds.listing())
+        feeds = "1 feed" if count == 1 else f"{count} feeds"
         say(
             console(),
-            f"project {project}: marked as restored; number of feeds that trainers must reopen at their checkpoint's position: {feeds}",
+            f"project {project}: marked as restored; {feeds} must be reopened at the position in the trainer's checkpoint",
         )

@@ -42,10 +42,10 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
             )
         else:
             console.show_cursor()
-            os._exit(INTERRUPTED)  # not a regular exit, which a hanging cleanup would also block
+            os._exit(INTERRUPTED)  # a regular exit would wait for the cleanup, which may hang
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` sets it to be ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` makes processes ignore SIGHUP
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, interrupt)

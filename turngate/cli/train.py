@@ -97,7 +97,8 @@ def _build_run(options: TrainOptions) -> TrainingRun:
     model_folder = Path(options.model_folder)
     if not (model_folder / "config.json").is_file():
         raise ConfigError(
-            f"model_folder {model_folder} contains no model (config.json not found)", param="model_folder"
+            f"model_folder {model_folder} contains no model (config.json not found); pass a Hugging Face model folder",
+            param="model_folder",
         )
     agent = prepare_agent(
         options.agent,

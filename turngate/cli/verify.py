@@ -295,7 +295,7 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
         f"{_count(counts.trained_tokens, 'token')} to train"
     )
     if counts.turns and not counts.trained_tokens:
-        facts += " (`turngate show` says why)"
+        facts += " (`turngate show` explains why)"
     mark = (f"✓ {_verdict_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
     say(
         console,
@@ -374,7 +374,7 @@ def _print_forks(verdict: Verdict, console: Console) -> None:
     say(console, "  Forks")
     for fork in verdict.forks:
         cause = fork.cause + (f" ({fork.detail})" if fork.detail else "")
-        left = "" if fork.left is None else f"left node {fork.left} "
+        left = "" if fork.left is None else f"diverges from node {fork.left} "
         before = _shorten(fork.before, end=True)
         say(console, Text.assemble(f"  {f'node {fork.node}':<7} ", (sanitize_line(cause), "bold")))
         say(console, f"{_INDENT}{left}at token {fork.token} · {_describe_cost((fork,))}")

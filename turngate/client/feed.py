@@ -115,7 +115,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return spread_rewards(len(self.ids), self.turn_rewards)
 
     def token_advantages(self) -> np.ndarray:
-        """Return the advantage of each token's turn, as float32. It is NaN for tokens without one."""
+        """Return the advantage of each token's turn, as float32. Tokens without an advantage have NaN."""
         return spread_advantages(len(self.ids), self.spans, self.turn_advantages)
 
 

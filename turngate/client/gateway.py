@@ -231,7 +231,7 @@ class GatewayClient(GatewayTransport):
         restarts without losing or repeating an event. It ends if the gateway does not know the session or does not accept the key. With
         `wait=False`, it stops after the existing events.
         """
-        assert self._http is not None, "use it as a context manager"
+        assert self._http is not None, "use the client as a context manager"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"
         while True:
             try:

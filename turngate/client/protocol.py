@@ -51,7 +51,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The settings of a session as clients decode them: a `SessionConfig` that also accepts what a newer gateway may add."""
+    """The settings of a session as clients decode them: like `SessionConfig`, but a newer gateway may add fields and values."""
 
     model: str = ""
     mode: Mode = "exact"
@@ -228,7 +228,7 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
     fault: str
     engine: str
     lost: tuple[str, ...]
-    # What the engine reported, if anything: prompt tokens in its cache, and (policy version, tokens) of all sampled tokens.
+    # Set if the engine reports them: how many prompt tokens were cached, and the sampled tokens as (policy version, count) runs.
     cached: int | msgspec.UnsetType = msgspec.UNSET
     version_runs: tuple[tuple[int, int], ...] | msgspec.UnsetType = msgspec.UNSET
     side: tuple[TraceSideData, ...] | msgspec.UnsetType = msgspec.UNSET  # its side data, without the values
@@ -361,7 +361,7 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     engines: list[EngineView]
     waiting: int = 0  # calls that are waiting in the gateway for a busy engine
-    saturated: bool = False  # more calls would only wait longer
+    saturated: bool = False  # additional calls would have to wait
     scripted: bool = False  # replies are scripted, and not sampled from a model
 
 
@@ -380,7 +380,7 @@ class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     from_start: bool = False  # include rollouts recorded before the feed was created
     # Names of the side data to deliver with each row. Not sent if unset, because older clients reject unknown settings.
     side: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    credit: TurnCredit | msgspec.UnsetType = msgspec.UNSET  # deliver the advantages of single turns, computed like this
+    credit: TurnCredit | msgspec.UnsetType = msgspec.UNSET  # how to compute advantages of turns; unset: deliver none
 
 
 def parse_history(mark: str) -> str:

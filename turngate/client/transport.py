@@ -93,7 +93,7 @@ class GatewayTransport:
         headers: Mapping[str, str] = {},
     ) -> T:
         """Send a request and decode the reply. `msgpack` applies only to successful replies; errors are always JSON."""
-        assert self._http is not None, "use it as a context manager"
+        assert self._http is not None, "use the client as a context manager"
         try:
             # A gateway never redirects. Following a redirect would send the key to another server.
             async with self._http.request(
@@ -139,7 +139,7 @@ class GatewayTransport:
                 param="gateway",
             )
         if not is_ours:
-            return ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
+            return ConfigError(f"gateway: {self.url} is not a turngate gateway; check the address", param="gateway")
         try:
             error = msgspec.json.decode(raw, type=ErrorReply).error
         except (msgspec.DecodeError, UnicodeDecodeError):
