@@ -121,7 +121,8 @@ async def check_feed(feeds: Feeds, old_reader: str, old_mark: str) -> None:
     with pytest.raises(Conflict, match="restored from a backup; open the feed again"):
         await read(feeds, old_reader, 1)
     with pytest.raises(
-        Conflict, match=r"newest delivery is 2 and the last committed one is 0.*after= the number in your checkpoint"
+        Conflict,
+        match=r"newest delivery is 2 and the last committed one is 0.*after set to the number in your checkpoint",
     ):
         feeds.take_over("f")
     with pytest.raises(

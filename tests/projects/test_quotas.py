@@ -163,7 +163,7 @@ async def test_sessions_are_refused_while_too_much_is_stored() -> None:
         refused = await client.post("/admin/sessions", json={})
         assert refused.status_code == 429
         used = g.app.hosted.open("acme").store.database.used_bytes()
-        assert f"stores {used:,} bytes, which exceeds its quota of 1,000 (stored_bytes)" in refused.text
+        assert f"stores {used:,} bytes and has used up its quota of 1,000 (stored_bytes)" in refused.text
         assert "turngate projects change acme --stored-bytes N" in refused.text
         assert (await g.admin.put("/admin/projects/acme", json={"quotas": {"stored_bytes": 10**9}})).is_success
         assert (await client.post("/admin/sessions", json={})).status_code == 201

@@ -1,4 +1,4 @@
-"""Check API keys against the keys in the store. A gateway keeps a copy of these, and refreshes it when it is a second old.
+"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and refreshes the copy when it is a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
 only a hash of the whole key.
@@ -99,6 +99,6 @@ class KeyRing:
         return Quotas() if found is None else found.quotas
 
     def weight(self, project: str) -> float:
-        """Return a project's weight from the copy, without reading the projects again."""
+        """Return a project's weight from the current copy, without refreshing it."""
         found = self._known.projects.get(project)
         return 1.0 if found is None else found.weight

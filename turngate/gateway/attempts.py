@@ -44,8 +44,8 @@ class Attempts:
             await self.cancel_superseded([session.id])
             config = session.config
             raise Conflict(
-                f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store; "
-                "do not run it; the gateway on the shared store lists the rollout's attempts",
+                f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store, so it must not "
+                "run; for the rollout's attempts, ask the gateway on the shared store",
                 param="attempt",
             )
 
@@ -64,11 +64,11 @@ class Attempts:
         """Return the attempts at a rollout, lowest number first."""
         found = self._table.list_attempts(rollout)
         if not found:
-            raise NotFound(f"unknown rollout {rollout!r}; no attempt at it was opened or superseded")
+            raise NotFound(f"unknown rollout {rollout!r}: it has no attempts; check the name")
         return found
 
     async def cancel_lower(self, rollout: str) -> None:
-        """Cancel the sessions of a rollout's attempts that were superseded when a higher attempt was opened."""
+        """Cancel the sessions of the attempts that were superseded when a newer attempt at the same rollout was opened."""
         await self.cancel_superseded([row.session for row in self._table.list_attempts(rollout)])
 
     async def cancel_superseded(self, sessions: Iterable[str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
-A cell's *part* of a project's share is proportional to its number of the project's calls, running and waiting. When a call ends, its place
-at the engines is free in one cell only. So a cell compares its projects by their parts in this cell, and not by their calls in all cells.
-It gives up places only while another cell runs less than its part. All functions here are pure.
+A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
+ends, only its own cell can use the place that becomes free at the engines. So a cell compares its projects by their parts in this cell, and
+not by their calls in all cells. It gives up places only while another cell runs fewer calls than its part. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class OtherCells:
         return bool(self._cells)
 
     def divide(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return this cell's part of each of its projects."""
+        """Return this cell's part of the share of each of its projects."""
         rates = self._rate(own, weight)
         return {project: rates[project] * own.demand(project) for project in {**own.running, **own.waiting}}
 
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
-        """Return how many calls of each of its projects this cell may run. If no other cell lacks calls, there are no limits."""
+        """Return how many calls of each of its projects this cell may run.
+
+        If no other cell has a waiting call that its part has room for, there are no limits.
+        """
         rates = self._rate(own, weight)
         if not any(self._lacks_calls(cell, rates) for cell in self._cells):
             return {}
@@ -59,7 +62,7 @@ class OtherCells:
         )
 
     def _rate(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return how many calls each project may run for each call that it has, in all cells."""
+        """Return, for each project, the share of its calls that may run. Its calls in all cells count."""
         demands = self._demands.copy()
         _add_demands(own, demands)
         total = max(1, self._running + sum(own.running.values()))

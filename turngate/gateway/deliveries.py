@@ -1,4 +1,4 @@
-"""Build deliveries. Each contains the rows and advantages of one complete group, and the reason for every rollout that is not trained.
+"""Build deliveries. Each contains the rows and advantages of one complete group, and says why any of its rollouts is not trained.
 
 The delivery with a given number never changes, except that staleness is judged against the current policy version.
 """
@@ -76,7 +76,7 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> byt
     config = read_config(row)
     members = store.feeds.members(row.key, number)
     if not members:
-        raise missing_feed(row.name)  # it was deleted in the meantime
+        raise missing_feed(row.name)  # the feed was deleted in the meantime
     reshipped = store.restores.filter_reshipped([member.session for member in members])
     rollouts = [
         _DeliveredRollout(member=member, reward=None, excluded=RESHIPPED)

@@ -156,7 +156,7 @@ class TurnDraft:
         given = cast("Sequence[float]", self.logprobs)
         if None in given:
             given = [np.nan if value is None else value for value in given]
-        # NaN values are kept. They do not hide invalid values: `min` and `max` ignore NaN, except as the first value, when this test fails.
+        # NaN values are kept. They do not hide invalid values: `min` and `max` ignore NaN unless it comes first, and then this test fails.
         if given and min(given) >= _LOWEST and max(given) <= LOGPROB_TOLERANCE:
             return np.array(given, LOGPROB_DTYPE)
         with np.errstate(over="ignore"):  # values too large for 32 bits become infinite

@@ -200,7 +200,8 @@ class EngineChanges:
         listed = [*(states := self._listed.read()).used, *states.failed]
         if address not in listed:
             raise NotFound(
-                f"engine {address} is not in the pool; the pool has {', '.join(listed) or 'none'}", param="url"
+                f"engine {address} is not in the pool; the pool contains {', '.join(listed) or 'no engines'}",
+                param="url",
             )
         return address
 

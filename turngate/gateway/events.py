@@ -1,6 +1,6 @@
 """The gateway's events: a log that can be followed from a cursor.
 
-Events are kept in the store, so a follower can continue where it stopped after a restart. Only the followers themselves are in memory.
+Events are kept in the store, so after a restart, a follower can continue where it stopped. Only the followers themselves are in memory.
 An event that belongs to a record (a turn, the end of a session) is written in the same transaction as the record. The code that writes
 it then calls `wake`.
 """
@@ -59,7 +59,7 @@ class Events:
                 follower.set()
 
     def close(self) -> None:
-        """End all followers when the gateway stops or the project was deleted. After a stop, they can read on at the next start."""
+        """End all followers when the gateway stops or the project was deleted. After a restart, they can continue where they stopped."""
         self._closed = True
         for followers in self._followers.values():
             for follower in followers:
@@ -127,7 +127,7 @@ class Events:
     async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
         """Call `find` until it returns a value other than None, and return this value.
 
-        `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written. Return None after
+        `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written an event. Return None after
         `seconds`, or if the gateway is stopping.
         """
         end = time.monotonic() + seconds

@@ -30,7 +30,10 @@ _EXCESS_SHARE = 1 / 16  # part of `max_loaded_mb` that may be loaded before the 
 
 
 class Evictor:
-    """Evicts sessions without a call for `rest_s` seconds, and the least recently used ones above `max_loaded_mb`. 0 disables a limit."""
+    """Evicts sessions that have had no call for `rest_s` seconds, and the least recently used ones if more than `max_loaded_mb` is loaded.
+
+    0 disables the limit in question.
+    """
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float, max_loaded_mb: float = 0) -> None:
         self._store = store

@@ -1,16 +1,16 @@
 """Share the engines fairly between projects: choose which waiting call runs next while all engines are crowded.
 
 The next call comes from the project with the fewest running calls relative to its weight, and within this project from the group with the
-fewest running calls. Projects and groups that are equal take turns. Calls of one group keep their order. So each project with enough calls
-gets its share of the engines, however many calls of other projects are waiting. The share that a project does not use goes to the others.
-Each project with calls has at least one running, even if its share is less than that.
+fewest running calls. Projects or groups that tie take turns. Calls of one group keep their order. So each project with enough calls gets
+its share of the engines, however many calls of other projects are waiting. The share that a project does not use goes to the others. Each
+project with calls has at least one running, even if its share is less than one call.
 
 Calls wait here only while all engines report long queues. While calls are waiting, each call that ends lets another one in, so the engines
 stay as full as they are. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each has a part of each project's share (`cell_parts.py`). The next call in a cell comes from the
-project with the fewest running calls relative to its part. While another cell runs less than its part, a project that has its part here
-lets calls end without letting others in, so that the engines get room.
+project with the fewest running calls relative to its part. While another cell runs fewer calls than its part, a project that already has
+its part in this cell does not replace calls that end. This frees room at the engines for the other cell.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from turngate.gateway.cell_parts import OtherCells, ProjectCalls, Weight
 T = TypeVar("T")
 POLL_S = 0.1  # between checks of the engines' load while calls wait
 YIELD_S = 3.0  # how long a cell leaves room for the calls of other cells before it uses the room itself
-_KEEP_S = 30.0  # how long it then leaves no more room, so that a cell that cannot use it costs the others little
-_SETTLE_S = 5.0  # after calls were held; the load of the engines is read every two seconds
-_GROWTH = 20  # beyond its part, a cell lets in one call for each 20 that run in each poll, since other cells see the same room
+_KEEP_S = 30.0  # how long it then leaves no room, since a cell that cannot use the room must not slow the others down
+_SETTLE_S = 5.0  # how long readings are ignored after calls were held; the engines' load is read every two seconds
+_GROWTH = 20  # in each poll, a cell beyond its part adds one call for every 20 that it runs, since other cells see the same room
 
 
 class FairQueue(Generic[T]):
@@ -86,7 +86,7 @@ class FairQueue(Generic[T]):
         return True
 
     def choose(self) -> T | None:
-        """Choose the next call, and count it as running. Return None if no call is waiting that may run."""
+        """Choose the next call, and count it as running. Return None if no waiting call may run."""
         allowed = [name for name in self._waiting if not self.is_limited(name)]
         if not allowed:
             return None
@@ -102,7 +102,7 @@ class FairQueue(Generic[T]):
         return call
 
     def _order(self, project: str, parts: Mapping[str, float] | None) -> tuple[bool, float]:
-        """Return a sort key that puts the project first that should run the next call."""
+        """Return a sort key. The project with the lowest key should run the next call."""
         running = self._projects[project]
         return running > 0, (running + 1) / (self._weight(project) if parts is None else parts[project])
 
@@ -167,9 +167,9 @@ class FairShares:
         self._polling: asyncio.Task[None] | None = None
 
     def is_saturated(self) -> bool:
-        """Return whether the engines are saturated. While calls are held at the fence, and shortly after, the last reading before counts.
+        """Return whether the engines are saturated. During a hold at the fence and shortly after, return the last reading before the hold.
 
-        The engines run empty during a hold. If that counted as room, all waiting calls would reach the engines at once after it.
+        The engines run empty during a hold. If that counted as room, all waiting calls would reach the engines at once after the hold.
         """
         now = asyncio.get_running_loop().time()
         if self._is_held():
@@ -180,7 +180,7 @@ class FairShares:
 
     @property
     def is_contended(self) -> bool:
-        """Whether calls are waiting, or would wait if they came now."""
+        """Whether calls are waiting, or would have to wait if they arrived now."""
         queue = self.queue
         return bool(queue.waiting) or (bool(queue.running) and self.is_saturated())
 
@@ -190,7 +190,7 @@ class FairShares:
         return (self.is_contended or queue.is_limited(project)) and not queue.is_idle(project)
 
     def count_others(self, others: OtherCells, fresh_s: float) -> None:
-        """Take the calls of other cells into account for this long."""
+        """Take the calls of other cells into account for `fresh_s` seconds."""
         now = asyncio.get_running_loop().time()
         self.queue.count_others(others, now, fresh_s, is_saturated=self.is_saturated())
 

@@ -25,7 +25,7 @@ from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 
 MAX_DELIVERIES = 64  # per page
-PAGE_BYTES = 32_000_000  # a page of this size gets no further delivery; a single delivery may be larger
+PAGE_BYTES = 32_000_000  # no delivery is added to a page that has reached this size; a single delivery may be larger
 _FILL_STEP = 100  # outcomes added per step when a feed is filled
 _MAX_SHOWN = 1000  # incomplete groups in the view of a feed
 _RESTORED_HINT = (
@@ -123,7 +123,7 @@ class Feeds:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
                     f"{restored}. In the backup, the newest delivery is {row.newest} and the last committed one is {row.committed}; later "
-                    f"commits may be lost. Open the feed with after= the number in your checkpoint, or with after={row.committed} if "
+                    f"commits may be lost. Open the feed with after set to the number in your checkpoint, or to {row.committed} if "
                     "nothing later was trained",
                     param="after",
                 )
@@ -204,11 +204,12 @@ class Feeds:
         row = self._find(name)
         if not row.reader and self._restores.history():
             return Conflict(
-                f"feed {name!r}: the store was restored from a backup; open the feed again, with after= the number in your checkpoint",
+                f"feed {name!r}: the store was restored from a backup; open the feed again, with after set to the number in your "
+                "checkpoint",
                 param="reader",
             )
         return Conflict(
-            f"the reader is wrong, or another reader has taken over feed {name!r}; only one reader can train on it",
+            f"the reader token is wrong, or another reader has taken over feed {name!r}; a feed has only one reader at a time",
             param="reader",
         )
 

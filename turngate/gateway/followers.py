@@ -16,8 +16,8 @@ _PRUNE_S = 3600.0
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
     """Return the followers that may still serve without having carried out the change `epoch`.
 
-    `since` is a time after the change was written. A report lets a follower serve for `ttl` seconds. A report after `since` also tells the
-    follower about the change, so it does not count here.
+    `since` is a time after the change was written. A report lets a follower serve for `ttl` seconds. The reply to a report after `since`
+    already contains the change, so these seconds count from `since` at the latest.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 

@@ -48,7 +48,7 @@ class TimeSlicer:
 
 
 class _Load:
-    """The load of one trace. It does not refer to its result: an error would then refer to itself through its traceback."""
+    """The load of one trace. It holds no reference to its result: an error in the result would refer to itself through its traceback."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

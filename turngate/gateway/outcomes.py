@@ -46,7 +46,7 @@ class OutcomeRecorder:
         self._require_lease = require_lease
 
     def has_turn_rewards(self, session_id: str, outcome: RecordedOutcome) -> bool:
-        """Return whether `complete_turn_rewards` must complete an outcome: it or a host tool of its session gives rewards to turns."""
+        """Return whether `complete_turn_rewards` must be called: the outcome or a host tool of its session gives rewards to turns."""
         row = self._sessions.find_row(session_id)
         gives_rewards = any(tool.reward is not None for tool in row.config.tools)
         return bool(outcome.turn_rewards) or (gives_rewards and outcome.reward is not None)
@@ -81,7 +81,7 @@ class OutcomeRecorder:
 def complete_turn_rewards(
     outcome: RecordedOutcome, session: Session, replies: Mapping[int, bytes], calls: Sequence[ToolCallRecord]
 ) -> RecordedOutcome:
-    """Return an outcome with the rewards of host tools, and with the turn of each reward.
+    """Add the rewards of host tools to an outcome, and find the turn of each reward. Return the new outcome.
 
     `replies` has the JSON of each turn's message, by node id. Raise `BadRequest` if a reward does not belong to a turn of the session.
     """

@@ -59,7 +59,7 @@ class ProjectQuota:
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
-                "(tokens_per_day); wait until midnight UTC, or ask the operator to raise it: "
+                "(tokens_per_day); wait until midnight UTC, or ask the operator to raise the quota: "
                 f"turngate projects change {self.project} --tokens-per-day N"
             )
 
@@ -72,13 +72,13 @@ class ProjectQuota:
             return
         if self._is_full:
             raise QuotaExceeded(
-                f"project {self.project!r} stores {self.stored_bytes:,} bytes, which exceeds its quota of "
+                f"project {self.project!r} stores {self.stored_bytes:,} bytes and has used up its quota of "
                 f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (turngate prune), or ask the "
-                f"operator to raise it: turngate projects change {self.project} --stored-bytes N"
+                f"operator to raise the quota: turngate projects change {self.project} --stored-bytes N"
             )
         raise QuotaExceeded(
             f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
-            "(live_sessions); seal or cancel some, or ask the operator to raise it: "
+            "(live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
             f"turngate projects change {self.project} --live-sessions N"
         )
 
@@ -190,7 +190,7 @@ class QuotaKeeper:
                 self.refresh(quota, part)
 
     def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
-        """Take the parts of its quotas that the project needs next. If the store does not answer, the project keeps the parts it has."""
+        """Take the next parts of a project's quotas if it needs them. If the store does not answer, the project keeps the parts it has."""
         quota.limits = limits = self._read_limits(quota.project)
         try:
             self._refresh_tokens(quota, part, limits.tokens_per_day)

@@ -128,7 +128,7 @@ class TurnRecorder:
     def mark_undelivered(self, session: Session, node_id: int) -> None:
         """Record that the last byte of a turn did not reach the agent. The turn itself is already recorded."""
         if session.is_evicted:
-            session.outdate_load()  # which may already have read the turn
+            session.outdate_load()  # a load in progress may already have read the turn
         else:
             for node in reversed(session.trace.nodes):
                 if node.id == node_id and isinstance(node, Sampled):

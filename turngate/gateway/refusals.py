@@ -1,7 +1,7 @@
 """Decide which failed model calls count as refused: those that could succeed only with a different request.
 
 A refused call is answered with a 4xx status because of its content: a model that is not served, an unsupported field, invalid JSON, a body
-that is too large, or anything that the engine rejects as invalid. These errors do not count:
+that is too large, or anything that the engine rejects as invalid. These errors do not count as refusals:
 
     401, 403    the key is wrong, so the call does not belong to the session
     409         the session has ended or has reached a limit

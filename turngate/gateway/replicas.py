@@ -72,7 +72,7 @@ class ReplicaSet:
         return load if load is not None and (load.path or load.lora_path) else None
 
     async def load_into_new(self, engine: Engine, version: int, *, claimed: int | None) -> None:
-        """Load the current weights into an engine that is about to join, unless it has them. Raise an error if it is not ready then.
+        """Load the current weights into an engine that is about to join, unless it has them. Raise an error if it is not ready afterwards.
 
         `claimed` is the version that the engine already has, according to the caller. If another program loaded the current weights, the
         gateway cannot load them, so `claimed` must be the current version.

@@ -284,7 +284,7 @@ class Sessions:
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:
-        """Abort all calls in flight because the cell may not serve now. Agents repeat the calls, which then wait until it may."""
+        """Abort all calls in flight, because the cell may not serve at present. Agents repeat the calls, which then wait until it may."""
         await asyncio.gather(*(s.interrupt_calls() for s in list(self._live.values()) if s.in_flight))
 
     def owns(self, session_id: str) -> bool:
@@ -297,7 +297,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """Build a session without its trace, so that callers get the error that it has ended, and not that their key is wrong."""
+    """Build a session without its trace, so that callers get an error about the ended session rather than about a wrong key."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

@@ -67,7 +67,7 @@ class SharedCalls:
         return identify_engines((replica.address for replica in self._pool.replicas), self._host)
 
     def encode(self) -> str:
-        """Return what to report: JSON, or nothing if there are no other projects, or if this cell cannot serve calls."""
+        """Return this process's report as JSON, or an empty string if there are no other projects or this cell cannot serve calls."""
         if not (self._shares.is_active and self._fence.admits and self._pool.accepts_calls):
             return ""
         calls = self._shares.queue.count()
@@ -75,7 +75,7 @@ class SharedCalls:
         return msgspec.json.encode(report).decode()
 
     def update(self, reports: Sequence[str], fresh_s: float) -> None:
-        """Use what the other cells have reported for this long."""
+        """Use the reports of the other cells for the next `fresh_s` seconds."""
         self._cells = len(reports)
         engines = self._engines
         decoded = [report for text in reports if (report := self._decode(text)) is not None]
@@ -88,7 +88,7 @@ class SharedCalls:
         except msgspec.MsgspecError as error:
             if not self._has_warned:
                 log.warning(
-                    "cannot read the calls that another cell has reported: %s; fair shares leave them out. "
+                    "cannot read the report of another cell: %s; its calls are ignored when the engines are shared. "
                     "Run the same version of turngate in all cells",
                     error,
                 )

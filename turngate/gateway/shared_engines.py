@@ -112,7 +112,7 @@ class SharedEngineChanges(EngineChanges):
         return await super().show()
 
     def _is_listed(self, address: str) -> bool:
-        return self._list.has(address)  # an engine that only this gateway is configured with must reach the cells
+        return self._list.has(address)  # the cells must also get an engine that only this gateway's configuration lists
 
 
 class FollowedEngines:
@@ -157,5 +157,5 @@ class FollowedEngineChanges(EngineChanges):
 
 def _refusal() -> Conflict:
     return Conflict(
-        "this cell uses the engines that the shared store lists; change them at the gateway on the shared store"
+        "this cell uses the list of engines in the shared store; change the list at the gateway on the shared store"
     )

@@ -169,7 +169,7 @@ class FenceFollower:
                 self._is_away, pause = True, self._ttl_s / _REPORTS
 
     async def _pause(self, seconds: float) -> None:
-        """Wait until the next report. If calls begin to wait for their share of the engines, it is due sooner."""
+        """Wait until the next report is due. If calls begin to wait for their share of the engines, the report is due sooner."""
         began = fence_clock()
         while True:
             left = began + min(seconds, self._longest_pause_s) - fence_clock()
@@ -209,7 +209,7 @@ class FenceFollower:
         return [] if self._engines is None else self._engines.busy
 
     def _exchange(self, busy: str, calls: str) -> tuple[SharedFence, list[str]]:
-        """Report, and return the fence and the calls of other processes, which are read only if this one has its own to compare."""
+        """Report, and return the fence and the calls of other processes. These calls are read only if this process reports its own."""
         if self._table is None:
             self._table = self._connect()
         shared = self._table.report(self._id, self._name, self._ttl_s, self._epoch, busy, calls)

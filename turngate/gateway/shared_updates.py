@@ -1,8 +1,8 @@
 """Weight updates of all cells, at the gateway on the shared store.
 
 The gateway holds the calls of every cell, loads the weights into every listed engine, and resumes the calls at the new version. If the
-first engine rejects the weights, the old version remains active. If a later engine rejects them, it is taken out of service with the
-reason, and the others continue: one broken engine among many does not stop the training.
+first engine rejects the weights, the old version remains active. If a later engine rejects them, it is taken out of service, the reason is
+recorded, and the others continue: one broken engine among many does not stop the training.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ class TurnPipeline:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
         if session.config.mode != self._settings.mode:
             raise Conflict(
-                f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}"
+                f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}; open "
+                "a session with that mode"
             )
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))

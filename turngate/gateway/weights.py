@@ -314,11 +314,11 @@ class WeightUpdates:
         return self._replicas.require("load weights")
 
     def _accepts(self, results: list[ReplicaResult]) -> bool:
-        """Return whether the new version becomes current, even if some replicas have failed."""
+        """Return whether the new version becomes current, given the result of each replica."""
         return all(result.ok for result in results)
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take failed replicas out of service, if the new version can become current without them."""
+        """Take failed replicas out of service. Here there are none, since all replicas must accept the new version."""
 
     async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()
@@ -356,7 +356,7 @@ class WeightUpdates:
         was_paused, _ = snapshot
         try:
             if not was_paused:
-                # The hold has already expired, so that a gateway that restarts during the load resumes calls immediately.
+                # Record a hold that expires now, so that a gateway that restarts during the load resumes calls immediately.
                 await self._barrier.hold(time.time())
             if mode == "keep":
                 await self._replicas.freeze()

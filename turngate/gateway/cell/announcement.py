@@ -26,7 +26,7 @@ class AnnouncementWait:
         self._skip_until = 0.0
 
     async def wait(self, session: int) -> None:
-        """Wait until the session with this key is announced, but only briefly. Do not wait if a recent wait has timed out."""
+        """Wait briefly for the session with this key to be announced. Do not wait at all if a recent wait has timed out."""
         if time.monotonic() < self._skip_until:
             return
         self._wake()

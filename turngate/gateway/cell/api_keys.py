@@ -1,6 +1,6 @@
 """The API keys of a cell, which are read from the shared store every few seconds and checked in memory.
 
-A cell that cannot reach the shared store uses the keys that it has read until its lease lapses. After that, it accepts no keys.
+A cell that cannot reach the shared store keeps using the keys that it last read until its lease lapses. After that, it accepts no keys.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ class KeyFollower:
             self._is_away = False
         except TurngateError as error:
             if not self._is_away:
-                log.warning("cannot read the API keys: %s; using those already known", error.message)
+                log.warning("cannot read the API keys: %s; using the keys that were read last", error.message)
             self._is_away = True

@@ -79,7 +79,7 @@ class Cell:
         engines: FollowedEngines | None,
         calls: SharedCalls | None,
     ) -> FenceFollower:
-        """Make this worker follow the shared fence, engines and calls. Until the follower starts, the fence admits no calls."""
+        """Create this worker's follower of the shared fence, engines and calls. Until it starts, the fence admits no calls."""
         return FenceFollower(
             fence,
             barrier,

@@ -23,19 +23,22 @@ def new_cell_id() -> str:
 def create_lease_file(data: Path) -> None:
     """Create the lease file of a cell that is starting, with a new id and no lease."""
     path = data / _NAME
-    path.unlink(missing_ok=True)  # a worker of an earlier run may still map the old one
+    path.unlink(missing_ok=True)  # a worker of an earlier run may still have the old file mapped
     path.write_bytes(bytes(_SIZE))
     path.chmod(0o600)
     LeaseFile(data).start_over(new_cell_id())
 
 
 class LeaseFile:
-    """The lease file: the cell's id, its deadline on `lease_clock`, and its term, which counts the ids since the cell started."""
+    """The lease file: the cell's id, the deadline of its lease on `lease_clock`, and the term.
+
+    The term counts the ids that the cell has had since it started.
+    """
 
     def __init__(self, data: Path) -> None:
         with open(data / _NAME, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        # Each value is written and read as one aligned machine word, so a reader never sees half of one.
+        # Each value is written and read as one aligned machine word, so a reader never sees a half-written value.
         self._deadline = memoryview(self._map).cast("d")
         self._numbers = memoryview(self._map).cast("q")
 

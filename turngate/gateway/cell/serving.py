@@ -133,7 +133,7 @@ class ServingGuard:
             if is_held:
                 self.permit.wake()
             elif was_held:
-                log.warning("the lease is not held: holding model calls until it is held again")
+                log.warning("this cell no longer holds its lease; model calls wait until it holds one again")
                 await self.interrupt_calls()
             was_held = is_held
             left = self.permit.seconds_left

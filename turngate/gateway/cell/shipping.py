@@ -20,7 +20,7 @@ _SESSIONS = 32  # per transaction
 _CHECK_S = 5.0  # between checks for a shared store that was restored from a backup
 _PAGE = 500  # sessions per query after a restore
 _ANNOUNCED = 256  # open sessions announced at a time
-_BYTES = 16_000_000  # a transaction of this size gets no further session
+_BYTES = 16_000_000  # no session is added to a transaction that has reached this size
 
 
 class ShipmentTarget(Protocol):
@@ -117,7 +117,7 @@ class Shipper:
         self._check_at = time.monotonic() + _CHECK_S
 
     def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
-        """Put the sessions that the shared store lacks into the outbox again. Yield their number, page by page."""
+        """Put the sessions that the shared store lacks into the outbox again. Yield their number in each page."""
         after = 0
         while page := self.outbox.list_shipped(after, _PAGE):
             missing = target.find_missing([(session.id, session.newest) for session in page])
@@ -167,7 +167,7 @@ class Shipper:
             for row, shipment in read:
                 if shipment.id == error.session:
                     self._set_aside(row, error.message)
-            return  # the others are shipped without it
+            return  # the next batch contains the others
         except RejectedShipment as error:
             if len(read) == 1:
                 self._set_aside(read[0][0], f"session {read[0][1].id}: {error.message}")
