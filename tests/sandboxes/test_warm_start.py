@@ -187,7 +187,7 @@ REFUSED = {
     "file mode mask": "import os; os.umask(0o077)",
     "wrote files": "import os; open(os.path.expanduser('~/cache'), 'w').close()",
     "whole environment": "import os; copy = dict(os.environ)",
-    "remembers a folder": "import os; settings = {'cache': [os.path.expanduser('~/cache')]}",
+    "stored the server's HOME": "import os; settings = {'cache': [os.path.expanduser('~/cache')]}",
     "prints": "print('Welcome!')",
     "import failed: ValueError": "raise ValueError('broken')",
     "ended during its imports": "import os; os._exit(3)",

@@ -26,7 +26,7 @@ Speaker = Literal["system", "user", "model"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
-# The field that says what kind of part it is, besides media and `_EXTRA_FIELDS`.
+# A part has one of these fields, or one of `_MEDIA`, which determines its kind. `_EXTRA_FIELDS` may accompany it.
 _KINDS = ("text", "functionCall", "functionResponse")
 _MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint can read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")

@@ -34,7 +34,7 @@ class GeminiStream:
         self._options = options
         self._head = _reply_head(call)
         self._reasoning: list[str] = []
-        self._signed = False  # a signature was sent, or the first call was sent, so none is needed any more
+        self._signed = False  # whether a signature or the first call was sent; no signature is needed after that
         self._started = False
 
     def begin(self, usage: Usage | None = None) -> bytes:

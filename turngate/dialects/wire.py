@@ -15,7 +15,7 @@ from turngate.types import Constraint, Json, Sampling, Tool
 
 # The default of raw fields: an absent field is treated like null.
 ABSENT = msgspec.Raw(b"null")
-# What a decoder may raise: for a wrong type or syntax, for invalid UTF-8, and for excessive nesting.
+# The exceptions that a decoder may raise: for a wrong type or syntax, for invalid UTF-8, and for excessive nesting.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_DEPTH = 200  # nesting levels; JSON encoders fail at 254
 

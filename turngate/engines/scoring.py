@@ -58,7 +58,7 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
     for (start, end), found in zip(spans, scores, strict=True):
         where = f"{engine}: tokens {start} to {end}"
         if found.logprobs.shape != (end - start,):
-            raise InvalidScores(f"{where} have {len(found.logprobs)} log-probabilities")
+            raise InvalidScores(f"{where} have {len(found.logprobs)} log-probabilities instead of {end - start}")
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
             raise InvalidScores(f"{where} do not have {top_k} most likely tokens each")
@@ -79,7 +79,7 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
             or (best > found.top_logprobs[:, 0] + TOLERANCE).any()
         ):
             raise InvalidScores(
-                f"{where} have most likely tokens in the wrong order, or less likely than the token itself"
+                f"{where} have most likely tokens that are in the wrong order or less likely than the token itself"
             )
 
 
@@ -163,7 +163,7 @@ class _ScoringServer:
             if error.code == 401:
                 raise EngineError(f"{self.name} at {self._url} rejected the API key") from None
             sent = error.read(2000)
-            message = f"it answered {error.code}: {extract_message(sent)[:500]}"
+            message = f"status {error.code}: {extract_message(sent)[:500]}"
             raise error_from_status(self.name, error.code, message, sent.decode("utf-8", "replace")) from None
         except TimeoutError:
             raise EngineTimeout(f"timed out waiting for {self.name} at {self._url}") from None
@@ -220,11 +220,11 @@ class SGLangScoring(_ScoringServer):
         info = self._request("/generate", _Generated, body).meta_info
         scored, tops = info.input_token_logprobs, info.input_top_logprobs
         if scored is None or (top_k and tops is None):
-            raise InvalidScores(f"{self.name} returned no log-probabilities of the input")
+            raise InvalidScores(f"{self.name} returned no log-probabilities for the input")
         if len(scored) != len(ids) or (tops is not None and top_k and len(tops) != len(ids)):
             raise InvalidScores(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
         if not np.array_equal(np.array([token.token_id for token in scored], ID_DTYPE), ids):
-            raise InvalidScores(f"{self.name} scored other ids than those it was sent")
+            raise InvalidScores(f"{self.name} returned scores for different ids from those it was sent")
         found = [self._read_span(scored, tops if top_k else None, span, top_k) for span in spans]
         check_scores(self.name, spans, found, top_k)
         return found

@@ -26,7 +26,7 @@ _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
 class CertificateRecord(msgspec.Struct, frozen=True):
-    """What is cached about a tokenizer folder."""
+    """The cached data of a tokenizer folder."""
 
     vocabulary: Vocabulary
     fast: bool  # whether the fast encoder agrees with the reference encoder

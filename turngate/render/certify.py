@@ -100,7 +100,7 @@ class Certificate(msgspec.Struct, frozen=True):
         )
 
     def describe_uncertified(self) -> str:
-        """Describe the uncertified transitions in one phrase. Mention truncated turns only if the transition passes after whole ones."""
+        """Describe the uncertified transitions in one phrase. Mention truncated turns only if the transition passes after complete ones."""
         whole = [
             t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
         ]
@@ -112,8 +112,8 @@ class Certificate(msgspec.Struct, frozen=True):
         if self.renderer == TEMPLATE_RENDERER:
             return f"turns are rendered in full, and the trace may fork, at {where}"
         return (
-            f"the hand-written renderer {self.renderer} has no bridge, so the trace may fork, or its bridge differs from a render of the "
-            f"whole conversation but is used anyway, at {where}"
+            f"the hand-written renderer {self.renderer} either has no bridge, so the trace may fork, or uses a bridge that differs from "
+            f"a render of the whole conversation, at {where}"
         )
 
     def explain_unread(self) -> str:
@@ -123,7 +123,8 @@ class Certificate(msgspec.Struct, frozen=True):
         install = "" if find_spec("renderers") is not None else "run pip install 'turngate[families]', and "
         return (
             f"the chat template writes {' and '.join(self.unread)} in a form that Turngate cannot parse, so agents get them as text; "
-            f"if the renderers package supports the model, {install}set --model to its full name, such as openai/gpt-oss-20b, or --family"
+            f"if the renderers package supports the model, {install}set --model to the model's full name, such as openai/gpt-oss-20b, "
+            "or set --family"
         )
 
 

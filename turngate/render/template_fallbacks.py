@@ -48,7 +48,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Move the system message into the user message after it, or make it one, for templates that reject or drop system messages."""
+    """Prepend the system message to the user message after it, or else turn it into one, for templates that reject or drop it."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
@@ -61,7 +61,7 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
     """Append each later system message to the system or user message before it, or else turn it into a user message.
 
-    This is for templates that do not write a system message in its place if it is in the middle of a conversation.
+    This is for templates that leave out or move a system message in the middle of a conversation.
     """
     out: list[Message] = []
     for message in messages:

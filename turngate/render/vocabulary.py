@@ -18,7 +18,7 @@ from turngate.types import Json
 
 
 class Merges(msgspec.Struct, frozen=True):
-    """What the fast encoder needs to know about a byte-level BPE: how text is split and normalized, and the order of the merges."""
+    """The data of a byte-level BPE that the fast encoder needs: how text is split and normalized, and the order of the merges."""
 
     pattern: str
     nfc: bool
@@ -73,7 +73,7 @@ def add_declared_tokens(spec: Json, config: Json) -> list[str]:
         spec.setdefault("added_tokens", []).append({**flags, "id": token_id, "content": content})
         known.add(content)
         out.append(content)
-    # An encoder assigns new ids to added tokens that are not in the vocabulary, starting at its size. Therefore add them to it.
+    # An encoder assigns new ids to added tokens that are not in the vocabulary. Add them to it, so that they keep their declared ids.
     for token in spec["added_tokens"] if out else ():
         vocab.setdefault(token["content"], token["id"])
     return out
@@ -209,7 +209,7 @@ def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
 def _encode_latin(mapped: str, token: str) -> bytes:
     try:
         return mapped.encode("latin-1")
-    except UnicodeEncodeError:  # a token with other characters than those of the byte alphabet is not encoded
+    except UnicodeEncodeError:  # a token with characters outside the byte alphabet is not encoded
         return token.encode()
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from turngate.errors import SandboxError
 
-if TYPE_CHECKING:  # it needs numpy, and sandboxes do not
+if TYPE_CHECKING:  # `types` imports numpy, which sandboxes do not need
     from turngate.types import Json
 
 Network = Literal["none", "open"]
@@ -24,7 +24,7 @@ Network = Literal["none", "open"]
 NO_SETTINGS: Mapping[str, Json] = {}  # the settings of a backend that works the same way on every machine
 
 DEFAULT_PIDS = 4096  # process limit for specs without one, where it can be enforced
-DEFAULT_OPEN_FILES = 4096  # the kernel's own default; the open files of all users together may be limited too
+DEFAULT_OPEN_FILES = 4096  # the kernel's default hard limit; some machines also limit the total of all users
 
 # Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
@@ -117,7 +117,7 @@ class Sandbox(Protocol):
 
     @property
     def disk_error(self) -> SandboxError | None:
-        """The disk space error because of which the sandbox's commands were killed, or None if there was none.
+        """The error that explains why the sandbox's commands were killed for lack of disk space, or None if they were not.
 
         It is `SandboxTooLarge` if the sandbox used too much disk space, and another `SandboxError` if the machine's disk was nearly full.
         """

@@ -50,7 +50,7 @@ class FreeSpace(msgspec.Struct, frozen=True):
         return cls(found.f_bavail * found.f_frsize, found.f_ffree)
 
     def used_since(self, before: FreeSpace) -> int:
-        """Return by how many bytes the used space has grown since `before`, counted as in `measure_folder`."""
+        """Return the growth of the used space since `before`, in bytes, counted as in `measure_folder`."""
         entries = max(0, before.entries - self.entries)
         return max(0, before.bytes - self.bytes) + entries * ENTRY_BYTES
 
@@ -96,7 +96,7 @@ class DiskWatch:
                 continue
             try:
                 used = await self._measure()
-            except SandboxTooLarge:  # it cannot be measured: assume that it used all the space that was used since then
+            except SandboxTooLarge:  # too deep to measure: assume that the sandbox used all the space that is gone
                 used += since
             except SandboxError as error:
                 log.warning("the disk space of a sandbox could not be measured: %s", error.message)
@@ -105,7 +105,7 @@ class DiskWatch:
             if (verdict := self._judge(used, free)) is not None:
                 self._allowed = used + self._limit
                 log.warning("killing the commands of a sandbox: %s", verdict.message)
-                with suppress(SandboxError):  # it has already ended
+                with suppress(SandboxError):  # the sandbox has already ended
                     await self._on_exceeded(verdict)
 
     def _judge(self, used: int, free: FreeSpace) -> SandboxError | None:

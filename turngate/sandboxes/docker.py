@@ -248,7 +248,7 @@ class DockerSandbox(PosixSandbox):
     async def has_unreported_end(self) -> bool:
         """Return whether a command has ended, but its docker command was not notified and would wait forever.
 
-        Docker loses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
+        Docker misses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
         where an agent cannot forge them. If that is not possible, return False.
         """
         since = time.monotonic() - END_CHECK_S
@@ -260,7 +260,7 @@ class DockerSandbox(PosixSandbox):
         return count < sum(job.is_running for job in jobs)
 
     async def _count_commands(self) -> int:
-        """Count the running commands. Outside of the container, the first process of each has the same parent as the container's own."""
+        """Count the running commands. On the host, a command's first process has the same parent as the container's first process."""
         first = int(await run_docker("container", "inspect", "--format", "{{.State.Pid}}", self.id))
         lines = (await run_docker("top", self.id, "-eo", "pid,ppid")).splitlines()[1:]
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
@@ -312,7 +312,7 @@ class DockerJob:
         return code if code >= 0 else KILLED
 
     async def _wait_for_exit(self) -> int:
-        """Wait for the docker command. Raise `SandboxError` if Docker does not report to it that the command has ended."""
+        """Wait for the docker command. Raise `SandboxError` if the command has ended, but Docker has not reported it."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_CHECK_S):
@@ -398,13 +398,15 @@ class DockerBackend:
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List the parts of a spec that this backend cannot enforce. Docker enforces all of them."""
+        """Return an empty tuple: Docker enforces every part of a spec."""
         return ()
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
         image = await self._resolve_image(spec)
         self._storage = self._storage or await _find_storage(self.root or Path(tempfile.gettempdir()))
-        folder = folders.create_folder(self.root, KIND, "shared")  # from here on, a cancelled creation removes it
+        folder = folders.create_folder(
+            self.root, KIND, "shared"
+        )  # `stop` removes it if the creation fails or is cancelled
         _make_readable(folder / "shared")
         sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env}, self._storage)
         try:

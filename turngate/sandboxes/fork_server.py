@@ -197,7 +197,7 @@ def _find_traces(scratch: str) -> List[str]:
                 State.relocated += [(module, name, folder, "/" + rest if rest else "") for name in names]
             else:
                 where = ", ".join(f"{module.__name__}.{name}" for name in names) or _describe_owner(owner, item)
-                faults.append(f"an import remembers a folder of its process in {where}")
+                faults.append(f"an import stored the server's HOME, TMPDIR or working folder in {where}")
     return faults
 
 
@@ -306,12 +306,12 @@ def _become_guard(handshake: socket.socket, sandbox: int, *fds: int) -> None:
     """Enter the namespaces of a sandbox, become a child of its first process, and guard one command."""
     _check(LIBC.setns(sandbox, NAMESPACES), "setns")
     os.close(sandbox)
-    inside = os.fork()  # the first process inside; only its children have a parent inside
+    inside = os.fork()  # only the children of this process have a parent inside the namespace
     if inside:
         os.waitpid(inside, 0)
         os._exit(0)
     if os.fork():
-        os._exit(0)  # then process 1 of the namespace becomes the parent
+        os._exit(0)  # process 1 of the namespace then becomes the parent
     while os.getppid() != 1:
         time.sleep(0.0005)
     _drop_capabilities()
@@ -345,7 +345,7 @@ def run_command(order: Dict[str, Any], stdin: int, stdout: int, stderr: int) -> 
     try:
         _redirect(order["preloaded"])
         describe_process(order["preloaded"]["argv"], order["env"])
-    except OSError:  # run the plain command instead: it reports the error, or works where this does not
+    except OSError:  # fall back to the plain command, which reports the error or succeeds
         os.execvpe(order["command"][0], order["command"], order["env"])
     raise State.supervisor.TakeOver(order)
 
@@ -421,7 +421,7 @@ def describe_process(argv: List[str], env: Dict[str, str]) -> None:
     layout = (ctypes.c_uint64 * 13)(
         *(int(field[26]), int(field[27]), int(field[45]), int(field[46]), int(field[47]), LIBC.sbrk(0), int(field[28])),
         *(block, block + len(words), block + len(words), block + len(words) + len(variables)),
-        *(0, 0xFFFFFFFF << 32),  # no auxiliary vector; the program stays
+        *(0, 0xFFFFFFFF << 32),  # no auxiliary vector; the executable file stays the same
     )
     _check(LIBC.prctl(SET_MM, SET_MM_MAP, ctypes.byref(layout), ctypes.sizeof(layout), 0), "PR_SET_MM_MAP")
 

@@ -31,7 +31,7 @@ class Owner(msgspec.Struct, frozen=True):
     def gone(self) -> bool:
         """Whether the process has certainly ended.
 
-        False if it belongs to another machine or container, because its state is unknown there.
+        False if it belongs to another machine or container, because its state there is unknown.
         """
         here = current_owner()
         if self.host != here.host:

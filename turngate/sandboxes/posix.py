@@ -72,7 +72,7 @@ class PosixSandbox(ABC):
     ) -> Job:
         """Start a command with three host descriptors as its standard streams. The caller must close them.
 
-        Raise `SandboxError` if the sandbox has ended or cannot be given the command.
+        Raise `SandboxError` if the sandbox has ended, or if the command cannot be sent to it.
         """
 
     async def exec(

@@ -221,7 +221,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
     codings, lengths = header_values(headers, "transfer-encoding"), set(header_values(headers, "content-length"))
     if codings:
         if codings != ["chunked"] or lengths:
-            raise RequestRefused(400, "transfer-encoding must be chunked, and excludes a content-length")
+            raise RequestRefused(400, "transfer-encoding must be chunked, without a content-length")
         return None
     length = (lengths or {"0"}).pop()
     if lengths or not DIGITS.match(length):
@@ -451,7 +451,7 @@ async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReade
     lengths = [] if chunked else header_values(reply.headers, "content-length")
     has_body = request.method != "HEAD" and reply.status not in (204, 304)
     as_chunks = chunked and not request.http_1_0
-    # A reply with neither chunks nor a length ends when its connection closes, also for the agent.
+    # Only closing the connection marks the end of a reply with neither chunks nor a length, so the agent's is closed too.
     keep_alive = request.keep_alive and (not has_body or as_chunks or bool(lengths))
     lines = [f"HTTP/1.1 {reply.status} {reply.reason}"]
     dropped = HOP_BY_HOP | ({"content-length"} if chunked else set())

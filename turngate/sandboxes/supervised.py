@@ -179,7 +179,7 @@ class SupervisedSandbox(PosixSandbox):
     ) -> SupervisedJob:
         """Start the preloaded program from the fork server. Raise `ForkFailed` if it cannot be forked."""
         order = {
-            "command": redirect(command, stdout, stderr),  # if the fork server's process cannot become the program
+            "command": redirect(command, stdout, stderr),  # run if the forked process cannot run the program itself
             "env": {**env, "PWD": cwd},  # in a plain start, the shell sets PWD
             "cwd": cwd,
             "preloaded": {"argv": list(command), "stdout": stdout, "stderr": stderr},

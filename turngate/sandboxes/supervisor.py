@@ -239,7 +239,7 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
 
 
 def exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Replace this process with a command. What the command would inherit is reset first (see `prepare_process`)."""
+    """Replace this process with a command, after resetting the state that the command would inherit (see `prepare_process`)."""
     prepare_process(order, stdin, stdout, stderr, session=session)
     command = order["command"]
     try:

@@ -1,8 +1,8 @@
-"""A tunnel: a command that prints a public URL and forwards its requests to a local port while it runs (cloudflared, ngrok, ssh -R …).
+"""A tunnel: a command that prints a public URL and forwards requests from there to a local port (cloudflared, ngrok, ssh -R …).
 
-The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` at its URL must answer with the gateway's header. A
-tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to listeners. Providers limit how
-often a tunnel may be created, so the pause between attempts grows.
+The tunnel is checked from outside, because the command of a dead tunnel often keeps running: `/health` at its URL must answer
+with the gateway's header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which is passed to
+listeners. Providers limit how often a tunnel may be created, so the pause between attempts grows.
 
 On Linux, the command ends with this process, even if this process is killed. The command inherits our environment without variables that
 look like secrets (`SECRET_NAME`), except those that start with TUNNEL_ or the command's name. So ngrok receives NGROK_AUTHTOKEN, and

@@ -65,7 +65,7 @@ class ForkAnswer(msgspec.Struct, frozen=True):
 
 
 class ImportReport(msgspec.Struct, frozen=True):
-    """The report of a server on its imports: why it cannot serve, or the variables that the imports have read, with their values."""
+    """A server's report on its imports: why it cannot serve, or the variables that the imports have read, with their values."""
 
     fault: str
     reads: dict[str, str | None]

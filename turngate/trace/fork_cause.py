@@ -39,8 +39,8 @@ def find_fork_cause(
 ) -> Cause | None:
     """Return why a turn forks, or None if it extends the tip of a branch, begins the first conversation, or repeats an unanswered request.
 
-    `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` needs only the same meaning, so it
-    may be a different context, or be set when `context` is None. `started` is the time at which the turn began. `quotes` are the ids of the
+    `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` only has the same meaning, so it
+    may be a different context, and may be set even if `context` is None. `started` is the time at which the turn began. `quotes` are the ids of the
     turns that its new messages quote.
     """
     for known in (location.context, context):
@@ -60,7 +60,7 @@ def find_fork_cause(
 def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool) -> Cause | None:
     """Return why a request that already has these answers was sent again, or None if there are no answers."""
     if not answers:
-        return None  # an equal call may still be in flight
+        return None  # an identical call may still be in flight
     # Equal requests alone do not prove a retry, since an agent that compacts repeats itself. The client must mark the retry, or an answer
     # must have been lost. An answer lost after this turn began proves a retry only if all answers were lost. Otherwise, the calls ran in
     # parallel.
@@ -128,7 +128,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         return _unlike_cause(trace, request, has_tools, quoted)
     alike = [root for root in same if _first_question_of(root) == question]
     if alike and not repeated and not quoted and any(_is_other_task(root, request) for root in alike):
-        return "new"  # a task after the same fixed messages or examples
+        return "new"  # another task after the same fixed messages or examples
     if alike:
         # Some agents keep the user's first message and summarize the rest.
         longest = max((node.count for node in trace.nodes if node.root in same), default=0)
@@ -140,7 +140,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, q
         return "compaction" if repeated or find_summary(trace, quoted, has_tools=False) is not None else "new"
     newest = max(quoted, key=lambda turn: turn.id, default=None)
     if newest is not None and newest.info.arguments and not newest.children:
-        # The task comes from a tool call that has no result yet, so this is a sub-agent, or an earlier one that was shortened.
+        # The task comes from a tool call that has no result yet, so this is a new sub-agent, or an earlier one with a shortened history.
         others = [root for root in same if root is not newest.root]
         return "compaction" if repeats_question(others, request) else "subagent"
     return "compaction" if repeated or quoted or repeats_question(same, request) else "new"
@@ -169,7 +169,7 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
         same_question = _first_question_of(root) == question
         if not same_preamble and same_head and (question is None or same_question):
             return "tools" if has_tools else "side"
-        # Without tools, a title or another agent may have the same question. The same conversation also has its answers.
+        # Without tools, a title or another agent may have the same question. Only the same conversation also repeats its answers.
         continues = has_tools or repeats_answers
         if same_preamble and not same_head and question is not None and same_question and continues:
             return "system"

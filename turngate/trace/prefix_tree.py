@@ -1,4 +1,4 @@
-"""Store the tokens that rows have in common once, as a tree of segments.
+"""A tree of segments that stores tokens shared by several rows only once.
 
     row 0:  A B C          segments   A ─► B ─► C         tokens   A B C D E
     row 1:  A B D                          └──► D
@@ -85,7 +85,7 @@ def find_shared_prefixes(
 ) -> PrefixLayout:
     """Find the prefixes that rows share. Tokens are shared if they and all tokens before them are equal in every column.
 
-    Each row is a sequence of columns, which are arrays with one value per token. `cuts` has for each row the indices of tokens at which a
+    Each row is a sequence of columns, which are arrays with one value per token. `cuts` lists, for each row, the tokens at which a
     new range starts even if nothing diverges there.
     """
     top = _Node(-1, 0, 0, None)
@@ -167,7 +167,9 @@ class SegmentTurn(msgspec.Struct, frozen=True):
 
     node: int
     role: TurnRole
-    trained_in: int | None  # index of the row that trains the segment; in other rows it is context. None: no row does
+    trained_in: (
+        int | None
+    )  # index of the row that trains the segment, which is context in other rows; None: no row trains it
     reason: str  # why no row trains it; empty if one does
     version_start: int
     version_end: int
@@ -293,7 +295,7 @@ def _turn_column(row: Sample) -> np.ndarray:
 
 
 def _side_columns(rows: Sequence[Sample], name: str) -> Iterator[list[np.ndarray]]:
-    """Yield for each row which tokens have a value, and the values."""
+    """Yield two columns for each row: whether each token has a value, and the values, with 0 where there is none."""
     kinds = {(row.side[name].values.shape[1:], row.side[name].values.dtype) for row in rows if name in row.side}
     if len(kinds) > 1:
         raise UnequalSideData(f"its {name} have different types or shapes in different branches")

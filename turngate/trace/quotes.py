@@ -31,9 +31,7 @@ _SPLIT_ARGUMENTS = re.compile(
 )  # the ends of JSON strings, and escapes, which a quotation does not keep
 _MARKUP = " \t-*#>`"
 _MAX_LINES = 40  # places in a message where the question of an earlier conversation may begin or end
-_MAX_COMPARED = (
-    16_000_000  # limits the total size of the parts that a message is split into to half of this, in characters
-)
+_MAX_COMPARED = 16_000_000  # twice the maximum total size, in characters, of the parts that a message is split into
 
 
 def take_excerpts(message: Message) -> tuple[str, ...]:

@@ -243,8 +243,8 @@ class _Structure:
     def _find_main(self) -> Context | None:
         """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
 
-        If several lines have the most turns, those that are more than one short answer, such as a title, are preferred, and then those with
-        answers that no other line uses. If several short answers without a common system prompt remain, such as a title and an answer
+        If several lines have the most turns, those that consist of more than one short answer (such as a title) are preferred, then those
+        whose answers no other line uses. If several short answers without a common system prompt remain, such as a title and an answer
         to the user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
@@ -337,7 +337,7 @@ class _Structure:
         return _UNKNOWN if role == "unknown" else RoleDecision(role, "structure", why)
 
     def _decide_by_use(self, root: Context) -> RoleDecision | None:
-        """Return a role if another line uses this conversation's answers, or if it uses the answers of another conversation."""
+        """Return a role if another line uses this conversation's answers, or if this one uses another's answers. Otherwise, return None."""
         if (user := self._find_user(root)) is not None:
             return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
         sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]

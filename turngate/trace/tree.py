@@ -415,7 +415,7 @@ def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
 def _is_rewritten(message: Message, info: SampledInfo) -> bool:
     """Return whether a message repeats a turn with rewritten arguments. Its text and call ids must be those of the turn.
 
-    Agents keep arguments as their tools received them: with defaults filled in, with 5 for "5", without a needless `cd` or trailing blanks.
+    Agents keep arguments as their tools received them: with defaults added, "5" converted to 5, or a needless `cd` or blanks removed.
     The gateway chose the call ids, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of
     a call's long arguments, however, it intends to remove that text from the context. That is an edit.
     """

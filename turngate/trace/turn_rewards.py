@@ -153,7 +153,7 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 
     The call was made by a turn whose conversation had not continued yet. Turns that had ended and whose tool calls name the host tool are
     preferred, then others that had ended with a tool call. Agents may run a tool call before the rest of the reply has arrived, so a turn
-    that had not ended is also considered if its tool calls name the host tool, and those of no ended turn do.
+    that had not ended is also considered if its tool calls name the host tool and those of no ended turn do.
     """
     begun = [turn for turn in turns if turn.started <= call.time]
     continued = {turn.previous for turn in begun}
@@ -172,9 +172,9 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 def reward_tool_calls(
     tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
 ) -> dict[TurnReward, TurnReward]:
-    """Return the rewards that host tools give for their calls, as a map from each one without its turn to the same one with it.
+    """Return the rewards that host tools give for their calls. Map each reward without a turn to the same reward with its turn.
 
-    The turn stays None if it cannot be decided.
+    If the turn that made a call cannot be decided, `turn` stays None.
     """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}

@@ -327,7 +327,7 @@ def _thinking(
         if "thinking" not in without:
             fields["thinking"] = {"type": "adaptive", "display": "summarized"} if thinks else {"type": "disabled"}
         elif not thinks:
-            lost.append("disabling of thinking")
+            lost.append("disabling thinking")
     if effort and thinks:
         optional["effort"] = ("effort",)
         if "effort" not in without and effort in _EFFORTS:

@@ -54,7 +54,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...]  # information that the format cannot represent
     left_out: Mapping[str, int]  # counts by reason
     notes: tuple[str, ...]  # warnings for anyone who trains on the file
-    teacher: TeacherSummary | None = None  # what the teacher did, if there is one
+    teacher: TeacherSummary | None = None  # None: the export has no teacher
 
 
 def export(

@@ -1,4 +1,4 @@
-"""Teacher scores in exports: score all rows first, so that a teacher that fails leaves no file, then add the scores to the records."""
+"""Teacher scores in exports: score all rows first, so that no file is written if the teacher fails, then add the scores to the records."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _PolicyTokenizers:
             where = known.folder if known is not None else folder or "an unknown folder"
             raise ConfigError(
                 f"tokenizer: the rollouts were recorded with the vocabulary {vocabulary}, which is not in {where} on this machine; "
-                "pass its folder as --tokenizer",
+                "pass the folder of the tokenizer that has this vocabulary as --tokenizer",
                 param="tokenizer",
             )
         return known

@@ -208,7 +208,7 @@ def rebuild_rows(record: Record) -> list[Record]:
 
 
 def _rebuild_extras(record: Record, row: Sample) -> dict[str, Json]:
-    """Return the fields of a row that it has only if they were requested."""
+    """Return the fields that a row has only if they were requested: its side data and its teacher."""
     extras: dict[str, Json] = {}
     if "side" in record:
         extras["side"] = {name: encode_column(column) for name, column in row.side.items()}

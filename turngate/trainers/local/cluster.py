@@ -29,7 +29,7 @@ from turngate.trainers.local.training import TimedEngine, TrainingEnvironment
 
 KEY_VARIABLE = "TURNGATE_TRAINING_ENGINE_KEY"  # in the environment of the cells
 NAME_FILE = "cluster-name"  # in the folder of the run
-_SILENCE_S = 3600.0  # a call may wait long for a free slot of a small engine
+_SILENCE_S = 3600.0  # a call may wait a long time for a free slot in a small engine
 
 
 class TrainingCluster(msgspec.Struct, frozen=True, kw_only=True):

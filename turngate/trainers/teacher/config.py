@@ -95,7 +95,7 @@ def open_engine(config: TeacherConfig) -> ScoringEngine:
 
 
 def find_version(config: TeacherConfig) -> str:
-    """Return the version of the teacher's weights. For a local folder without one, it changes when a file of the model changes."""
+    """Return the version of the teacher's weights. If it is not set for a local teacher, derive it from the model's files."""
     if config.version or config.engine != "local":
         return config.version
     known = blake2b(digest_size=8)

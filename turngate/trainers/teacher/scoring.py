@@ -33,7 +33,7 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 TEACHER_TOP_IDS = "teacher_top_ids"
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
 TEACHER_COLUMNS = (TEACHER_LOGPROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
-_RETRIES_S = (0.5, 1.0, 2.0, 4.0)  # pauses after failures that may pass
+_RETRIES_S = (0.5, 1.0, 2.0, 4.0)  # pauses before the retries of a call
 _NOT_SCORED = "it was not scored"
 
 
@@ -47,16 +47,16 @@ class RowToScore(Protocol):
 
 
 class TeacherUnavailable(EngineUnavailable):
-    """The teacher failed while rows were being scored. The scores that it gave before are cached."""
+    """The teacher failed while rows were being scored. Scores that it returned before the failure are cached."""
 
 
 class TeacherSummary(msgspec.Struct):
-    """What a teacher has done."""
+    """A summary of a teacher's work: its calls, the turns that they scored, and the rows without scores."""
 
     model: str
     version: str
     top_k: int
-    calls: int = 0  # successful ones
+    calls: int = 0  # successful calls
     turns: int = 0  # turns scored in these calls
     cached: int = 0  # turns whose scores were already cached, or in another call
     scored_rows: int = 0
@@ -87,7 +87,7 @@ class Teacher:
         engine: ScoringEngine | None = None,
         watch: Callable[[TeacherSummary], None] = lambda summary: None,
     ) -> None:
-        """`cache` is the file for scores; if it is None, they are kept in memory. `watch` is called after each call, in a thread."""
+        """Connect to a teacher. Scores are cached in the file `cache`, or in memory if it is None. `watch` is called after each call."""
         self._engine = open_engine(config) if engine is None else engine
         model = self._engine.find_model()
         tokenizer = Tokenizer(Path(config.tokenizer)) if config.tokenizer else None
@@ -120,9 +120,9 @@ class Teacher:
         return self._vocabulary.is_same(digest)
 
     def submit(self, session: str, rows: Sequence[RowToScore], policy: Tokenizer | None) -> None:
-        """Start to score the rows of a rollout. `policy` is their tokenizer, or None if the teacher is known to have the same one.
+        """Start scoring the rows of a rollout. `policy` is their tokenizer, or None if the teacher is known to have the same one.
 
-        Waits while many calls are running.
+        Block while many calls are running.
         """
         for call in self._plan(session, rows):
             self._running = [future for future in self._running if not future.done() or future.exception() is not None]

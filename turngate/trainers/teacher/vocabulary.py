@@ -1,6 +1,6 @@
 """Check that a teacher's ids mean the same tokens as the recorded ids.
 
-A teacher with another vocabulary accepts most ids, and returns scores of another text. So either the tokenizers' vocabularies are compared
+A teacher with a different vocabulary accepts most ids, but scores a different text. So either the tokenizers' vocabularies are compared
 as a whole, or the teacher's server decodes each id before the first call that contains it.
 """
 
@@ -90,7 +90,7 @@ class VocabularyCheck:
 
 
 def _normalize(text: str) -> str:
-    """Remove what decoders treat differently: white space, and the marks of incomplete characters."""
+    """Remove the characters that decoders treat differently: white space, and the marks of incomplete characters."""
     return "".join(text.replace("\ufffd", "").split())
 
 

@@ -135,7 +135,7 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
     async def _request(
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
-        """Send a request, and retry while the gateway is restarting. `gone` allows the reply that the rollout does not exist."""
+        """Send a request, and retry while the gateway is restarting. If `gone` is set, status 404 is not an error."""
         url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
         unreachable = (aiohttp.ClientError, TimeoutError, OSError)
         try:
