@@ -40,8 +40,8 @@ def find_fork_cause(
     """Return why a turn forks, or None if it extends the tip of a branch, begins the first conversation, or repeats an unanswered request.
 
     `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` only has the same meaning, so it
-    may be a different context, and may be set even if `context` is None. `started` is the time at which the turn began. `quotes` are the ids of the
-    turns that its new messages quote.
+    may be a different context, and may be set even if `context` is None. `started` is the time at which the turn began. `quotes` are the
+    ids of the turns that its new messages quote.
     """
     for known in (location.context, context):
         if known is not None:

@@ -167,9 +167,7 @@ class SegmentTurn(msgspec.Struct, frozen=True):
 
     node: int
     role: TurnRole
-    trained_in: (
-        int | None
-    )  # index of the row that trains the segment, which is context in other rows; None: no row trains it
+    trained_in: int | None  # index of the only row that trains the segment; None: no row trains it
     reason: str  # why no row trains it; empty if one does
     version_start: int
     version_end: int
