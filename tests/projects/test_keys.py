@@ -44,7 +44,7 @@ async def test_scopes_open_their_routes_only() -> None:
                 response = await client.request(method, target)
                 assert response.status_code == (200 if scope in scopes else 403), (target, scope, response.text)
         refused = (await clients["feed"].get(f"{path}/trace")).json()["error"]["message"]
-        assert refused.startswith("this needs a key with the scope traces or admin; key tgp-")
+        assert refused.startswith("this request needs a key with the scope traces or admin; key tgp-")
 
 
 async def test_rotation_keeps_the_old_key_for_a_while() -> None:
@@ -258,5 +258,5 @@ async def test_audit_log_has_changes_deletions_and_exports(tmp_path: Path) -> No
         log = (await g.admin.get("/admin/audit?limit=1000")).text
         assert key["key"] not in log and secret not in log
         for change in ("UPDATE audit SET actor='x'", "DELETE FROM audit"):
-            with pytest.raises(StoreError, match="can only be added to"), g.app.store.database.writing() as db:
+            with pytest.raises(StoreError, match="append-only"), g.app.store.database.writing() as db:
                 db.execute(change)

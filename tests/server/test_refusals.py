@@ -260,7 +260,7 @@ async def test_other_codings_and_damaged_bodies_are_refused() -> None:
         ("gzip, gzip", gzip.compress(packed), "is not supported"),
         ("gzip", body, "not valid gzip"),
         ("gzip", packed[:-9], "incomplete"),
-        ("gzip", packed + packed, "data follows its end"),
+        ("gzip", packed + packed, "it has extra data at its end"),
         ("gzip", b"", "incomplete"),
         ("deflate", packed, "not valid deflate"),
     ]

@@ -160,7 +160,7 @@ class Gateway(ProjectGateway):
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        """Create the `WeightUpdates`: for `barrier` or, on the shared store, for the fence of all cells. Those of a cell refuse updates."""
+        """Create the weight updates for `barrier` or, on the shared store, for the fence of all cells. A cell refuses updates."""
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
             shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
@@ -187,7 +187,7 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Create the `EngineChanges`: for `group` or, on the shared store, for all cells. Those of a cell refuse changes."""
+        """Create the engine changes for `group` or, on the shared store, for all cells. A cell refuses changes."""
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)

@@ -167,6 +167,6 @@ def require_scope(key: ApiKey, scopes: Scopes) -> None:
     if key.scopes & scopes:
         return
     if not scopes:
-        raise Forbidden("this needs the operator's admin key; API keys are not accepted")
+        raise Forbidden("this request needs the operator's admin key; API keys are not accepted")
     wanted = " or ".join(scope for scope in SCOPE_NAMES if scope in scopes)
-    raise Forbidden(f"this needs a key with the scope {wanted}; key {key.prefix} does not have it")
+    raise Forbidden(f"this request needs a key with the scope {wanted}; key {key.prefix} does not have it")

@@ -47,7 +47,7 @@ def build_replica(config: ServeConfig, url: str) -> VLLM | SGLang:
 
 
 def list_engine_addresses(config: ServeConfig, engine: Engine | None = None) -> list[str]:
-    """Return the addresses of a pool's engines, as the pool writes them: those of the given `engine`, or else the configured ones."""
+    """Return the addresses of a pool's engines, in the pool's format: those of the given `engine`, or else the configured ones."""
     if isinstance(engine, Pool):
         return [replica.address for replica in engine.replicas]
     if config.engine not in ("vllm", "sglang"):

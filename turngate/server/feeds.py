@@ -27,7 +27,7 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TakeOverQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies the feed it belongs to."""
+    """Query parameters. `after` is the last delivery that the trainer has processed, and `mark` identifies the feed of that delivery."""
 
     after: Whole | None = None
     mark: str = ""

@@ -86,7 +86,7 @@ class GateRoutes:
         return _pack({})
 
     async def fail(self, request: Request, body: CallFailure) -> MsgpackReply[dict[str, Json]]:
-        """Fail a call."""
+        """Answer a call with an error."""
         self._gate.fail_call(request.path_params["call"], body.lease, body.message, body.fault)
         return _pack({})
 

@@ -157,7 +157,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Apply the checks of a call that starts a turn, except for its limits, to a call that samples nothing."""
+        """Raise an error if a call that samples nothing could not start a turn. Limits are not checked."""
         self._pipeline.admit(session, call)
 
     def count_error(

@@ -148,7 +148,7 @@ def _describe_parameters(operation: Operation) -> list[Json]:
         schema: Json = {"type": "integer", "minimum": 0} if kind == "int" else {"type": "string", "minLength": 1}
         described = {"name": name, "in": "path", "required": True, "schema": schema}
         if kind == "path":
-            described["description"] = "It may contain slashes."
+            described["description"] = "May contain slashes."
         parameters.append(described)
     parameters += [
         {"name": name, "in": "header", "required": True, "schema": {"type": "string", "minLength": 1}}

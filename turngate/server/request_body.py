@@ -34,7 +34,7 @@ def _decompress(body: bytes, coding: str, limit: int) -> bytes:
     if len(content) > limit:
         raise TooLarge(f"the decompressed body is larger than the limit of {limit} bytes (setting max_body_mb)")
     if not decompressor.eof or decompressor.unused_data:
-        problem = "data follows its end" if decompressor.eof else "it is incomplete"
+        problem = "it has extra data at its end" if decompressor.eof else "it is incomplete"
         raise BadRequest(f"the body is not valid {coding}: {problem}", param="content-encoding")
     return content
 

@@ -1,4 +1,6 @@
-"""The scopes of the routes: an API key needs one of them. A gateway does not start if a route that needs scopes is missing here.
+"""The scopes of each route. An API key needs one of them to use the route.
+
+A gateway does not start if a route that needs scopes is missing here.
 
 Public routes and lists of models need no scopes. Model calls, host tools and stored responses are not listed: they require the secret of
 their session or, if the path names the session, the admin key or an API key with one of the scopes in `MODEL_CALLS`.

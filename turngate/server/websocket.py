@@ -2,8 +2,9 @@
 
     upgrade → accept → per event: find the session → decode → run the turn → frames → …
 
-The calls of one lane are served one after another; different lanes are served at the same time. When the client disconnects, its calls are
-aborted and recorded. The latest reply of each lane can be continued on the same connection even if the reply is not stored.
+Calls with the same `stream_id` form a lane. The calls of one lane are served one after another; different lanes are served at the same
+time. When the client disconnects, its calls are aborted and recorded. The latest reply of each lane can be continued on the same connection
+even if the reply is not stored.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class CallSocket:
             lane = event.lane
             if lane not in self._lanes and len(self._lanes) >= MAX_LANES:
                 raise TooManyLanes(
-                    f"stream_id: this connection already has {MAX_LANES} lanes; use one of them, or open another connection",
+                    f"stream_id: this connection already uses {MAX_LANES} stream ids; use one of them, or open another connection",
                     param="stream_id",
                 )
             if self._held_bytes and self._held_bytes + len(raw) > self._calls.max_body:
@@ -272,7 +273,7 @@ class CallSocket:
             queue = self._lanes.get(lane) or self._open_lane(lane)
             if queue.qsize() >= _MAX_WAITING:
                 raise TooManyLanes(
-                    f"{_MAX_WAITING} calls are already waiting in this lane; send this one again when one of them has started"
+                    f"{_MAX_WAITING} calls with this stream_id are already waiting; send this one again when one of them has started"
                 )
             queue.put_nowait((raw, event))
             self._held_bytes += len(raw)

@@ -2,7 +2,7 @@
 
     running ──► settled       its outcome counts: groups, feeds and exports include it; no further attempt can be opened
        │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
-       └──────► superseded    given up, or replaced by a higher attempt; its outcome is stored but never counts
+       └──────► superseded    given up, or replaced by a newer attempt; its outcome is stored but never counts
 
 At most one attempt of a rollout is ever settled. To ensure this, each function writes to an attempt's row before it reads the row and
 decides. The write locks the row, so two concurrent transactions cannot both decide.
@@ -175,14 +175,15 @@ def _read_outcome(db: StoreConnection, session: str) -> tuple[RecordedOutcome | 
 def register_attempt(
     db: StoreConnection, rollout: str, attempt: int, session: str, started: float, cell: str = ""
 ) -> None:
-    """Register an attempt when its session is opened, and supersede lower attempts.
+    """Register an attempt when its session is opened, and supersede earlier attempts.
 
     Raise `Conflict` if the attempt was superseded or opened before, or if the rollout already has an outcome.
     """
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
         raise Conflict(
-            f"session {session!r} belongs to attempt {dead[1]} of rollout {dead[0]!r}, which was superseded", param="id"
+            f"session {session!r} belongs to attempt {dead[1]} of rollout {dead[0]!r}, which was superseded; choose a different id",
+            param="id",
         )
     added = db.execute(
         f"INSERT INTO attempts ({_COLUMNS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT (rollout, attempt) DO NOTHING",

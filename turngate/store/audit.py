@@ -24,14 +24,14 @@ CREATE INDEX IF NOT EXISTS audit_of_a_project ON audit (project, number);
 # The database itself refuses to change an entry.
 SQLITE_AUDIT_GUARD = """
 CREATE TRIGGER IF NOT EXISTS audit_unchanged BEFORE UPDATE ON audit
-    BEGIN SELECT RAISE(ABORT, 'the audit log can only be added to'); END;
+    BEGIN SELECT RAISE(ABORT, 'the audit log is append-only: entries cannot be changed or removed'); END;
 CREATE TRIGGER IF NOT EXISTS audit_undeleted BEFORE DELETE ON audit
-    BEGIN SELECT RAISE(ABORT, 'the audit log can only be added to'); END;
+    BEGIN SELECT RAISE(ABORT, 'the audit log is append-only: entries cannot be changed or removed'); END;
 """
 POSTGRES_AUDIT_GUARD = """
 CREATE OR REPLACE FUNCTION refuse_audit_change() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    RAISE EXCEPTION 'the audit log can only be added to';
+    RAISE EXCEPTION 'the audit log is append-only: entries cannot be changed or removed';
 END $$;
 CREATE OR REPLACE TRIGGER audit_unchanged BEFORE UPDATE OR DELETE OR TRUNCATE ON audit
     FOR EACH STATEMENT EXECUTE FUNCTION refuse_audit_change();

@@ -298,4 +298,4 @@ class _Transaction:
 
 
 def _write_error(error: sqlite3.Error) -> StoreError:
-    return StoreError(f"cannot write to the store ({error}); unrecorded turns are never delivered")
+    return StoreError(f"cannot write to the store ({error}); a turn that cannot be recorded is not delivered")

@@ -427,7 +427,7 @@ def _insert_events(db: StoreConnection, events: Sequence[NewEvent]) -> None:
 
 
 def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recorded: float) -> None:
-    """Make the waiting rollouts of a group a delivery if the group was closed before the next outcome.
+    """Turn the waiting rollouts of a group into a delivery if the group was closed before the next outcome.
 
     That is, the group was closed after these rollouts were recorded and before the time `recorded`.
     """
@@ -437,7 +437,7 @@ def _number_closed_group(db: StoreConnection, feed: _OpenFeed, group: str, recor
 
 
 def _number_closed_groups(db: StoreConnection, feed: int, name: str) -> None:
-    """Make the waiting rollouts of each closed group a delivery, if the group was closed after they were recorded.
+    """Turn the waiting rollouts of each closed group into a delivery, if the group was closed after they were recorded.
 
     The deliveries are numbered in the order in which the groups were closed.
     """

@@ -77,7 +77,7 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """What a cell needs from its outbox, or from the outboxes of all its projects."""
+    """The methods of an outbox that a cell's lease keeper uses: those of one project, or of all projects together."""
 
     def cells(self) -> list[str]: ...
 
@@ -225,7 +225,7 @@ class OutboxTable:
             return [ShippedSession(*row) for row in db.execute(query, (after, limit)).fetchall()]
 
     def add_again(self, sessions: Iterable[int]) -> None:
-        """Make sessions due that the shared store has lost. Mark them as reshipped, because their outcomes may have been delivered."""
+        """Put sessions that the shared store has lost back into the outbox. Mark them as reshipped, since they may have been delivered."""
         now = time.time()
         with self._writing() as db:
             for session in sessions:

@@ -36,7 +36,7 @@ CREATE INDEX IF NOT EXISTS api_keys_of_a_project ON api_keys (project);
 DEFAULT_PROJECT = "default"  # everything recorded without a project belongs to it
 PROJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 ScopeName = Literal["sessions", "traces", "feed", "admin"]
-DELETED = "deleted_project:"  # start of the setting that notes a deleted project
+DELETED = "deleted_project:"  # prefix of the setting that records the deletion of a project
 SCOPE_NAMES: tuple[ScopeName, ...] = get_args(ScopeName)
 _KEY = "prefix, CAST(hash AS BLOB), project, scopes, note, created, expires, revoked"
 _Limit = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

@@ -23,7 +23,7 @@ from turngate.store.sqlite import Store
 
 _REMOVED = 10  # sessions per transaction
 _FILE_SESSIONS = 1000
-_FILE_BYTES = 256_000_000  # a file of this size gets no further session
+_FILE_BYTES = 256_000_000  # no session is added to a file that has reached this size
 
 
 class PruneResult(msgspec.Struct):

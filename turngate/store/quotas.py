@@ -74,7 +74,7 @@ class QuotaTable:
             return int(db.execute(query, (project, quota, period, time.time())).fetchone()[0])
 
     def measure(self, project: str) -> int | None:
-        """Return how many bytes are stored for a project, or None if only the project's own store knows."""
+        """Return how many bytes are stored for a project, or None if this must be measured in the project's own store."""
         return None
 
     def prune(self, before_period: int) -> None:

@@ -1,7 +1,7 @@
 """A cache of the scores that a teacher gave to recorded turns, in a SQLite file of its own next to the store.
 
 Scores can be computed again, so they are not part of the recording: exports only read the store, and never compete with a gateway for its
-lock. A turn is identified by the ids of its context and its own, so a turn that several rows share has one entry. An entry belongs to a
+lock. A turn is identified by its own ids and those of its context, so a turn that several rows share has one entry. An entry belongs to a
 session, and is removed with it.
 """
 
@@ -64,7 +64,7 @@ class CachedScores(msgspec.Struct, frozen=True, eq=False):
 
 
 def digest_turns(ids: Ids, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return a digest for each turn of a row: of all ids up to its end, and of its length. `spans` must be sorted."""
+    """Return a digest for each turn of a row. It covers all ids up to the turn's end, and the turn's length. `spans` must be sorted."""
     digests, known, at = [], hashlib.blake2b(digest_size=16), 0
     data = np.ascontiguousarray(ids, np.dtype(ID_DTYPE).newbyteorder("<"))
     for start, end in spans:
@@ -187,7 +187,7 @@ def remove_scores(path: Path, session: str) -> None:
 
 
 def _remove(path: Path, is_removed: Callable[[str], bool]) -> None:
-    """Remove the scores of some sessions. If the cache is in use for long, leave them to a later call of `remove_orphans`."""
+    """Remove the scores of some sessions. If the cache stays in use for too long, leave them to `remove_orphans`."""
     if not path.is_file():
         return
     try:

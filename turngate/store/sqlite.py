@@ -101,7 +101,7 @@ class NewTurn(msgspec.Struct, frozen=True):
 
 
 class SessionLoading:
-    """A session that is being loaded. Its nodes are added one by one, in the sequence of their ids."""
+    """A session that is being loaded. Its nodes are added one by one, in the order of their ids."""
 
     def __init__(self, row: SessionRow, refused: RefusedCalls | None) -> None:
         self.session = session = Session(row.id, row.key, row.config, row.opened)

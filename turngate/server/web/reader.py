@@ -36,7 +36,7 @@ class PageReader:
         self.views = ViewCache(tokenizer, self._shared or Overview())
 
     async def keep_lists_current(self) -> None:
-        """Keep the lists of a shared store up to date until cancelled, so that requests need not. Return at once for any other store."""
+        """Update the lists of a shared store until cancelled, so that requests need not do it. Return at once for any other store."""
         while self._shared is not None:
             is_complete = True
             try:

@@ -72,7 +72,7 @@ class ViewCache:
         if self._own is not None and self._own.digest == vocabulary:
             return self._own, ""
         if not vocabulary:
-            return None, "the session does not name the tokenizer of its ids"
+            return None, "no tokenizer is recorded for the session"
         if self._other is None or self._other[0] != vocabulary:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:

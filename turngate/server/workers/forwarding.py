@@ -137,7 +137,7 @@ class PeerWorkers:
             # This error lacks the response's body, so the request is repeated without aiohttp's WebSocket client.
             async with self.request(number, "GET", target, [*headers, *_HANDSHAKE]) as response:
                 if response.status == 101:
-                    raise Stopping("the worker for this request has restarted; retry it") from None
+                    raise Stopping("the worker for this request has restarted; retry the request") from None
                 raise SocketRefused(response.status, tuple(response.raw_headers), await response.read()) from None
 
     async def _connect(
@@ -163,10 +163,12 @@ class PeerWorkers:
                 raise
             except aiohttp.ClientConnectorError:
                 if loop.time() > end:
-                    raise Stopping("the worker for this request is not running; retry it in a moment") from None
+                    raise Stopping(
+                        "the worker for this request is not running; retry the request in a moment"
+                    ) from None
                 await asyncio.sleep(0.05)
             except (aiohttp.ClientError, OSError):
-                raise Stopping("the worker for this request has stopped; retry it in a moment") from None
+                raise Stopping("the worker for this request has stopped; retry the request in a moment") from None
 
 
 class ForwardingApp:

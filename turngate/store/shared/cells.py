@@ -104,7 +104,7 @@ class CellTable:
             db.execute(query, (cell,))
             if db.execute("SELECT 1 FROM cells WHERE id=? AND state='lost'", (cell,)).fetchone() is None:
                 return False
-            # Also if the cell was already lost: it may have been declared lost from another project's store.
+            # This is needed even if the cell was already lost, since another project's store may have declared it lost.
             supersede_attempts(db, "cell=? AND state='running'", (cell,))
             return True
 

@@ -265,8 +265,8 @@ class ShipmentWriter:
         old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
         if old:
             log.warning(
-                "the shared store has a newer state of %d sessions, such as %s; ignoring the older state; "
-                "is this cell running on an old copy of its folder?",
+                "the shared store has a newer state of %d sessions, such as %s, so this cell's older state is ignored; "
+                "check whether the cell is running on an old copy of its folder",
                 len(old),
                 min(old),
             )
