@@ -16,10 +16,12 @@ _STEP_BYTES = 2**18
 
 
 class Base64Field:
-    """A long base64 field of a JSON reply. `feed` removes the field's content from the reply and adds it, decoded, to `data`."""
+    """A long base64 field of a JSON reply. `feed` removes the field's content from the reply, and `take` returns it, decoded."""
 
     def __init__(self, name: str, engine: str, max_bytes: int) -> None:
-        self.data = bytearray()
+        self.size = 0  # of the decoded content, in bytes
+        # One array that grows would be moved from time to time, which blocks the event loop for up to 10 ms.
+        self._parts: list[bytes] = []
         self._name, self._engine, self._max_bytes = name, engine, max_bytes
         # These bytes cannot occur inside a JSON string, because quotation marks are escaped there.
         self._mark = f'"{name}":'.encode()
@@ -56,6 +58,15 @@ class Base64Field:
             at = content
         return b"".join(kept)
 
+    def take(self) -> bytes:
+        """Return the decoded content, and forget it. Call this in a thread if it is large: joining releases the interpreter lock."""
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._clear()
+        return data
+
+    def _clear(self) -> None:
+        self._parts, self.size, self._rest = [], 0, b""
+
     def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
         """Return the end of the data to keep and the start of the field's content, or None if the content does not start in this read."""
         found = data.find(self._mark, at)
@@ -68,7 +79,8 @@ class Base64Field:
         if quote == len(data):
             return found, None
         if data[quote : quote + 1] == b'"':
-            self._is_inside, self.data, self._rest = True, bytearray(), b""
+            self._clear()
+            self._is_inside = True
             return quote + 1, quote + 1
         return quote, quote  # null, for example
 
@@ -77,8 +89,10 @@ class Base64Field:
         size = len(characters) if is_last else len(characters) // 4 * 4
         self._rest = characters[size:]
         try:
-            self.data += binascii.a2b_base64(characters[:size], strict_mode=True)
+            part = binascii.a2b_base64(characters[:size], strict_mode=True)
         except binascii.Error as error:
             raise EngineError(f"{self._engine} sent {self._name} that cannot be decoded: {error}") from None
-        if len(self.data) > self._max_bytes:
+        self._parts.append(part)
+        self.size += len(part)
+        if self.size > self._max_bytes:
             raise EngineError(f"{self._engine} sent more than {self._max_bytes} bytes of {self._name}")

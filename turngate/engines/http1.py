@@ -15,7 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-_PAUSE_AT = 4 * 2**20  # unread bytes at which reading from the engine pauses
+_PAUSE_AT = (
+    2**20
+)  # unread bytes at which reading from the engine pauses; more of them would block the event loop for longer
 _MAX_HEAD = 2**16  # bytes
 
 

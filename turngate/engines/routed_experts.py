@@ -40,15 +40,15 @@ class RoutedExpertsReply:
 
         Raise `EngineError` if they are missing or do not match the reply's tokens.
         """
-        if not self.field.data:
+        if not self.field.size:
             raise EngineError(f"{self._engine} returned no routed experts; start it with {_FLAG}")
-        if len(self.field.data) > _INLINE_BYTES:
+        if self.field.size > _INLINE_BYTES:
             return await asyncio.to_thread(self._convert, request, sampled)
         return self._convert(request, sampled)
 
     def _convert(self, request: Generate, sampled: int) -> tuple[SideArray, ...]:
         assert request.routed_experts is not None
-        data, prompt = self.field.data, len(request.prompt)
+        data, prompt = self.field.take(), len(request.prompt)
         values = self._read_file(data) if data.startswith(b"\x93NUMPY") else self._read_numbers(data)
         if self._shape is not None and values.shape[1:] != self._shape:
             raise EngineError(
@@ -64,7 +64,7 @@ class RoutedExpertsReply:
             )
         return (SideArray(ROUTED_EXPERTS, start - prompt, self._narrow(values)),) if len(values) else ()
 
-    def _read_file(self, data: bytearray) -> np.ndarray:
+    def _read_file(self, data: bytes) -> np.ndarray:
         """Read a .npy file without copying it."""
         header = io.BytesIO(data[:_MAX_HEADER])
         try:
@@ -78,7 +78,7 @@ class RoutedExpertsReply:
         except ValueError as error:
             raise EngineError(f"{self._engine} sent routed experts that cannot be read: {error}") from None
 
-    def _read_numbers(self, data: bytearray) -> np.ndarray:
+    def _read_numbers(self, data: bytes) -> np.ndarray:
         """Read numbers that are sent without a shape, and apply the configured shape."""
         if self._shape is None:
             raise EngineError(
