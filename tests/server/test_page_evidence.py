@@ -120,7 +120,7 @@ async def test_long_rollout_is_paged(tmp_path: Path) -> None:
         assert header["totals"]["turns"] == 198 and header["totals"]["tokens"] > 95_000 and header["readable"]
         assert header["stages"][0] == {"stage": "sandbox", "at": header["stages"][0]["at"], "seconds": 1.0}
         assert header["logs"] == {"stdout": "ok\n", "verifier": "3 passed\n"}
-        assert header["can"]["retry"] == {"ok": False, "why": "it has been judged: graded"}
+        assert header["can"]["retry"] == {"ok": False, "why": "it already has an outcome: graded"}
         trace = (await g.admin.get("/admin/sessions/long/trace")).json()["nodes"]
         stored = {node["id"]: node for node in trace}
         seen: dict[int, list[int]] = {}

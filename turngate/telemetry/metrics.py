@@ -133,7 +133,7 @@ FAMILIES = (
         kind="gauge",
         labels=("state",),
         merge="max",
-        about="Engine replicas that were up and down at the last health check.",
+        about="Engine replicas at the last health check, by state: up or down.",
     ),
     MetricFamily(name="turngate_fence_version", kind="gauge", merge="max", about="Current policy version."),
     MetricFamily(

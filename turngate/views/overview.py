@@ -171,7 +171,7 @@ def explain_no_retry(row: RolloutRow, damage: str, find_last_attempt: Callable[[
     if damage:
         return damage
     if row.kind and row.kind != "infrastructure fault":
-        return f"it has been judged: {row.kind}"
+        return f"it already has an outcome: {row.kind}"
     if not row.kind and row.status != "cancelled":
         return "it has no outcome, so there is no failure to retry"
     if not row.batch or not row.name:

@@ -109,7 +109,7 @@ def load_session_view(store: Store, session_id: str, side: Collection[str] = ())
     row = store.find(session_id)
     if row is None:
         raise NotFound(f"unknown session {redact_known(session_id)!r}")
-    # Load the session first. A node that is added after that has messages without a node, but never a node without messages.
+    # Load the trace before the messages. Otherwise, a node that is added in between would be in the trace without its messages.
     session = store.load(row)
     preambles = store.preambles(row.key)
     if not all(_is_json(tools, list | dict) and _is_json(kwargs, dict) for tools, kwargs in preambles.values()):

@@ -1,6 +1,6 @@
 /**
- * Invisible characters: control characters, direction marks, invisible spaces. All shown text passes through here, so that they cannot
- * disguise a name or an output.
+ * Invisible characters: control characters, direction marks, invisible spaces. All shown text passes through here, so that such characters
+ * cannot disguise a name or an output.
  */
 
 /** All but tab and newline. Joiners, emoji variation selectors and visible spaces are kept, because they change what is shown. */

@@ -26,7 +26,7 @@ export class Live {
     /** @type {EventSource | null} */
     this.source = null;
     this.timer = 0;
-    this.asking = false; // checking the login; no other attempt until then
+    this.asking = false; // whether the login is being checked; meanwhile, no other attempt is made
     this.age = 0; // increased to discard pending replies
   }
 

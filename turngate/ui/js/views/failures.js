@@ -18,7 +18,7 @@ const MEANS = {
     "The agent produced nothing to grade, or reached a limit. The batch's options decide whether it scores 0 or is excluded.",
   "invalid task": "The setup or the grader fails no matter what the agent does. Find the cause with turngate tasks check.",
   "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. Never scored.",
-  cancelled: "Cancelled by a user, or because the policy had moved too far ahead.",
+  cancelled: "Cancelled by a user, replaced by another attempt, or too old for the current policy version.",
 };
 
 /**

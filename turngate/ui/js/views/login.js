@@ -1,4 +1,4 @@
-/** The login form. The admin key is sent in one request, and is never stored or put in an address. */
+/** The login form. The key is sent in one request, and is never stored or put in an address. */
 
 import * as api from "../api.js";
 import { el } from "../dom.js";
@@ -22,18 +22,22 @@ export function form(entered, why) {
     "form.login",
     { "aria-labelledby": "login-title" },
     el("h1", { id: "login-title", text: "Turngate" }),
-    el("label", { for: "key", text: "Admin key of this gateway" }),
+    el("label", { for: "key", text: "Admin key or API key of this gateway" }),
     key,
     button,
     trouble,
     el(
       "p.muted",
       { id: "key-help" },
-      "The value of ",
+      "The admin key is the value of ",
       el("code", { text: "TURNGATE_ADMIN_KEY" }),
       ", or the content of the file ",
       el("code", { text: "admin-key" }),
-      " in the gateway's data folder.",
+      " in the gateway's data folder. An API key needs the scope ",
+      el("code", { text: "traces" }),
+      " or ",
+      el("code", { text: "admin" }),
+      ".",
     ),
   );
   made.addEventListener("submit", async (/** @type {Event} */ event) => {
