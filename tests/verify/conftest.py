@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.renderer_fixtures import renderers  # noqa: F401
@@ -22,3 +26,17 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
     monkeypatch.setattr(Gateway, "stop", stopped)
     return found
+
+
+@pytest.fixture(scope="module")
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and id of a session that the module's `record` has recorded. Tests that change it use `copy`."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, asyncio.run(request.module.record(folder))
+
+
+@pytest.fixture
+def copy(recorded: tuple[Path, str], tmp_path: Path) -> tuple[Path, str]:
+    """A copy of the recorded session, for one test."""
+    shutil.copy(recorded[0] / "turngate.db", tmp_path)
+    return tmp_path, recorded[1]

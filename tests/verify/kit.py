@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tests import kit
 from turngate.render import Renderer
+from turngate.trace.sample import Sample
 from turngate.verify import Renderers, RowSource, ScriptedScorer, SessionReader, Verdict, VerifyOptions, verify
 from turngate.verify.store_reader import ContextFacts, NodeRow, TurnFacts
 from turngate.views.verdict import open_row_source
@@ -35,6 +37,13 @@ def verdict(
             **means,
         )
         return verify(folder, folder.resolve_id(session), given)
+
+
+def run_verify(data: Path, session: str, change: Callable[[Sample], Sample] | None = None) -> Verdict:
+    """Verify a session of the kit's renderer without replay. `change` alters each row that verify compares."""
+    with open_row_source(data) as real:
+        rows = None if change is None else lambda name, everything: [change(row) for row in real(name, everything)]
+        return verdict(data, session, renderer=kit.renderer(), replay=False, rows=rows)
 
 
 def verify_all(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,9 @@ import pytest
 from tests import kit
 from tests.exact.agent import World
 from tests.exact.side_engine import EXPERTS, SideEngine
-from tests.verify.kit import Tampering, tampering, verdict, wrong
+from tests.verify.kit import Tampering, run_verify, tampering, wrong
 from turngate.trace.sample import Sample
 from turngate.trace.side_data import SideColumn
-from turngate.verify import Verdict
-from turngate.views.verdict import open_row_source
 
 
 class Reporting(SideEngine):
@@ -36,24 +32,6 @@ async def record(folder: Path) -> str:
             reply = await agent.call(kit.say(text))
             agent.messages += [reply.message, kit.user("Go on.")]
         return agent.session_id
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("recorded")
-    return folder, asyncio.run(record(folder))
-
-
-@pytest.fixture
-def copy(recorded: tuple[Path, str], tmp_path: Path) -> tuple[Path, str]:
-    shutil.copy(recorded[0] / "turngate.db", tmp_path)
-    return tmp_path, recorded[1]
-
-
-def run_verify(data: Path, session: str, change: Callable[[Sample], Sample] | None = None) -> Verdict:
-    with open_row_source(data) as real:
-        rows = None if change is None else lambda name, everything: [change(row) for row in real(name, everything)]
-        return verdict(data, session, renderer=kit.renderer(), replay=False, rows=rows)
 
 
 def test_unchanged_session_passes(recorded: tuple[Path, str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ import pytest
 
 from tests import kit
 from tests.exact.agent import World
-from tests.verify.kit import tampering, verdict, wrong
+from tests.verify.kit import run_verify, tampering, wrong
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.sample import Sample
 from turngate.trace.turn_rewards import TurnReward
-from turngate.verify import Verdict
-from turngate.views.verdict import open_row_source
 
 
 async def record(folder: Path) -> str:
@@ -39,24 +35,6 @@ async def record(folder: Path) -> str:
         outcome = RecordedOutcome(kind="graded", reward=1.0, turn_rewards=rewards)
         world.gateway.outcomes.record(agent.session_id, outcome)
         return agent.session_id
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("recorded")
-    return folder, asyncio.run(record(folder))
-
-
-@pytest.fixture
-def copy(recorded: tuple[Path, str], tmp_path: Path) -> tuple[Path, str]:
-    shutil.copy(recorded[0] / "turngate.db", tmp_path)
-    return tmp_path, recorded[1]
-
-
-def run_verify(data: Path, session: str, change: Callable[[Sample], Sample] | None = None) -> Verdict:
-    with open_row_source(data) as real:
-        rows = None if change is None else lambda name, everything: [change(row) for row in real(name, everything)]
-        return verdict(data, session, renderer=kit.renderer(), replay=False, rows=rows)
 
 
 def test_unchanged_session_passes(recorded: tuple[Path, str]) -> None:
