@@ -148,6 +148,64 @@ async def cell(url: str, name: str, world: World) -> AsyncIterator[FollowingCell
         yield FollowingCell(running, follower, table)
 
 
+class FaultyTable:
+    """A table in memory. While `is_faulty`, it fails as a table would that has a bug."""
+
+    def __init__(self) -> None:
+        self.is_faulty = False
+        self.failures = 0
+
+    def report(self, *_: Any) -> SharedFence:
+        if self.is_faulty:
+            self.failures += 1
+            raise KeyError("epoch")
+        return SharedFence()
+
+    def forget(self, follower: str) -> None: ...
+
+
+@asynccontextmanager
+async def follow(running: Running, table: FaultyTable, abort_calls: Any) -> AsyncIterator[FenceFollower]:
+    app = running.app
+    parts: list[Any] = [app.fence, app.barrier, app.fence_state, app.replicas, lambda: table, abort_calls]
+    follower = FenceFollower(*parts, id="a", name="a", ttl_s=scaled(0.2))
+    await follower.start()
+    try:
+        yield follower
+    finally:
+        await follower.stop()
+
+
+async def test_follower_survives_unexpected_errors_of_reports(caplog: pytest.LogCaptureFixture) -> None:
+    table = FaultyTable()
+    async with gateway() as g, follow(g, table, asyncio.Event().wait):
+        table.is_faulty = True
+        await until(lambda: table.failures > 2 and g.app.fence.paused)
+        table.is_faulty = False
+        await until(lambda: g.app.fence.admits)
+    [message] = [record for record in caplog.records if "cannot follow the fence" in record.message]
+    assert message.exc_info is not None and isinstance(message.exc_info[1], KeyError)
+
+
+async def test_follower_survives_unexpected_errors_of_aborts(caplog: pytest.LogCaptureFixture) -> None:
+    aborts = 0
+
+    async def abort_calls() -> None:
+        nonlocal aborts
+        aborts += 1
+        if aborts < 3:
+            raise KeyError("session")
+        g.app.fence.leave()
+
+    table = FaultyTable()
+    async with gateway() as g, follow(g, table, abort_calls):
+        await g.app.fence.enter()
+        table.is_faulty = True
+        await until(lambda: not g.app.fence.in_flight)
+    assert aborts == 3
+    assert len([record for record in caplog.records if "cannot abort the calls" in record.message]) == 1
+
+
 @asynccontextmanager
 async def controller(url: str) -> AsyncIterator[WeightUpdates]:
     """The weight updates of a gateway on the shared store."""

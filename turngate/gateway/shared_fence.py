@@ -167,6 +167,10 @@ class FenceFollower:
                 if not self._is_away:
                     log.warning("cannot follow the fence of the shared store: %s; retrying", error.message)
                 self._is_away, pause = True, self._ttl_s / _REPORTS
+            except Exception:  # without further reports, the cell would never serve a call again
+                if not self._is_away:
+                    log.exception("cannot follow the fence of the shared store; retrying")
+                self._is_away, pause = True, self._ttl_s / _REPORTS
 
     async def _pause(self, seconds: float) -> None:
         """Wait until the next report is due. If calls begin to wait for their share of the engines, the report is due sooner."""
@@ -240,15 +244,23 @@ class FenceFollower:
 
     async def _watch(self) -> None:
         """Hold calls, and abort those in flight, when no report has succeeded for too long."""
+        has_failed = False
         while True:
             left = self._fence.valid_until - fence_clock()
             if left > 0:
                 await asyncio.sleep(left)
                 continue
-            await self._fence.pause("hold")
-            if self._fence.in_flight:
-                log.warning(
-                    "this cell could not follow the shared fence for %g s; aborting calls in flight", self._ttl_s
-                )
-                await self._abort_calls()
+            try:
+                await self._stop_serving()
+                has_failed = False
+            except Exception:  # otherwise, calls would be sampled and recorded that the trainer believes to have ended
+                if not has_failed:
+                    log.exception("cannot abort the calls in flight; retrying")
+                has_failed = True
             await asyncio.sleep(POLL_S)
+
+    async def _stop_serving(self) -> None:
+        await self._fence.pause("hold")
+        if self._fence.in_flight:
+            log.warning("this cell could not follow the shared fence for %g s; aborting calls in flight", self._ttl_s)
+            await self._abort_calls()
