@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
@@ -88,6 +90,41 @@ def test_calls_are_those_of_report_and_own_since_then() -> None:
     assert made.calls == 4
     made.update(None)
     assert made.calls == 4 and not made.is_crowded
+
+
+def test_burst_between_reports_crowds_lane_that_was_full() -> None:
+    made = LaneLoad()
+    made.update(EngineLoad(100, 0))
+    made.in_flight = 1000
+    assert made.room == inf and not made.is_crowded  # nothing shows how many calls the engine can run
+    made.update(EngineLoad(100, 30))
+    assert made.room == 0 and made.is_crowded
+    made.in_flight = 90
+    made.update(EngineLoad(90, 0))
+    assert made.room == 35 and not made.is_crowded  # 100 calls run, and 25 wait
+    made.in_flight += 34
+    assert made.room == 1 and not made.is_crowded
+    made.in_flight += 1
+    assert made.room == 0 and made.is_crowded
+    made.in_flight -= 2
+    assert made.room == 2 and not made.is_crowded
+
+
+@pytest.mark.parametrize(
+    ("reports", "room"),
+    [
+        ([EngineLoad(8, 4), EngineLoad(8, 0)], 4),  # a short queue is no crowd
+        ([EngineLoad(100, 1, 0.95), EngineLoad(90, 0, 0.95)], 11),  # with a full cache, one waiting call is
+        ([EngineLoad(100, 1, 0.95), EngineLoad(90, 0, 0.5)], 35),
+        ([EngineLoad(0, 10), EngineLoad(10, 0)], inf),  # calls had just arrived: the engine was not full
+        ([EngineLoad(100, 30), None], inf),
+    ],
+)
+def test_room_is_learned_from_long_queues(reports: list[EngineLoad | None], room: float) -> None:
+    made = LaneLoad()
+    for report in reports:
+        made.update(report)
+    assert made.room == room
 
 
 def test_new_sessions_avoid_crowded_lanes_then_count_calls_then_sessions() -> None:

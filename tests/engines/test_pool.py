@@ -393,6 +393,23 @@ async def test_sessions_move_from_crowded_replica_to_free_one() -> None:
         assert sorted([await served_by(pool, f"s{n}") for n in range(4)]) == [0, 0, 1, 1]
 
 
+async def test_burst_between_two_readings_saturates_pool() -> None:
+    first, second = ReportingReplica(0, EngineLoad(8, 4)), ReportingReplica(1, EngineLoad(8, 4))
+    async with pool_of(first, second, load_s=3600) as pool:
+        await eventually(lambda: pool.is_saturated)
+        for replica in (first, second):
+            replica.report = EngineLoad(6, 0)
+        for watched in pool.replicas:
+            await watched.read_load(watched.engine)  # type: ignore[arg-type]
+        assert pool.room == 12 and not pool.is_saturated
+        for n in range(12):  # new sessions and old ones, alternately
+            assert not pool.is_saturated
+            lane = pool.place(f"s{n // 2}")
+            lane.replica.begin_call(lane)
+        assert pool.is_saturated and pool.room == 0
+        assert [replica.in_flight for replica in pool.replicas] == [6, 6]
+
+
 async def test_replica_without_load_report_counts_own_calls() -> None:
     class Failing(ReportingReplica):
         async def load_report(self) -> list[EngineLoad]:

@@ -249,6 +249,17 @@ async def test_first_call_of_a_project_does_not_wait(others: list[ProjectCalls])
     assert not shares.must_wait("b")
 
 
+def test_no_more_calls_are_let_in_than_engines_have_room_for() -> None:
+    queue: FairQueue[str] = FairQueue(lambda project: 1.0)
+    for project in ("a", "b"):
+        queue.begin(project, "")
+        for _ in range(20):
+            queue.add(project, "", project)
+    assert queue.choose_for_room(0, is_saturated=False, room=5) == ["a", "b", "a", "b", "a"]
+    assert queue.choose_for_room(0, is_saturated=False, room=0) == []
+    assert len(queue.choose_for_room(0, is_saturated=False)) == 35
+
+
 def test_calls_of_one_group_keep_their_order() -> None:
     queue: FairQueue[int] = FairQueue(lambda project: 1.0)
     for number in range(5):

@@ -5,6 +5,8 @@
   are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
   the whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
+- Calls that this gateway has begun since the last report count as waiting if the lane is known to be full without them: an engine that
+  reported a long queue was full with the calls that it ran, until it runs more than these. So a burst between two reports crowds a lane.
 - A new session goes to a lane that is not crowded, if there is one. Among these, it goes to the one with the fewest calls, then with the
   fewest sessions of this gateway.
 
@@ -14,6 +16,7 @@ All functions here are pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
@@ -36,14 +39,37 @@ class LaneLoad(msgspec.Struct):
     report: EngineLoad | None = None
     in_flight_then: int = 0  # the value of `in_flight` when the report was made
     moves_left: int = 0  # sessions that may still leave the lane before the next report
-    is_crowded: bool = False
+    full_at: int | None = None  # how many calls fill the engine, as its last long queue showed; None if unknown
 
     def update(self, report: EngineLoad | None) -> None:
         """Store a new report."""
         self.report = report
         self.in_flight_then = self.in_flight
-        self.is_crowded = report is not None and is_crowded(report)
         self.moves_left = count_moves(report, self.in_flight) if report is not None else 0
+        if report is None:
+            self.full_at = None
+        elif is_crowded(report):
+            self.full_at = report.running
+        elif self.full_at is not None and report.running > self.full_at:
+            self.full_at = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the lane was crowded at the last report, or has become so with the calls since then."""
+        return not self.room
+
+    @property
+    def room(self) -> float:
+        """The number of calls that can begin before the lane is crowded. It is infinite if the engine has not been full yet."""
+        if self.report is None:
+            return inf
+        if is_crowded(self.report):
+            return 0
+        if self.full_at is None:
+            return inf
+        is_full_kv = self.report.kv_use is not None and self.report.kv_use >= FULL_KV
+        queue = 1 if is_full_kv else max(LONG_QUEUE, -(-self.full_at // RUNNING_PER_WAITING))
+        return max(0, self.full_at + queue - self.calls)
 
     @property
     def calls(self) -> int:

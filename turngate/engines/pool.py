@@ -92,6 +92,11 @@ class Pool:
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
 
     @property
+    def room(self) -> float:
+        """The number of calls that can begin before all engines are saturated. It is infinite if that is not known."""
+        return 0 if self.waiting else sum(lane.load.room for lane in self._lanes if lane.accepts_calls)
+
+    @property
     def accepts_calls(self) -> bool:
         """Whether some engines are up and not draining."""
         return any(lane.accepts_calls for lane in self._lanes)

@@ -106,8 +106,8 @@ class FairQueue(Generic[T]):
         running = self._projects[project]
         return running > 0, (running + 1) / (self._weight(project) if parts is None else parts[project])
 
-    def choose_for_room(self, now: float, *, is_saturated: bool) -> list[T]:
-        """Choose the calls that may run now because the engines have room, or because their project has no running call."""
+    def choose_for_room(self, now: float, *, is_saturated: bool, room: float = inf) -> list[T]:
+        """Choose the calls that may run now because the engines have room for so many, or because their project has no running call."""
         if now >= self._others_until:
             self._others, self._others_until, self._limits = OtherCells(), inf, {}
         if is_saturated:
@@ -116,7 +116,7 @@ class FairQueue(Generic[T]):
             self._room_since = now
         elif self._limits and now - self._room_since >= YIELD_S:
             self._limits, self._keeps_until = {}, now + _KEEP_S  # other cells do not use the room
-        most = 0 if is_saturated else self.waiting
+        most = 0 if is_saturated else int(min(room, self.waiting))
         if self._others:
             most = min(most, max(1, self.running // _GROWTH, self._count_lacking()))
         least = sum(not self._projects[project] for project in self._waiting)
@@ -156,12 +156,17 @@ class FairShares:
     """Lets calls through to the engines, or makes them wait their turn while the engines are saturated."""
 
     def __init__(
-        self, is_saturated: Callable[[], bool], weight: Weight, is_held: Callable[[], bool] = lambda: False
+        self,
+        is_saturated: Callable[[], bool],
+        weight: Weight,
+        is_held: Callable[[], bool] = lambda: False,
+        read_room: Callable[[], float] = lambda: inf,
     ) -> None:
         self.is_active = False  # whether there are several projects
         self.queue: FairQueue[asyncio.Future[None]] = FairQueue(weight)
         self._read_saturated = is_saturated
         self._is_held = is_held  # whether calls wait at the fence
+        self._read_room = read_room  # how many more calls the engines can take before they are saturated
         self._was_saturated = False  # at the last reading that was not influenced by a hold
         self._settles_at = -inf  # until then, a hold still influences the readings
         self._polling: asyncio.Task[None] | None = None
@@ -223,7 +228,8 @@ class FairShares:
         try:
             while self.queue.waiting:
                 await asyncio.sleep(POLL_S)
-                for turn in self.queue.choose_for_room(now(), is_saturated=self.is_saturated()):
+                saturated, room = self.is_saturated(), self._read_room()
+                for turn in self.queue.choose_for_room(now(), is_saturated=saturated, room=room):
                     _admit(turn)
         finally:
             self._polling = None

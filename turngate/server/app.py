@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from math import inf
 
 from starlette.requests import HTTPConnection
 
@@ -100,7 +101,8 @@ class Gateway(ProjectGateway):
         self.gate = self.engine if isinstance(self.engine, Gate) else None
         self.max_context = config.max_context
         self.projects = self._compose_projects()
-        self.shares = FairShares(self._is_saturated, self.projects.ring.weight, lambda: not self.fence.admits)
+        is_held, weight = lambda: not self.fence.admits, self.projects.ring.weight
+        self.shares = FairShares(self._is_saturated, weight, is_held, self._read_room)
         self.slicer = TimeSlicer()
         self._compose_policy()
         self._compose_sessions()
@@ -135,6 +137,9 @@ class Gateway(ProjectGateway):
 
     def _is_saturated(self) -> bool:
         return isinstance(self.engine, Pool) and self.engine.is_saturated
+
+    def _read_room(self) -> float:
+        return self.engine.room if isinstance(self.engine, Pool) else inf
 
     def _compose_quotas(self) -> QuotaKeeper:
         ring, cell = self.projects.ring, self.cell
