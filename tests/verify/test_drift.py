@@ -60,7 +60,11 @@ async def test_template_rewrites_json(renderers: Any, tmp_path: Path) -> None:
     ("sampled", "cause", "detail"),
     [
         ("<think>\nthought\n</think>\n\n\n\nanswer", "whitespace", "of turn 2, by the template"),
-        ("<think>\nthought\n</think>\n\nans|wer", "template", "writes turn 2 with different ids than were sampled"),
+        (
+            "<think>\nthought\n</think>\n\nans|wer",
+            "template",
+            "writes turn 2 with ids that differ from the sampled ones",
+        ),
     ],
 )
 async def test_kept_thinking_is_not_reported_as_cause(

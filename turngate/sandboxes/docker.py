@@ -404,9 +404,7 @@ class DockerBackend:
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
         image = await self._resolve_image(spec)
         self._storage = self._storage or await _find_storage(self.root or Path(tempfile.gettempdir()))
-        folder = folders.create_folder(
-            self.root, KIND, "shared"
-        )  # `stop` removes it if the creation fails or is cancelled
+        folder = folders.create_folder(self.root, KIND, "shared")  # removed by `stop` if the creation fails
         _make_readable(folder / "shared")
         sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env}, self._storage)
         try:

@@ -36,7 +36,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
 
 
 def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], check: VerifyCheck) -> None:
-    """Check that the attempt that the session's settings name is registered, and is that of the outcome. Older sessions name none."""
+    """Check that the attempt in the session's settings is registered and matches the outcome. Older sessions have no attempt there."""
     named = (session.config.rollout, session.config.attempt)
     if named[0] and not session.config_error:
         registered = [(attempt.rollout, attempt.attempt) for attempt in attempts]
@@ -46,14 +46,14 @@ def _check_name(session: StoredSession, attempts: tuple[StoredAttempt, ...], che
         outcome = _decode_outcome(session)
         if outcome is not None:
             recorded = outcome.get("attempt", 1)
-            check.expect(recorded == named[1], f"its outcome is of attempt {brief(recorded)}, not {named[1]}")
+            check.expect(recorded == named[1], f"its outcome belongs to attempt {brief(recorded)}, not {named[1]}")
 
 
 def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: VerifyCheck) -> None:
     state = attempt.state
     number = attempt.attempt
     valid = isinstance(number, int) and number >= 1
-    check.expect(valid, f"the number of its attempt is {brief(number)}, which is not 1 or more")
+    check.expect(valid, f"its attempt number is {brief(number)}, but must be at least 1")
     if not check.expect(state in _STATES, f"its attempt is {brief(state)}, which is not one of {', '.join(_STATES)}"):
         return
     check.expect(

@@ -276,7 +276,7 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is tools, but it is not a root, or no earlier conversation has the same start and different tools"
+            else "its cause is tools, but it is not a root, or no earlier conversation has the same start but different tools"
         )
 
     def _check_system(self) -> str:
@@ -287,7 +287,7 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is system, but it is not a root, or no earlier one has the same tools and question and a different start"
+            else "its cause is system, but it is not a root, or no earlier conversation with another start has the same tools and question"
         )
 
     def _check_template(self) -> str:
@@ -453,7 +453,7 @@ class _ForkDescriber:
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
         sampled, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])
         if sampled == written:
-            return "template", f"writes turn {at.id} with different ids than were sampled"
+            return "template", f"writes turn {at.id} with ids that differ from the sampled ones"
         if message.reasoning.split() and " ".join(message.reasoning.split()) not in " ".join(written.split()):
             kept = any(
                 answer.reasoning.strip() == message.reasoning.strip() for answer in now if answer.role == "assistant"

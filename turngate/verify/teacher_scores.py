@@ -34,7 +34,7 @@ def check_teacher_scores(session: StoredSession, folder: Path, results: CheckRes
     ) as check:
         for row in rows:
             turn = turns.get(row[3])
-            if check.expect(turn is not None, f"scores of {row[0]!r} belong to no turn of the session"):
+            if check.expect(turn is not None, f"scores from {row[0]!r} belong to no turn of the session"):
                 assert turn is not None
                 _check_scores(row, turn, check)
 
@@ -54,7 +54,7 @@ def _digest(turn: StoredTurn) -> bytes:
 
 def _check_scores(row: tuple[Any, ...], turn: StoredTurn, check: VerifyCheck) -> None:
     model, version, top_k, digest, *blobs, checksum = row
-    whose = f"its scores of {model!r}"
+    whose = f"its scores from {model!r}"
     label = f"{model}/{version}/{top_k}/".encode()
     if not check.expect(all(isinstance(blob, bytes) for blob in blobs), f"{whose} are not bytes", node=turn.id):
         return

@@ -98,7 +98,11 @@ def _check_reward(one: Json, n: int, turns: dict[int, StoredTurn], check: Verify
         check.expect(is_finite(value), f"its value is {brief(value)}, which is not a finite number", where=where),
         check.expect(kind in ("part", "extra"), f"its kind is {brief(kind)}, not part or extra", where=where),
         check.expect(isinstance(name, str), f"its name is {brief(name)}, not text", where=where),
-        check.expect("call" not in one or _is_count(one["call"]), f"its call is {brief(one.get('call'))}", where=where),
+        check.expect(
+            "call" not in one or _is_count(one["call"]),
+            f"its call is {brief(one.get('call'))}, which is not the number of a call",
+            where=where,
+        ),
         check.expect(
             turn is not None or ("call" in one and "turn" not in one),
             f"its turn is {brief(one.get('turn'))}, which is not a turn",
