@@ -408,6 +408,7 @@ async def _serve(app: Gateway) -> AsyncIterator[int]:
             log_config=None,
             server_header=False,
             date_header=False,
+            timeout_keep_alive=75,  # longer than clients keep idle connections: they must not use one that is being closed
         )
     )
     server.config.load()
