@@ -24,6 +24,7 @@ from tests import kit
 from tests.speed import scaled
 from tests.verify.everywhere import verdicts
 from tools import parts
+from tools.part_pins import CLIENT_PINS, CLIENTS_ALONE, JS_CLIENT_PINS
 from turngate.agents.install import find_node
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
@@ -164,7 +165,7 @@ async def test_tool_loop_is_one_exact_row(name: str, tmp_path: Path) -> None:
 def test_docs_list_the_tested_clients() -> None:
     lines = (ROOT / "docs" / "clients.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
-    pins = [re.split("==|(?<=.)@", pin) for pin in (*parts.CLIENT_PINS, parts.CLIENTS_ALONE, *parts.JS_CLIENT_PINS)]
+    pins = [re.split("==|(?<=.)@", pin) for pin in (*CLIENT_PINS, CLIENTS_ALONE, *JS_CLIENT_PINS)]
     versions = {re.sub(r"-slim|\[.*\]", "", name): version for name, version in pins}
     versions["ai-sdk"] = versions["ai"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

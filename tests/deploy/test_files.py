@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.speed import scaled
-from tools import parts
+from tools.part_pins import RAY_PINS
 from turngate.config import load_config
 from turngate.rollout.cluster.cell_actor import DATA_FOLDER
 from turngate.rollout.cluster.placement import SLOTS
@@ -157,7 +157,7 @@ def test_kuberay_pods_and_job_match_kubernetes_schema() -> None:
 
 def test_kuberay_cluster_and_batch_agree() -> None:
     cluster, claim, job = RAY
-    pins = {name: version for name, _, version in (pin.partition("==") for pin in parts.RAY_PINS)}
+    pins = {name: version for name, _, version in (pin.partition("==") for pin in RAY_PINS)}
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     assert cluster["spec"]["rayVersion"] == pins["ray"]
     assert f"rayproject/ray:{pins['ray']}-" in (DEPLOY / "kuberay" / "Dockerfile").read_text()
