@@ -95,8 +95,8 @@ class Driver:
         path = self.out / LEDGER_NAME
         return len(read_ledger(self.out).finished) if path.exists() else 0
 
-    def wait_for(self, reached: Callable[[], bool], limit_s: float = 120) -> None:
-        deadline = time.monotonic() + scaled(limit_s)
+    def wait_for(self, reached: Callable[[], bool], limit_s: float | None = None) -> None:
+        deadline = time.monotonic() + (limit_s or scaled(240))
         while not reached():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
@@ -105,7 +105,10 @@ class Driver:
             time.sleep(0.2)
 
     def wait(self, limit_s: float | None = None) -> None:
-        assert self.process.wait(limit_s or scaled(240)) == 0, self.log()
+        """Wait for a successful end. pytest shows the log if a later check fails."""
+        self.wait_for(lambda: self.process.poll() is not None, limit_s)
+        assert self.process.returncode == 0, self.log()
+        print(self.log())
 
 
 class GroupTrainer:
@@ -210,6 +213,14 @@ def list_cells(cluster: LocalRay) -> list[str]:
     """Return the processes of cells on all nodes."""
     lines = (line for node in cluster.nodes.values() for line in node.processes().values())
     return [line for line in lines if "order_runner" in line or "turngate cell" in line]
+
+
+def wait_for_no_cells(cluster: LocalRay) -> None:
+    """Wait until no node has a cell. Ray ends the process of an actor a moment after the call that asks for it."""
+    deadline = time.monotonic() + scaled(10)
+    while left := list_cells(cluster):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def wait_for_end(pids: dict[int, str]) -> None:

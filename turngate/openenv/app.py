@@ -128,7 +128,11 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
             try:
                 print(f"turngate serves an OpenEnv environment on {local_url(listener)}", file=sys.stderr, flush=True)
                 config = uvicorn.Config(
-                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MAX_BYTES
+                    app,
+                    log_level="warning",
+                    timeout_graceful_shutdown=_GRACE_S,
+                    timeout_keep_alive=75,  # longer than clients keep idle connections
+                    ws_max_size=MAX_BYTES,
                 )
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, _ignore_signal)
