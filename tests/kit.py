@@ -21,7 +21,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 import turngate.server.engine_factory
@@ -51,6 +52,12 @@ MEMORY_FOLDER = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.acce
 
 # Loading a tokenizer and certifying its template takes at least half a second; the result has no state.
 _load = turngate.server.engine_factory.load_renderer = cache(load_renderer)  # type: ignore[attr-defined]
+
+
+def in_every_mode(modes: Iterable[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that runs a test in each mode of a client. `make test` runs two of its cases."""
+    ways = pytest.mark.parametrize("way", modes)
+    return lambda test: pytest.mark.sample(2)(ways(test))
 
 
 # ── model output ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -181,6 +181,7 @@ def test_ctrl_c_stops_all_processes(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.full
 def test_process_tests_of_a_file_share_a_worker(tmp_path: Path) -> None:
     source = """pytestmark = pytest.mark.process
 @pytest.mark.parametrize("number", range(8))
@@ -194,6 +195,7 @@ def test_planted(number):
     assert len(workers.read_text().split()) == 8 and len(set(workers.read_text().split())) == 1
 
 
+@pytest.mark.full
 def test_sample_covers_every_value_and_leaves_other_cases_to_the_full_tier(tmp_path: Path) -> None:
     source = """
 @pytest.mark.sample(3)

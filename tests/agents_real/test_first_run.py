@@ -39,6 +39,7 @@ def run(folder: Path, *flags: str | Path) -> tuple[str, Any]:
     return running.plain, json.loads(outcome.read_text())
 
 
+@pytest.mark.real
 @pytest.mark.needs("agent:mini-swe-agent")
 def test_run_without_arguments(folder: Path) -> None:
     printed, outcome = run(folder)

@@ -81,6 +81,7 @@ async def test_kept_and_replaced_files_are_reported(tmp_path: Path) -> None:
     assert f"→ {folder} (2 files replaced)\n" in run_cli(*arguments).stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.process
 @pytest.mark.parametrize("out_option", [["--out", "{}/"], ["--out={}/"]])
 async def test_trailing_slash_does_not_replace_file(tmp_path: Path, out_option: list[str]) -> None:

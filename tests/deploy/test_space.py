@@ -157,6 +157,7 @@ async def test_unrelated_space_is_left_unchanged() -> None:
         assert output.endswith("this Space was not created by Turngate; choose a different name, or delete it first\n")
 
 
+@pytest.mark.full
 async def test_invalid_input_is_refused_before_any_request(tmp_path: Path) -> None:
     async with serve_hub(Hub()) as hub:
         hub_env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
@@ -215,6 +216,7 @@ async def test_data_files_in_package_are_not_uploaded(tmp_path: Path) -> None:
         file.unlink()
 
 
+@pytest.mark.full
 async def test_hub_errors_are_one_line() -> None:
     async with serve_hub(Hub()) as hub:
         code, output = await run_deploy("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")

@@ -127,6 +127,7 @@ def test_padding_and_selected_positions_keep_logits() -> None:
     assert torch.allclose(chosen, whole[0, [3, 17, 39]], atol=1e-5)
 
 
+@pytest.mark.full
 def test_recomputation_gives_same_gradients() -> None:
     made, ids = model(), torch.randint(0, 300, (2, 40))
     gradients = []
@@ -167,6 +168,7 @@ def test_legacy_rope_settings_are_read(tmp_path: Path) -> None:
     assert read_shape(tmp_path).rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
 
 
+@pytest.mark.full
 def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(ConfigError, match=r"the weights in .* cannot be read"):

@@ -496,6 +496,7 @@ async def test_replica_with_wrong_weights_is_never_guessed() -> None:
         assert not wrong.received
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "answer",

@@ -37,6 +37,7 @@ def fuzz_tag(world: World, tag: str, examples: int, *, memory: bool = False) -> 
     assert seen[200] + seen[201] > 0, f"no request succeeded, so nothing was tested in depth: {seen}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tag", TAGS)
 def test_routes(world: World, tag: str) -> None:
     fuzz_tag(world, tag, 10 if tag in DIALECTS else 3)

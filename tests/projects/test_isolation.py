@@ -360,6 +360,7 @@ async def forge(g: Running, route: tuple[str, str], carrier: str, project: str, 
     return response.status_code, response.text.replace(project, "TARGET").replace(prefix, "TARGET")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_no_answer_tells_whether_a_project_exists(carrier: str) -> None:
     """With `open_loopback`, which answers requests without a key."""

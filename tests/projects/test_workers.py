@@ -18,6 +18,7 @@ def ask(running: ServeProcess, key: str, method: str, path: str, **request: obje
     return httpx.request(method, url, headers=headers, trust_env=False, timeout=scaled(30), **request)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_projects_are_kept_apart_in_all_workers(tmp_path: Path) -> None:
     with start_serve(tmp_path / "data", "--engine", "scripted") as running:

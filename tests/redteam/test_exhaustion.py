@@ -129,6 +129,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert not leftovers, "sandboxes left folders behind"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("quick_watch")
 @pytest.mark.parametrize("resource", EXHAUSTION)
 @pytest.mark.parametrize("sandbox", SANDBOXES)

@@ -42,6 +42,7 @@ def test_second_load_uses_cached_certificate(folder: Path, tmp_path: Path, monke
     assert second.tokenizer._encode_slow("Hello") == second.tokenizer.encode("Hello")
 
 
+@pytest.mark.full
 def test_vocabulary_is_cached_for_any_model(folder: Path, tmp_path: Path) -> None:
     assert certificate_cache.load_any_record(folder) is None
     renderer, _ = load_renderer(folder, model="some-model", family="template")
@@ -102,6 +103,7 @@ def test_failed_certificate_is_cached(folder: Path, tmp_path: Path) -> None:
     assert first.uncertified == second.uncertified == certificate.uncertified
 
 
+@pytest.mark.full
 def test_cache_size_is_bounded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate_cache, "_MAX_RECORDS", 2)
     for model in ("a", "b", "c", "d"):

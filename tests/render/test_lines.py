@@ -31,6 +31,7 @@ def _encoder(pattern: str) -> _FastEncoder:
 _ENCODERS = [_encoder(pattern) for pattern in sorted(_LINE_SAFE_PATTERNS)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("encoder", _ENCODERS, ids=["llama", "qwen"])
 @given(text=some.text(_CHARACTERS, max_size=40))
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])

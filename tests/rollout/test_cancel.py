@@ -32,6 +32,7 @@ async def assert_cancelled(harness: Harness, rollout: Rollout, running: asyncio.
     assert await harness.open_sessions() == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("delay_s", [0.0, 0.05], ids=["at once", "a little later"])
 @pytest.mark.parametrize("stage", STAGES)

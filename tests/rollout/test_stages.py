@@ -498,6 +498,7 @@ async def test_concurrent_rollouts_are_separate() -> None:
         assert [outcome.turns for outcome in outcomes] == [2, 2]
 
 
+@pytest.mark.full
 async def test_gateway_restart_during_rollout(tmp_path: Path) -> None:
     """Turns are recorded before delivery, and a restarted gateway continues live rollouts, so the agent does not notice."""
     script = write_file(tmp_path / "script.json", json.dumps(["Hello."]))

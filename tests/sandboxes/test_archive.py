@@ -121,6 +121,7 @@ def test_too_deep_entries_are_skipped_and_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / deep[2][0]).exists()
 
 
+@pytest.mark.full
 def test_folder_of_any_depth_is_packed(tmp_path: Path) -> None:
     (tmp_path / "in" / "x").mkdir(parents=True)
     (tmp_path / "in" / "x" / "out").write_text("excluded")

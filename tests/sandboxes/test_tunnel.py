@@ -100,6 +100,7 @@ async def test_placeholders_are_replaced_in_command() -> None:
         assert opened.url == "https://99.example/http://127.0.0.1:99"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("death", ["killed", "broken"])
 async def test_dead_tunnel_is_replaced_unnoticed(tmp_path: Path, root: Path, death: str) -> None:
     """A client in the sandbox that never retries calls all the time while the tunnel dies."""

@@ -14,14 +14,27 @@ import numpy as np
 import pydantic
 import pytest
 
-from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, say_pieces, tokenizer, until
+from tests.kit import (
+    Gated,
+    Json,
+    Running,
+    calls,
+    gateway,
+    in_every_mode,
+    real_tokenizer,
+    renderer,
+    say,
+    say_pieces,
+    tokenizer,
+    until,
+)
 from tests.speed import scaled
 from turngate.dialects import decode_stored_messages
 from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
 from turngate.render import BUILTIN_TOKENIZER
 
 CLIENT_MODES = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
-every_way = pytest.mark.parametrize("way", CLIENT_MODES)
+every_way = in_every_mode(CLIENT_MODES)
 both_ways = pytest.mark.parametrize("way", ["async", "async stream"])
 READ = {
     "name": "read_file",
@@ -868,6 +881,7 @@ def scripted_turn(kind: str, n: int, folder: Path, draw: random.Random) -> Scrip
     return say(texts[kind], folder=folder)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sample(4)
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("seed", range(4))

@@ -29,6 +29,7 @@ from tests.kit import (
     Running,
     calls,
     gateway,
+    in_every_mode,
     real_tokenizer,
     say,
     tokenizer,
@@ -42,7 +43,7 @@ from tests.speed import scaled
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 
-every_way = pytest.mark.parametrize("way", CLIENT_MODES)
+every_way = in_every_mode(CLIENT_MODES)
 THOUGHTS = {"include_thoughts": True}
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -784,6 +785,7 @@ class Agent:
 KINDS = ["text", "think", "call", "calls", "think+call", "malformed", "truncated", "random", "random, cut", "empty"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("name", renderer_params(["builtin", "qwen3", "llama3_1", "deepseek_v3"]))
 @pytest.mark.parametrize("seed", range(6))

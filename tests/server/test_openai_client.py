@@ -18,6 +18,7 @@ from tests.kit import (
     Running,
     calls,
     gateway,
+    in_every_mode,
     join_chunks,
     renderer,
     result,
@@ -32,7 +33,7 @@ from turngate.engines.base import Generate, Health
 from turngate.engines.scripted import Scripted, ScriptedTurn
 
 SYSTEM = {"role": "system", "content": "You are a careful engineer."}
-every_way = pytest.mark.parametrize("way", CLIENT_MODES)
+every_way = in_every_mode(CLIENT_MODES)
 
 
 def prompts(g: Running) -> list[str]:

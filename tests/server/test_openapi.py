@@ -39,6 +39,7 @@ def list_operations(document: Json) -> Iterator[tuple[str, str, Json]]:
             yield method.upper(), path, operation
 
 
+@pytest.mark.full
 async def test_document_is_valid() -> None:
     async with gateway(engine=Gate()) as g:
         document = await read_document(g)

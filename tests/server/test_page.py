@@ -265,6 +265,7 @@ async def test_invalid_query_names_its_parameter(path: str, param: str) -> None:
 # ── large lists ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.full
 async def test_lists_of_ten_thousand_rollouts(tmp_path: Path) -> None:
     page_kit.add_rollouts(tmp_path, 10_000)
     async with page_kit.serve(tmp_path) as g:

@@ -15,11 +15,23 @@ import pydantic
 import pytest
 
 from tests.exact.invariants import check_invariants
-from tests.kit import CLIENT_MODES, Gated, Json, OpenSession, Running, calls, gateway, say, tokenizer, until
+from tests.kit import (
+    CLIENT_MODES,
+    Gated,
+    Json,
+    OpenSession,
+    Running,
+    calls,
+    gateway,
+    in_every_mode,
+    say,
+    tokenizer,
+    until,
+)
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Scripted, ScriptedTurn
 
-every_way = pytest.mark.parametrize("way", [*CLIENT_MODES, "async stream helper", "sync stream helper"])
+every_way = in_every_mode([*CLIENT_MODES, "async stream helper", "sync stream helper"])
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 READ = {
@@ -751,6 +763,7 @@ def rewrite_items(items: list[Json], draw: random.Random) -> list[Json]:
     return rewritten
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) -> None:

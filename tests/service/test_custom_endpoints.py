@@ -12,6 +12,7 @@ from tests.service.kit import Service, run_service
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.full
 async def test_folder_is_deleted_with_last_rollout() -> None:
     async with run_service(allowed_hosts=["127.0.0.1:1"], keep=2) as service:
         first = await run_rollout(service, "a")

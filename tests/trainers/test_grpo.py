@@ -346,6 +346,7 @@ def test_invalid_settings_are_config_errors() -> None:
 # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.full
 async def test_model_learns_rewarded_behaviour() -> None:
     async with training_gateway() as here:
         steps = await _train(here, 10, settings=GrpoSettings(groups=2, learning_rate=2e-2))

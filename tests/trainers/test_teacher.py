@@ -246,6 +246,7 @@ def swap_two_tokens(spec: dict[str, Any]) -> None:
     vocab[one], vocab[two] = vocab[two], vocab[one]
 
 
+@pytest.mark.full
 def test_tokenizers_are_compared_as_a_whole(recording: Recording, server: TeacherServer, tmp_path: Path) -> None:  # noqa: F811
     same = write_tokenizer(tmp_path / "same", lambda spec: spec.update(truncation=None))
     other = write_tokenizer(tmp_path / "other", swap_two_tokens)

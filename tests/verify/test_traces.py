@@ -42,6 +42,7 @@ TEXTS = ["ok", "Größe 👍🏽\n", "  x\n\n", "<think>x</think>", "é\u0301 �
 MODELS = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", renderer_params(MODELS))
 def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]) -> None:

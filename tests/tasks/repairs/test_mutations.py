@@ -91,6 +91,7 @@ def test_place_of_a_mutation() -> None:
     assert {(one.function, one.first, one.last, one.line) for one in mutations} == {("Reader.size", 2, 6, 5)}
 
 
+@pytest.mark.full
 def test_every_mutation_is_valid_and_different() -> None:
     source = Path(ast.__file__).read_text(encoding="utf-8")
     trees = {ast.dump(ast.parse(source))}
