@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Make what tests need of Debian: Docker with the image `turngate-base:bookworm`, bubblewrap, Chromium, PostgreSQL, PgBouncer and Slurm.
+"""Install the Debian packages that tests need (Docker, bubblewrap, Chromium, PostgreSQL, PgBouncer, Slurm), and build the base image.
 
-Called by hand or by CI (`python tools/base_image.py docker bubblewrap chromium`, as root on Debian) and by `parts.py`. Nothing is
-pulled: the image is what debootstrap makes of Debian's packages. Its tarball is kept in the cache, so that a new Docker has the
-image again in seconds. Where no Docker daemon answers, one is started by hand; its log lies in the cache too.
+Run by hand or by CI (`python tools/base_image.py docker bubblewrap chromium`, as root on Debian). Tests and other tools import it.
+The image `turngate-base:bookworm` is not pulled: debootstrap builds it from Debian's packages. Its tarball is kept in the cache, so
+that a new Docker installation can import it in seconds. If no Docker daemon responds, one is started, and its log is also in the cache.
 
-Standard library only.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ RECIPE_LABEL = "turngate.recipe"
 POSTGRES_PROGRAMS = Path("/usr/lib/postgresql")  # a folder for each version
 SLURM_PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 DAEMON_WAIT_S = 60
-# Where the machine lets no one touch its firewall a bridge cannot be made; sandboxes use none.
+# On machines that allow no changes to their firewall, dockerd cannot create a bridge. Sandboxes do not use one.
 DAEMON = ("dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none")
-STORAGE = ((), ("--storage-driver", "vfs"))  # what dockerd chooses by itself; else the one that works anywhere
+STORAGE = ((), ("--storage-driver", "vfs"))  # dockerd's own choice, or else a driver that works everywhere
 
 
 class ImageError(Exception):
-    """It could not be made. The text says which step failed, and how."""
+    """A package could not be installed, or the image could not be built. The message contains the failed step and its output."""
 
 
 def cache() -> Path:
-    """The same folder as that of `parts.py`."""
+    """Return the cache folder, which is the same as in `parts.py`."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
-# ---- what callers use ----
+# ---- functions for callers ----
 
 
 def missing_bubblewrap() -> str | None:
-    """Why bubblewrap cannot be used, and how to get it; None when it can."""
+    """Return why bubblewrap cannot be used and how to install it, or None if it can be used."""
     return None if shutil.which("bwrap") else "bwrap is missing (run: python tools/base_image.py bubblewrap, as root)"
 
 
 def missing_chromium() -> str | None:
-    """Why no Chromium can be driven, and how to get one; None when it can."""
+    """Return why Chromium cannot be used and how to install it, or None if it can be used."""
     hint = "(run: python tools/base_image.py chromium, as root)"
     return None if shutil.which("chromium") else f"chromium is missing {hint}"
 
 
 def missing_postgres() -> str | None:
-    """Why Debian's PostgreSQL cannot be used, and how to get it; None when it can."""
+    """Return why Debian's PostgreSQL cannot be used and how to install it, or None if it can be used."""
     hint = "(run: python tools/base_image.py postgres, as root)"
     return None if postgres_programs() else f"postgresql is missing {hint}"
 
@@ -76,29 +76,29 @@ def postgres_programs() -> Path | None:
 
 
 def missing_pgbouncer() -> str | None:
-    """Why PgBouncer cannot be used, and how to get it; None when it can."""
+    """Return why PgBouncer cannot be used and how to install it, or None if it can be used."""
     hint = "(run: python tools/base_image.py pgbouncer, as root)"
     return None if shutil.which("pgbouncer") else f"pgbouncer is missing {hint}"
 
 
 def missing_slurm() -> str | None:
-    """Why Slurm cannot be used, and how to get it; None when it can. Its daemons start only as root."""
+    """Return why Slurm cannot be used and how to install it, or None if it can be used. Only root can start its daemons."""
     hint = "(run: python tools/base_image.py slurm, as root)"
     if os.geteuid() != 0:
         return f"only root can start Slurm {hint}"
     absent = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name)]
-    return f"{', '.join(absent)} missing {hint}" if absent else None
+    return f"missing programs: {', '.join(absent)} {hint}" if absent else None
 
 
 def missing_docker() -> str | None:
-    """Why Docker, or its base image, cannot be used, and how to get it; None when it can."""
+    """Return why Docker or the base image cannot be used and how to install it, or None if both can be used."""
     hint = "(run: python tools/base_image.py docker, as root)"
     if not shutil.which("docker"):
         return f"docker is missing {hint}"
     if not _daemon_answers():
-        return f"no Docker daemon answers {hint}"
+        return f"no Docker daemon responds {hint}"
     if _imported() != fingerprint():
-        return f"the image {IMAGE} is missing or was made by another recipe {hint}"
+        return f"the image {IMAGE} is missing or was built from a different recipe {hint}"
     return None
 
 
@@ -128,7 +128,7 @@ def ensure_slurm() -> None:
 
 
 def ensure_docker() -> None:
-    """Docker is installed, a daemon answers, and it has the base image."""
+    """Install Docker, start a daemon and import the base image, unless that has already been done."""
     if missing_docker() is None:
         return
     with _locked("docker"):
@@ -141,7 +141,7 @@ def ensure_docker() -> None:
 
 
 def import_image(host: str = "") -> None:
-    """Import the base image into a daemon, by default the one that `docker` uses. Make its tarball first, if the cache has none."""
+    """Import the base image into a daemon, by default the one that `docker` uses. Build its tarball first if it is not in the cache."""
     changes = [f"USER {USER}", f"LABEL {RECIPE_LABEL}={fingerprint()}", 'CMD ["/bin/bash"]']
     options = [word for change in changes for word in ("--change", change)]
     daemon = ["--host", host] if host else []
@@ -180,14 +180,14 @@ def _start_daemon() -> None:
         daemon.terminate()
         daemon.wait()
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-    raise ImageError(f"dockerd does not start; the end of {log}:\n{tail}")
+    raise ImageError(f"dockerd did not start; the last lines of {log}:\n{tail}")
 
 
 # ---- the image ----
 
 
 def _imported() -> str:
-    """The recipe that the daemon's image was made by; empty when it has none."""
+    """Return the recipe of the image in the daemon, or an empty string if there is no image."""
     form = f'{{{{index .Config.Labels "{RECIPE_LABEL}"}}}}'
     done = subprocess.run(
         ["docker", "image", "inspect", "--format", form, IMAGE], capture_output=True, text=True, check=False
@@ -211,7 +211,7 @@ def _tarball() -> Path:
 def _build(scratch: Path, tarball: Path) -> None:
     root = str(scratch / "root")
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, root, MIRROR]
-    _run("docker: debootstrap the base image (a minute)", bootstrap)
+    _run("docker: build the base image with debootstrap (takes a minute)", bootstrap)
     _run(f"docker: add the user {USER}", ["chroot", root, "useradd", "--no-create-home", "--shell", "/bin/bash", USER])
     left_out = [
         "--exclude=./var/cache/apt/*",
@@ -219,20 +219,22 @@ def _build(scratch: Path, tarball: Path) -> None:
         "--exclude=./dev/*",
         "--exclude=./proc/*",
     ]
-    _run("docker: pack it", ["tar", *left_out, "--numeric-owner", "-cf", str(tarball), "-C", root, "."])
+    _run("docker: pack the base image", ["tar", *left_out, "--numeric-owner", "-cf", str(tarball), "-C", root, "."])
 
 
-# ---- small things ----
+# ---- installing and running commands ----
 
 
 def _install(*packages: str) -> None:
     names = " ".join(packages)
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise ImageError(f"{names}: missing, and only root on Debian can install it: apt-get install {names}")
+        raise ImageError(
+            f"{names}: not installed, and only root on Debian can install it; run as root: apt-get install {names}"
+        )
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
     try:
         _run(f"apt-get install {names}", command)
-    except ImageError:  # the lists may be old, or there are none
+    except ImageError:  # the package lists may be outdated or missing
         _run("apt-get update", ["apt-get", "update"])
         _run(f"apt-get install {names}", command)
 
@@ -241,7 +243,7 @@ def _run(what: str, command: list[str]) -> None:
     print(what, flush=True)
     done = subprocess.run(
         command,
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"},  # starts no services
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"},  # do not start services
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -251,7 +253,9 @@ def _run(what: str, command: list[str]) -> None:
     )
     if done.returncode:
         tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-20:])
-        raise ImageError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
+        raise ImageError(
+            f"{shlex.join(command)}\n  exited with status {done.returncode}; the last lines of output:\n{tail}"
+        )
 
 
 @contextmanager
@@ -273,7 +277,9 @@ ENSURE = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Install what tests need of Debian, and make the base image.")
+    parser = argparse.ArgumentParser(
+        description="Install the Debian packages that tests need, and build the base image."
+    )
     parser.add_argument("names", nargs="+", choices=[*ENSURE], metavar="NAME", help=", ".join(ENSURE))
     try:
         for name in parser.parse_args().names:

