@@ -11,7 +11,7 @@ from tools import check_names
 BAD = {
     "an action": "def made_up_for(): pass",
     "verb": "async def _worked(self): pass",
-    "methods; at most 30": "class Big:\n" + "".join(f"    def step_{n}(self): pass\n" for n in range(31)),
+    "methods, but at most 30": "class Big:\n" + "".join(f"    def step_{n}(self): pass\n" for n in range(31)),
     "has 61 lines": "def long():\n" + "    pass\n" * 60,
     "601 lines": "x = 1\n" * 600,
     "whoever": '"""For whoever reads it."""',

@@ -3,7 +3,7 @@
 
 Reasons: docs/decisions/0015-names-and-layout.md.
 
-- A function that does something is an imperative verb. A past participle is for properties and predicates.
+- The name of a function that does something starts with an imperative verb. Past participles are for properties and predicates.
 - A public class name means one thing in the whole package, and a module is named for the thing in it.
 - Docstrings, comments and messages avoid the words in `BANNED`.
 - A class has at most 30 methods, a function 60 lines, a file 600 lines.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "turngate"
-SHARED_NAMES = {"TurngateEnv"}  # the environment of verifiers and the client of OpenEnv: each bridge's own convention
+SHARED_NAMES = {"TurngateEnv"}  # a verifiers environment and an OpenEnv client, each named by that library's convention
 METHODS, FUNCTION_LINES, FILE_LINES = 30, 60, 600
 
 PARTICIPLES = re.compile(
@@ -29,7 +29,7 @@ PARTICIPLES = re.compile(
     "|fought|found|frozen|given|gone|gotten|grown|heard|held|hidden|kept|known|laid|left|lent|lost|made|meant|met|paid|risen|said|seen|sent|shown"
     "|sold|spent|spoken|stolen|stood|struck|swept|taken|taught|thought|thrown|told|torn|understood|woken|won|worn|written|[a-z]{3,}ed"
 )
-# First words of a noun phrase: `_expected_cases()` returns them. Alone, they are actions.
+# Participles that may start a noun phrase, as in `_expected_cases()`. Without a noun, they are rejected.
 ADJECTIVES = re.compile(
     "allowed|expected|installed|known|observed|recorded|requested|required|sampled|stored|supported"
 )
@@ -45,13 +45,13 @@ BANNED = re.compile(
 
 
 def is_participle(name: str) -> bool:
-    """Say whether the first word of a function's name is a past participle."""
+    """Return whether the first word of a function's name is a past participle."""
     word, _, noun = name.strip("_").partition("_")
     return bool(PARTICIPLES.fullmatch(word)) and not VERBS.fullmatch(word) and not (noun and ADJECTIVES.fullmatch(word))
 
 
 def names_an_action(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Say whether a function is an action: neither a property, nor a predicate, nor an overload of one."""
+    """Return whether a function is an action, which means that it is neither a property nor a predicate."""
     decorators = {ast.unparse(one).rpartition(".")[2] for one in function.decorator_list}
     returns = ast.unparse(function.returns) if function.returns else ""
     return not decorators & {"property", "cached_property", "setter"} and not returns.startswith(
@@ -63,19 +63,19 @@ def check_file(path: Path) -> Iterator[str]:
     source = path.read_text(encoding="utf-8")
     place = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     if MODULES.fullmatch(path.stem):
-        yield f"{place}:1: the module's name says nothing about what is in it"
+        yield f"{place}:1: the module's name does not describe its content; rename it after the thing in it"
     if (lines := source.count("\n")) > FILE_LINES:
-        yield f"{place}:1: {lines} lines; at most {FILE_LINES}"
+        yield f"{place}:1: {lines} lines, but at most {FILE_LINES} are allowed"
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if is_participle(node.name) and names_an_action(node):
-                yield f"{place}:{node.lineno}: {node.name}() is an action: name it with an imperative verb"
+                yield f"{place}:{node.lineno}: {node.name}() is an action; start its name with an imperative verb"
             if (size := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES:
-                yield f"{place}:{node.lineno}: {node.name}() has {size} lines; at most {FUNCTION_LINES}"
+                yield f"{place}:{node.lineno}: {node.name}() has {size} lines, but at most {FUNCTION_LINES} are allowed"
         elif isinstance(node, ast.ClassDef):
             methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             if len(methods) > METHODS:
-                yield f"{place}:{node.lineno}: {node.name} has {len(methods)} methods; at most {METHODS}"
+                yield f"{place}:{node.lineno}: {node.name} has {len(methods)} methods, but at most {METHODS} are allowed"
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         is_prose = token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string)
         if is_prose and (found := BANNED.search(token.string)):

@@ -1,7 +1,7 @@
-"""Makes the small tokenizer that ships in the package, for the demo and for trying the gateway without any model.
+"""Build the small tokenizer that the package contains, for the demo and for trying the gateway without a model.
 
-A byte-level BPE of 4,096 tokens, trained on this repository's own text, with ChatML markers and a chat template with tools and
-thinking. Run by hand when the template changes: `python tools/make_builtin_tokenizer.py`.
+It is a byte-level BPE with 4,096 tokens, trained on this repository's own text. It has ChatML markers, and a chat template that supports
+tools and thinking. Run it by hand when the template changes: `python tools/make_builtin_tokenizer.py`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Writes the parts of `docs/` that follow from the code: settings, agents, commands, limits. `--check` only compares."""
+"""Write the parts of `docs/` that are generated from the code: settings, agents, commands, modules. `--check` only compares."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def endpoint() -> str:
 
 
 def fields(struct: type[msgspec.Struct], module: ModuleType) -> str:
-    """One row per field of a struct with settings, with its description or the comment beside it."""
+    """Return a table with one row per field of a settings struct: its default, and its description or comment."""
     source = Path(module.__file__ or "").read_text(encoding="utf-8")
     body = source.partition(f"class {struct.__name__}(")[2].partition("\nclass ")[0]
     comments = dict(re.findall(r"^    (\w+): [^\n#]*?(?:  # ([^\n]*))?$", body, re.M))
@@ -74,7 +74,7 @@ def fields(struct: type[msgspec.Struct], module: ModuleType) -> str:
 
 
 def agents() -> str:
-    """One row per preset, from its own description."""
+    """Return a table with one row per bundled agent."""
     rows = ["| agent | version tested | dialect | switched off for training | known limits |", "|---|---|---|---|---|"]
     for file in sorted(CATALOG.glob("*.toml")):
         spec = load_spec(file)
@@ -87,13 +87,13 @@ def agents() -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options, from the command line's own description."""
+    """Return a section for each command, with its help, arguments and options."""
     root = typer.main.get_command(cli.app)
     return "\n".join(_command("turngate", root))
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    """`Any`: typer has its own copy of click, whose classes are nobody else's."""
+    """Yield the sections of a command and its subcommands. Its type is `Any`, because typer's classes are not those of click."""
     if inside := vars(command).get("commands"):
         for name, inner in inside.items():
             if not inner.hidden:
@@ -126,13 +126,13 @@ def _prose(text: str) -> str:
 
 
 def tools() -> str:
-    """Each MCP tool, with its arguments as its schema has them."""
+    """Return a section for each MCP tool, with the arguments in its schema."""
     parts = []
     for tool in TOOLS.values():
         hints = [
             word
             for word, holds in (
-                ("reads only", tool.is_read_only),
+                ("read-only", tool.is_read_only),
                 ("destructive", tool.is_destructive),
                 ("idempotent", tool.is_idempotent),
             )
@@ -153,9 +153,9 @@ def tools() -> str:
 
 
 def checks() -> str:
-    """One row per check of `turngate doctor`."""
-    places = {"here": "the machine that serves", "gateway": "`--gateway`", "anywhere": "always"}
-    rows = ["| check | looked at | what has to be so | at most |", "|---|---|---|---|"]
+    """Return a table with one row per check of `turngate doctor`."""
+    places = {"here": "on the machine that serves", "gateway": "with `--gateway`", "anywhere": "always"}
+    rows = ["| check | runs | passes if | time limit |", "|---|---|---|---|"]
     rows += [
         f"| {check.name} | {places[check.where]} | {check.description} | {check.timeout_s:.0f} s |" for check in CHECKS
     ]
@@ -163,8 +163,8 @@ def checks() -> str:
 
 
 def metrics() -> str:
-    """One row per metric."""
-    rows = ["| metric | kind | labels | is |", "|---|---|---|---|"]
+    """Return a table with one row per metric."""
+    rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
         rows.append(f"| `{family.name}` | {family.kind} | {labels} | {family.about} |")
@@ -172,7 +172,7 @@ def metrics() -> str:
 
 
 def modules() -> str:
-    """One table per package, with the first sentence of each module's docstring."""
+    """Return one table per package, with the first sentence of each module's docstring."""
     parts = []
     for package in sorted(path.parent for path in (ROOT / "turngate").rglob("__init__.py")):
         files = sorted(path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
@@ -207,7 +207,7 @@ def modules() -> str:
 
 
 def _first_comment(path: Path) -> str:
-    """Return the first sentence of the comment that a file of the web page begins with."""
+    """Return the first sentence of the comment at the start of a file of the web page."""
     found = re.match(r"/\*+\s*(.*?)\*/", path.read_text(encoding="utf-8"), re.S)
     if not found:
         raise SystemExit(f"{path.relative_to(ROOT)} does not begin with a comment")
@@ -239,14 +239,16 @@ PARTS = {
 def main() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if left := re.findall(r"^[A-Z]+_[A-Z_]+$", readme, re.M):
-        raise SystemExit(f"README.md: {left[0]} is a placeholder that was not filled in")
+        raise SystemExit(f"README.md: replace the placeholder {left[0]}")
     stale = set()
     for name, (page, make) in PARTS.items():
         path = ROOT / "docs" / page
         begin, end = f"<!-- {name}: made by tools/make_docs.py -->\n", f"<!-- end of {name} -->"
         text = path.read_text(encoding="utf-8")
         if begin not in text or end not in text:
-            raise SystemExit(f"docs/{page} has no place for the {name}: {begin.strip()} … {end}")
+            raise SystemExit(
+                f"docs/{page} does not contain the markers of the section {name}; add: {begin.strip()} … {end}"
+            )
         head, _, rest = text.partition(begin)
         made = head + begin + "\n" + make() + "\n" + end + rest.partition(end)[2]
         if "--check" in sys.argv:
@@ -254,7 +256,7 @@ def main() -> None:
         else:
             path.write_text(made, encoding="utf-8")
     if stale:
-        raise SystemExit(f"not up to date: {', '.join(sorted(stale))}; run: make format")
+        raise SystemExit(f"out of date: {', '.join(sorted(stale))}; run: make format")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Record what each real agent sends and what it is answered, into `tests/golden/`.
+"""Record the requests of each real agent, and the replies that it gets, in `tests/golden/`.
 
-    python tools/record_golden.py                    all of them
-    python tools/record_golden.py pi codex           some
-    python tools/record_golden.py --check            does each still send the same? Prints what has changed, writes nothing
-    python tools/record_golden.py --check ./pi.toml  the same for a description of one's own: another version, other settings
+    python tools/record_golden.py                    all agents
+    python tools/record_golden.py pi codex           some agents
+    python tools/record_golden.py --check            print how the requests have changed since the recordings, and write nothing
+    python tools/record_golden.py --check ./pi.toml  the same for your own description of an agent: another version or other settings
 
-Each agent does the task of `turngate agents check` (and in the `-subagent` recordings hands a part of it to a helper) in the local
-sandbox, on the scripted engine; what passes is heard right before the gateway. An agent that was not captured whole is not
-recorded. Agents are installed where they are missing.
+Each agent does the task of `turngate agents check` in the local sandbox, with the scripted engine. In the `-subagent` recordings, it
+delegates part of the task to a sub-agent. Requests and replies are recorded where they enter and leave the gateway. If a check of the
+agent fails, nothing is recorded. Missing agents are installed.
 
-What differs from run to run is replaced, the same value always by the same stand-in, so that a second recording equals the first
-(`Steady` lists it all). Headers that the sandbox's relay adds or changes are left out. Prose is not kept: an agent's prompts and the
-descriptions of its tools are their makers' work, and only their length and a digest are facts (`Elided`). What may differ all the same:
+Values that differ from run to run are replaced with placeholders, and equal values with the same placeholder, so that a second recording
+equals the first (see `Steady`). Headers that the sandbox's relay adds or changes are left out. Prose is not kept, because an agent's
+prompts and tool descriptions are the work of others: only its length and a digest are recorded (`Elided`). Recordings may still differ:
 
-- opencode asks for a title beside its first call; which comes first is chance, though the title always has so far.
-- On a machine that stands still for seconds a reply may hold a sign of life (a ping, an empty chunk).
-- Other systems: only facts about the machine that were seen on the wire are replaced.
+- opencode requests a title at the same time as its first call, so their order may vary. So far, the title has always come first.
+- On a machine that stalls for seconds, a reply may contain a keep-alive (a ping or an empty chunk).
+- On other systems, only those facts about the machine are replaced that have been seen in requests.
 
-`tests/golden/recording.py` says what the files look like.
+`tests/golden/recording.py` describes the format of the files.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ Scenes = Callable[[str], tuple[Scene, ...]]
 
 
 class NotRecorded(Exception):
-    """The agent did not do what it should have; the text says what."""
+    """The agent did not behave as expected. The message says how."""
 
 
-# ── what is played ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the script ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _helped(delegate: CheckCall, look: CheckCall) -> Scenes:
-    """The agent hands a part of the task to a helper, which looks around once and reports."""
+    """Build a script in which the agent delegates part of the task to a sub-agent, which makes one call and reports."""
     main = (
         CheckStep(think="A helper can count.", say="I will have it counted.", calls=(delegate,)),
         CheckStep(say="Three lines. I leave the file alone."),
@@ -97,11 +97,11 @@ VARIANTS: dict[str, tuple[str, Scenes]] = {
 }
 
 
-# ── what is heard ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── recorded calls ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Heard(msgspec.Struct):
-    """One call as it came to the gateway, and as it was answered."""
+    """One call as the gateway received it, and its reply."""
 
     method: str
     path: str
@@ -113,7 +113,7 @@ class Heard(msgspec.Struct):
 
 
 def listening(heard: list[Heard]) -> Callable[[App], App]:
-    """Stands around the gateway and writes down every call that an agent makes."""
+    """Return a wrapper for the gateway's app that adds every call of an agent to `heard`."""
 
     def around(app: App) -> App:
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,24 +146,24 @@ def _texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     return [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
 
 
-# ── what is kept of it ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── comparable recordings ───────────────────────────────────────────────────────────────────────────────────────────
 
 _RELAYS = ("host", "content-length", "connection", "transfer-encoding", "x-turngate-attempt")
-_RELAYS_KEY = re.compile(r"[0-9a-f]{32}")  # an Idempotency-Key that the relay gave, where the agent gave none
+_RELAYS_KEY = re.compile(r"[0-9a-f]{32}")  # an Idempotency-Key that the relay added, because the agent sent none
 _KEY = re.compile(r"tg-[0-9A-Za-z_-]{43,}")
 _ARCH = re.compile(r"\b(x64|x86_64|arm64|aarch64)\b")
 _TIMES = ("created", "created_at", "completed_at")
-_UNORDERED = ("client_metadata", "provider_specific_fields")  # codex and mini-swe-agent write them out as they come
-_COUNTS = ("usage", "usageMetadata")  # the sandbox's path is in the prompt, and never has the same number of tokens
+_UNORDERED = ("client_metadata", "provider_specific_fields")  # codex and mini-swe-agent send these in a random order
+_COUNTS = ("usage", "usageMetadata")  # token counts vary, because the prompt contains the sandbox's path
 
 
 class Steady:
-    """Makes recordings comparable. What is replaced, always the same by the same:
+    """Makes recordings comparable, by replacing equal values with equal placeholders and by sorting.
 
-    secrets; UUIDs, call ids and other made-up ids; the sandbox's, the installation's and Node's folders; ports; today's date; the
-    system's name, kernel, processor and time zone; the versions of Node and Python where they are the machine's; process ids,
-    durations and time stamps in what tools print; times and token counts in replies. The order of an object's fields where it is
-    random (`_UNORDERED`), and of the results of calls that ran side by side (claude-code: as they ended).
+    Replaced: secrets; UUIDs, call ids and other generated ids; the folders of the sandbox, the installation and Node; ports; today's
+    date; the system's name, kernel, processor and time zone; the versions of the machine's Node and Python; process ids, durations and
+    time stamps in the output of tools; times and token counts in replies. Sorted: the fields of objects with a random order
+    (`_UNORDERED`), and the results of parallel calls, which claude-code sends in the order in which they ended.
     """
 
     def __init__(self, facts: Sequence[tuple[re.Pattern[str], str]], elided: Elided | None = None) -> None:
@@ -217,7 +217,7 @@ class Steady:
         return _ARCH.sub("<arch>", self.text(value))
 
     def _numbered(self, found: re.Match[str]) -> str:
-        """A stand-in that looks like the id: its digits are the number of its first coming."""
+        """Return a placeholder that looks like the id. Its digits number the ids in the order of their first occurrence."""
         own = found[0]
         if own not in self._known:
             prefix = own[: own.index("_") + 1] if "_" in own else "a" if len(own) == 17 else ""
@@ -230,9 +230,9 @@ class Steady:
 
 
 class Elided:
-    """Leaves out what others wrote. A line of prose becomes ⟨its length, a digest⟩; what our own script says stays."""
+    """Removes text that others wrote. A line of prose becomes ⟨its length, a digest⟩. The text of our own script is kept."""
 
-    _SHORT = 24  # a line of this length is a name or a heading
+    _SHORT = 24  # characters; a line up to this length is a name or a heading
 
     def __init__(self, ours: Iterable[str]) -> None:
         self._ours = "\n\n".join(ours)
@@ -246,7 +246,7 @@ class Elided:
         return f"⟨{len(line)} characters, {blake2b(line.encode(), digest_size=4).hexdigest()}⟩"
 
     def _is_ours(self, line: str) -> bool:
-        """JSON in a text: arguments of our calls, which agents spell anew."""
+        """Return whether a line is a JSON object with arguments of our calls, which agents encode in their own way."""
         try:
             value = msgspec.json.decode(line)
         except msgspec.DecodeError:
@@ -267,7 +267,7 @@ def _leaves(value: Json) -> Iterator[str]:
 
 
 def _script(agent: AgentSpec, scenes: Scenes | None, workdir: str) -> Iterator[str]:
-    """Everything that we have said to the agent: its task, and what the model says."""
+    """Yield all texts that the agent gets from us: its task, and the model's answers."""
     yield INSTRUCTION
     yield _ERRAND
     steps = (
@@ -281,12 +281,12 @@ def _script(agent: AgentSpec, scenes: Scenes | None, workdir: str) -> Iterator[s
             yield from _leaves(call.arguments)
 
 
-# opencode's ids begin with the time, and go on with any letters; Claude Code's of its helpers are short.
+# opencode's ids consist of the time and random letters and digits. Claude Code's ids of sub-agents are short.
 _OWN_IDS = re.compile(r"(?<![0-9A-Za-z])(?:(?:ses|msg|prt)_[0-9a-f]{12}[0-9A-Za-z]{14}|a[0-9a-f]{16})(?![0-9A-Za-z])")
 
 
 def facts(installed: Installation, root: Path, days: Iterable[datetime]) -> Iterator[tuple[re.Pattern[str], str]]:
-    """What is true on this machine today only."""
+    """Yield patterns for the values that are specific to this machine or this day, with their placeholders."""
 
     def exactly(text: str, stand_in: str) -> tuple[re.Pattern[str], str]:
         return re.compile(rf"(?<![0-9A-Za-z.]){re.escape(text)}(?![0-9A-Za-z])"), stand_in
@@ -315,7 +315,7 @@ def _printed(*command: str) -> str:
 
 
 def _agents(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The headers that are the agent's own."""
+    """Return the headers that the agent itself sent."""
     return [
         (name, value)
         for name, value in headers
@@ -324,7 +324,7 @@ def _agents(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _settled(body: Json) -> Json:
-    """The body, with an order for what has none."""
+    """Return the body with its unordered parts sorted."""
     if isinstance(body, dict):
         for asked, answered in pairwise(body.get("messages") or ()):
             _in_order_of_calls(asked.get("content"), answered.get("content"))
@@ -343,7 +343,7 @@ def _sorted(value: Json, name: str = "") -> Json:
 
 
 def _in_order_of_calls(asked: Json, answered: Json) -> None:
-    """Results of Anthropic's kind. The mark of a cache stays at its place."""
+    """Sort the tool results of the messages dialect in the order of their calls. Cache marks keep their positions."""
     if not isinstance(asked, list) or not isinstance(answered, list):
         return
     calls = [part["id"] for part in asked if part["type"] == "tool_use"]
@@ -361,16 +361,16 @@ async def record(name: str, agent: AgentSpec, scenes: Scenes | None) -> Json:
     installed = ensure_installed(agent, lambda line: print(line, file=sys.stderr))
     heard: list[Heard] = []
     began = datetime.now(UTC)
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder:  # short, because a unix socket's path must be
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:  # a short path, because unix sockets require one
         root = Path(folder) / "s"
         root.mkdir(mode=0o700)
         staging = CheckOptions(scenes=scenes, around=listening(heard))
         report = await check_agent(agent, installed, LocalBackend(root), Path(folder) / "run", staging)
     if not report.passed:
-        raise NotRecorded("; ".join(f"not so: {f.name} ({f.detail})" for f in report.results if not f.ok))
+        raise NotRecorded("; ".join(f"failed: {f.name} ({f.detail})" for f in report.results if not f.ok))
     days = {now.astimezone(zone) for now in (began, datetime.now(UTC)) for zone in (UTC, None)}
     steady = Steady(list(facts(installed, root, days)), Elided(_script(agent, scenes, "/sandbox/work")))
-    # A call without a header of its own is the relay's, which looks whether the gateway is there.
+    # A call without headers of the agent comes from the relay, which checks that it can reach the gateway.
     exchanges = [steady.exchange(call) for call in heard if _agents(call.headers)]
     made = {
         "name": name,
@@ -387,15 +387,17 @@ def _without_secrets(text: str, heard: list[Heard]) -> None:
     keys = {key for call in heard for _, value in call.headers for key in _KEY.findall(value)}
     assert keys, "every agent presents a key"
     if any(key in text or key[3:] in text for key in keys) or re.search(r"tg-[0-9A-Za-z_-]{20}", text):
-        raise NotRecorded("a session's key would have been written down")
+        raise NotRecorded("the recording would contain a session's key")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Record what agents send and accept, for tests/golden/.")
+    parser = argparse.ArgumentParser(description="Record the requests and replies of agents, for tests/golden/.")
     known = [*sorted((*AGENTS, *MORE_AGENTS)), *VARIANTS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)}, or an agent's file; none: all")
-    parser.add_argument("--check", action="store_true", help="compare with what is recorded, and write nothing")
-    parser.add_argument("--to", type=Path, default=recording.FOLDER, metavar="DIR", help="where recordings are written")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(known)}, or an agent's TOML file (default: all)"
+    )
+    parser.add_argument("--check", action="store_true", help="compare with the recordings, and write nothing")
+    parser.add_argument("--to", type=Path, default=recording.FOLDER, metavar="DIR", help="folder for the recordings")
     given = parser.parse_args()
     outcomes = [_one(name, given.to, given.check) for name in given.names or known]
     return 0 if all(outcomes) else 1
@@ -419,15 +421,15 @@ def _one(name: str, folder: Path, compare: bool) -> bool:
         return True
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
     if before == text:
-        print(f"{told}: the same as recorded", flush=True)
+        print(f"{told}: unchanged", flush=True)
         return True
-    print(f"{told}: has changed" if before else f"{told}: was never recorded", flush=True)
+    print(f"{told}: changed" if before else f"{told}: not recorded before", flush=True)
     print("\n".join(_changes(before, text)), flush=True)
     return False
 
 
 def _changes(before: str, now: str) -> Iterator[str]:
-    """What is new, line by line, with the lines around it and where that is. Very long lines are cut."""
+    """Yield the differences as a unified diff, with the exchange of each hunk. Very long lines are cut."""
     lines = now.splitlines()
     for line in difflib.unified_diff(before.splitlines(), lines, "recorded", "now", lineterm=""):
         if place := re.match(r"@@ .*\+(\d+).* @@", line):
@@ -436,7 +438,7 @@ def _changes(before: str, now: str) -> Iterator[str]:
 
 
 def _place(lines: list[str]) -> str:
-    """What these lines end in."""
+    """Return the exchange, and its side, in which these lines end."""
     sides = [line.strip(' ":{') for line in lines if line in ('   "request": {', '   "reply": {')]
     return f"exchange {sides.count('request') - 1}, {sides[-1]}" if sides else ""
 

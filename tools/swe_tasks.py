@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Make real SWE tasks from successive releases of small PyPI packages: a row in SWE-rebench's shape, and a Docker image, for each.
+"""Build real SWE tasks from successive releases of small PyPI packages: for each, a row in SWE-rebench's format and a Docker image.
 
-    python tools/swe_tasks.py --out rows.jsonl               all of them (a few minutes the first time, seconds after that)
-    python tools/swe_tasks.py --out rows.jsonl --only parse  some
+    python tools/swe_tasks.py --out rows.jsonl               all tasks (a few minutes the first time, later a few seconds)
+    python tools/swe_tasks.py --out rows.jsonl --only parse  the tasks of one package
     python tools/swe_tasks.py --list
 
-Called by hand, by CI and by `tests/swe/`. The older release is the base. What the newer one changed in the package is the reference patch,
-what it changed in the tests is the test patch. Which tests have to pass is measured: the tests run in the task's image before and after
-the patch, twice each. Two releases without a test that the patch mends and one that it keeps, or with an unsteady one, are refused.
+Run by hand, by CI and by `tests/swe/`. The older release is the base. The changes of the newer release to the package are the reference
+patch, and its changes to the tests are the test patch. To find the tests that must pass, the tests are run in the task's image before and
+after the patch, twice each. Two releases are rejected if the patch fixes no test, if no test passes both before and after it, or if a test
+is flaky.
 
-The repository in an image knows its future, as real ones do: a later commit with the fix, a tag on it, a remote. Whoever lets an agent work
-there has to hide that.
+As in real repositories, the repository in an image contains its own future: a later commit with the fix, a tag for that commit, and a
+remote. This must be hidden from an agent that works there.
 
-Releases come from the package index, pinned by their SHA-256; images are made from `turngate-base:bookworm` and pull nothing. Both, and the
-rows, are kept: in `$TURNGATE_CACHE/swe` and in Docker, under names that follow from what they are made of.
+Releases come from the package index, and their SHA-256 is checked. Images are built from `turngate-base:bookworm` without pulling
+anything. Releases and rows are kept in `$TURNGATE_CACHE/swe`, and images in Docker. The names of rows and images contain a digest of
+their inputs.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this also runs by its path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file can also be run by its path
 
 from tools import base_image
 from turngate.errors import TurngateError
@@ -53,17 +55,17 @@ from turngate.tasks.task import Swe
 
 Row = dict[str, object]
 
-RECIPE = 1  # raise it when rows or images are made in another way
+RECIPE = 1  # increase it when rows or images are built differently
 INDEX = "https://pypi.org/simple"
-TIMES = 2  # each measurement
+TIMES = 2  # how often each measurement is made
 AT_ONCE = 2
 TESTS_S = 300
 TEST_FOLDERS = ("test", "tests")
-SITE = "/usr/local/lib/python3.11/dist-packages"  # where the base image's Python looks
+SITE = "/usr/local/lib/python3.11/dist-packages"  # where the base image's Python looks for packages
 PYTHON_IMAGE = "turngate-swe-python"
 TASK_IMAGE = "turngate-swe"
 TEST_CMD = "pytest --no-header -rA --tb=line --color=no -p no:cacheprovider -W ignore::DeprecationWarning"
-# What the tests of all of them need. Pure Python, whole: nothing else is installed with them.
+# The packages that the tests of all tasks need, including their dependencies. All are pure Python.
 WHEELS = (
     "pytest==8.4.2",
     "iniconfig==2.1.0",
@@ -76,29 +78,29 @@ WHEELS = (
     "pip==25.2",
     "setuptools==80.9.0",
 )
-# Debian keeps pip out of its own Python; in an image that is there for one repository it may do as it likes, offline.
+# Debian does not let pip change its Python. In an image for a single repository, it may, but offline.
 PIP_CONF = "[global]\nbreak-system-packages = true\nno-index = true\ndisable-pip-version-check = true\n"
 
 
 class SweError(Exception):
-    """A task could not be made. The text says which, and why."""
+    """A task could not be built. The message says which one and why."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two releases, one after the other, of which the newer mends something."""
+    """Two successive releases. The newer one fixes something."""
 
     repo: str
     old: str
     new: str
     sha256: tuple[str, str]  # of the two archives
     sources: tuple[str, ...]  # the package: files and folders
-    problem: str  # what the newer one mends, as a user of the older one would report it
-    package: str = ""  # its name on the index, where that is not the repository's
-    root: str = ""  # the folder that holds the package
+    problem: str  # the problem that the newer release fixes, as a user of the older one would report it
+    package: str = ""  # its name on the index, if it differs from the repository's
+    root: str = ""  # the folder that contains the package
     parser: str = "parse_log_pytest"
     install: str = ""
-    as_text: bool = False  # whether the row's lists are JSON strings, as some data sets have them
+    as_text: bool = False  # whether the row's lists are JSON strings, as in some data sets
 
     @property
     def name(self) -> str:
@@ -140,7 +142,7 @@ sees that the length cannot be right. Sequences whose length is right must go on
         ),
         sources=("src/humanize",),
         root="src",
-        parser="pytest",  # its tests have parameters with blanks, which the one of swebench cuts
+        parser="pytest",  # swebench's parser cuts off parameters of its tests, which contain spaces
         as_text=True,
         problem="""\
 naturalsize(1.0) says "1.0 Byte"
@@ -205,7 +207,7 @@ that compares the answer with `False`, or stores it, breaks. It should be `False
             "9e37b35e16d1cc652a2545f0997c1deb23ea28fa1f3eefe609eee3063c3b105f",
         ),
         sources=("sqlparse",),
-        parser="pytest",  # the other cuts at blanks, or takes the reasons of expected failures for a part of their names
+        parser="pytest",  # swebench's parser cuts names at spaces, or includes the reasons of expected failures in them
         problem="""\
 strip_comments removes SQL hints
 
@@ -282,32 +284,32 @@ in conflict.
 )
 
 
-# ---- what callers use ----
+# ---- functions for callers ----
 
 
 def rows(only: Sequence[str] = ()) -> list[Row]:
-    """The rows, with their images in Docker; made where they are missing."""
+    """Return the rows. Build missing rows and images first."""
     base_image.ensure_docker()
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(_row, chosen(only)))
 
 
 def missing(only: Sequence[str] = ()) -> str | None:
-    """Why the rows cannot be had in a moment, and what to run; None when they can. Makes nothing."""
+    """Return which row or requirement is missing and what to run, or None if everything is ready. Do not build anything."""
     if reason := base_image.missing_docker():
         return reason
     if find_spec("swebench") is None:
         return "swebench is missing (run: pip install 'turngate[swe]')"
     for pair in chosen(only):
         if not _kept(pair).is_file() or not _is_image(_image(pair)):
-            return f"the SWE task {pair.instance} is not made (run: python tools/swe_tasks.py --out FILE)"
+            return f"the SWE task {pair.instance} has not been built (run: python tools/swe_tasks.py --out FILE)"
     return None
 
 
 def chosen(only: Sequence[str]) -> tuple[Pair, ...]:
     if unknown := set(only) - {name for pair in PAIRS for name in (pair.name, pair.instance)}:
         names = ", ".join(pair.name for pair in PAIRS)
-        raise SweError(f"there is no task of {', '.join(sorted(unknown))}; there are: {names}")
+        raise SweError(f"unknown package or task: {', '.join(sorted(unknown))}; the packages are {names}")
     return tuple(pair for pair in PAIRS if not only or {pair.name, pair.instance} & set(only))
 
 
@@ -345,7 +347,9 @@ def _make(pair: Pair, scratch: Path) -> None:
         "install_config": {"install": pair.install, "test_cmd": TEST_CMD, "log_parser": pair.parser},
     }
     if not row["patch"] or not row["test_patch"]:
-        raise SweError(f"{pair.instance}: nothing changed in the {'tests' if row['patch'] else 'package'}")
+        raise SweError(
+            f"{pair.instance}: the newer release does not change the {'tests' if row['patch'] else 'package'}"
+        )
     _build(pair, scratch)
     mended, kept = measured(row, scratch)
     row |= {
@@ -357,13 +361,13 @@ def _make(pair: Pair, scratch: Path) -> None:
     new.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
     new.rename(_kept(pair))
     print(
-        f"{pair.instance}: {len(mended)} tests to mend, {len(kept)} to keep ({time.monotonic() - began:.0f} s)",
+        f"{pair.instance}: {len(mended)} tests to fix, {len(kept)} to keep ({time.monotonic() - began:.0f} s)",
         flush=True,
     )
 
 
 def _key(pair: Pair) -> str:
-    """Of everything that the image and the row follow from."""
+    """Return a digest of everything that determines the image and the row."""
     content = json.dumps([RECIPE, asdict(pair), TEST_CMD, SITE, TIMES, _python_key()], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -380,7 +384,7 @@ def _kept(pair: Pair) -> Path:
 
 
 def _release(pair: Pair, version: str, sha256: str, scratch: Path) -> Path:
-    """A release, unpacked, without what packing added to it."""
+    """Unpack a release, remove the metadata that packaging added, and return its folder."""
     packed = archive(pair.name, version, sha256)
     place = scratch / f"release-{version}"
     with tarfile.open(packed) as tar:
@@ -399,7 +403,7 @@ def archive(name: str, version: str, sha256: str) -> Path:
         return place
     content = _fetch(_address(name, file))
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
-        raise SweError(f"{file} is not the release that this was written for: sha256 {found}, expected {sha256}")
+        raise SweError(f"{file} is not the expected release: its SHA-256 is {found}, not {sha256}")
     place.parent.mkdir(parents=True, exist_ok=True)
     new = place.with_suffix(f".{os.getpid()}.new")
     new.write_bytes(content)
@@ -408,13 +412,13 @@ def archive(name: str, version: str, sha256: str) -> Path:
 
 
 def _address(name: str, file: str) -> str:
-    """Where the index has a file. Any index that pip can use is one: a page of links."""
+    """Return the URL of a file on the package index, which is a page of links, as for pip."""
     page = f"{os.environ.get('PIP_INDEX_URL') or INDEX}".rstrip("/") + f"/{name}/"
     for link in re.findall(r'href="([^"]+)"', _fetch(page).decode("utf-8", "replace")):
         address = urllib.parse.urljoin(page, html.unescape(link))
         if urllib.parse.unquote(urllib.parse.urlsplit(address).path).endswith(f"/{file}"):
             return address
-    raise SweError(f"{page} has no {file}")
+    raise SweError(f"{page} has no link to {file}")
 
 
 def _fetch(address: str) -> bytes:
@@ -430,7 +434,7 @@ def _fetch(address: str) -> bytes:
 
 
 def repository(pair: Pair, folder: Path, scratch: Path) -> tuple[str, str]:
-    """The older release as a repository that also has the newer one. The commits of the two."""
+    """Create a repository that is at the older release and also contains the newer one. Return the commits of both."""
     folder.mkdir()
     _git(folder, "init", "--quiet", "--initial-branch", "main")
     old, new = (
@@ -469,7 +473,7 @@ def _commit(folder: Path, message: str, day: int) -> str:
 
 
 def _git(folder: Path, *command: str, day: int = 0) -> str:
-    """Git, with nothing of this machine or this moment in what it makes."""
+    """Run git so that its results do not depend on this machine or the current time."""
     stamp = f"2025-01-{day + 1:02}T12:00:00+00:00"
     env = {
         "PATH": os.environ["PATH"],
@@ -485,7 +489,7 @@ def _git(folder: Path, *command: str, day: int = 0) -> str:
 
 
 def _difference(folder: Path, base: str, later: str, wanted: Callable[[str], bool]) -> str:
-    """What changed in the wanted files, as far as it is text: no row of such a data set holds more."""
+    """Return the changes in the wanted files as a patch. Binary files are left out, as in such data sets."""
     paths = []
     for line in _git(folder, "diff", "--no-renames", "--numstat", "-z", base, later).split("\0"):
         if line:
@@ -509,7 +513,7 @@ def _in_package(pair: Pair, path: str) -> bool:
 
 
 def _build(pair: Pair, scratch: Path) -> None:
-    """The repository, and the package on Python's path as an editable install leaves it."""
+    """Build the image of a task: the repository, with the package on Python's path as after an editable install."""
     if not _is_image(_python_image()):
         with _locked("python"):
             if not _is_image(_python_image()):
@@ -517,7 +521,7 @@ def _build(pair: Pair, scratch: Path) -> None:
     site = scratch / "site"
     site.mkdir()
     (site / "testbed.pth").write_text(f"/testbed/{pair.root}".rstrip("/") + "\n")
-    if not pair.install:  # an install brings its own
+    if not pair.install:  # the install command creates its own metadata
         about = site / f"{pair.name}-{pair.old}.dist-info"
         about.mkdir()
         shutil.copyfile(scratch / "METADATA", about / "METADATA")
@@ -533,7 +537,7 @@ def _build(pair: Pair, scratch: Path) -> None:
 
 
 def _build_python() -> None:
-    """The layer that all tasks share: Python with pytest."""
+    """Build the image that all tasks are based on: Python with pytest."""
     print(f"{_python_image()}: install {', '.join(WHEELS)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="turngate-swe-python-") as name:
         scratch = Path(name)
@@ -587,7 +591,7 @@ set +e
 
 
 def measured(row: Mapping[str, object], scratch: Path) -> tuple[list[str], list[str]]:
-    """The tests that the patch mends, and those that pass with and without it."""
+    """Return the tests that the patch fixes, and those that pass both with and without it."""
     name = str(row["instance_id"])
     task = swe.build_task({**row, "FAIL_TO_PASS": ["not known yet"]}, name)
     assert isinstance(task.grader, Swe)
@@ -605,12 +609,14 @@ def measured(row: Mapping[str, object], scratch: Path) -> tuple[list[str], list[
     for runs in (before, after):
         unsteady = [test for test in {**runs[0], **runs[1]} if len({run.get(test) for run in runs}) > 1]
         if unsteady:
-            raise SweError(f"{name}: not steady: {', '.join(sorted(unsteady)[:5])}")
+            raise SweError(f"{name}: these tests are flaky: {', '.join(sorted(unsteady)[:5])}")
     good = sorted(test for test, case in after[0].items() if case == "passed")
     mended = [test for test in good if before[0].get(test) != "passed"]
     kept = [test for test in good if before[0].get(test) == "passed"]
     if not mended or not kept:
-        raise SweError(f"{name}: {len(mended)} tests are mended and {len(kept)} kept; both have to be there")
+        raise SweError(
+            f"{name}: the patch fixes {len(mended)} tests and keeps {len(kept)}; both numbers must be at least 1"
+        )
     return mended, kept
 
 
@@ -622,27 +628,29 @@ def _outcomes(name: str, grader: Swe, place: Path, image: str, when: str) -> dic
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=TESTS_S)
     except subprocess.TimeoutExpired:
         subprocess.run(["docker", "rm", "--force", container], capture_output=True, check=False)
-        raise SweError(f"{name}: the tests {when} the patch took more than {TESTS_S} s") from None
+        raise SweError(f"{name}: the tests {when} the patch took longer than {TESTS_S} s") from None
     try:
         cases = logs.parse_log(grader.parser, done.stdout)
     except Undecided as error:
         raise SweError(f"{name}: {when} the patch: {error}") from error
-    if done.returncode not in (0, 1) or not cases:  # pytest's own for "all passed" and "some failed"
+    if done.returncode not in (0, 1) or not cases:  # pytest's exit codes for "all passed" and "some failed"
         raise SweError(
-            f"{name}: {when} the patch: exit code {done.returncode}, {len(cases)} tests; the last lines:\n"
+            f"{name}: {when} the patch: exit code {done.returncode}, {len(cases)} tests; the last lines of output:\n"
             + "\n".join((done.stderr + done.stdout).splitlines()[-15:])
         )
     return cases
 
 
-# ---- small things ----
+# ---- commands, locks and the command line ----
 
 
 def _run(command: list[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = (done.stdout + done.stderr).decode("utf-8", "replace")
-        raise SweError(f"{' '.join(command[:6])} …: status {done.returncode}; the last lines:\n{said[-2000:]}")
+        raise SweError(
+            f"{' '.join(command[:6])} …: exited with status {done.returncode}; the end of its output:\n{said[-2000:]}"
+        )
     return done.stdout.decode("utf-8")
 
 
@@ -655,10 +663,12 @@ def _locked(name: str) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make SWE tasks from releases of PyPI packages.")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the rows go, one JSON object per line")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a package; may be given again")
-    parser.add_argument("--list", action="store_true", help="say which there are")
+    parser = argparse.ArgumentParser(description="Build SWE tasks from releases of PyPI packages.")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the rows, one JSON object per line")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="a package or an instance id; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the tasks")
     arguments = parser.parse_args()
     try:
         if arguments.list:
@@ -666,7 +676,7 @@ def main() -> int:
                 print(f"{pair.instance}  {pair.name} {pair.old} → {pair.new}  {pair.problem.partition(chr(10))[0]}")
             return 0
         if arguments.out is None:
-            parser.error("--out FILE is needed")
+            parser.error("--out FILE is required")
         lines = [json.dumps(row, ensure_ascii=False) for row in rows(arguments.only)]
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -148,7 +148,7 @@ def test_release_that_fixes_no_test_is_refused(tasks: dict[str, Task], tmp_path:
     unrelated_patch = (
         "diff --git a/notes b/notes\nnew file mode 100644\n--- /dev/null\n+++ b/notes\n@@ -0,0 +1 @@\n+nothing\n"
     )
-    with pytest.raises(swe_tasks.SweError, match="0 tests are mended and 6 kept"):
+    with pytest.raises(swe_tasks.SweError, match="the patch fixes 0 tests and keeps 6"):
         swe_tasks.measured({**row, "patch": unrelated_patch}, tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_release_with_flaky_test_is_refused(tasks: dict[str, Task], tmp_path: Pa
     [row] = swe_tasks.rows(["deepmerge"])
     chance = ["echo '=== short test summary info ==='", "echo PASSED test_$(cat /proc/sys/kernel/random/uuid)"]
     unsteady = {**row, "install_config": {"test_cmd": chance, "log_parser": "pytest"}}
-    with pytest.raises(swe_tasks.SweError, match="not steady"):
+    with pytest.raises(swe_tasks.SweError, match="these tests are flaky"):
         swe_tasks.measured(unsteady, tmp_path)
 
 
