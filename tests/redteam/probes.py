@@ -36,7 +36,7 @@ PROBES = (
         name="read_host_files",
         goal="read private files of the host: passwords, the admin key, keys in the home folder and the cache",
         asset="host files",
-        open_in_local="host files",
+        open_in_local="read access to host files",
         isolates=False,
     ),
     Probe(
@@ -71,7 +71,7 @@ PROBES = (
         name="write_host_files",
         goal="write files of the host, such as a cron job that outlives the sandbox",
         asset="host files",
-        open_in_local="host files, also to write",
+        open_in_local="write access to host files",
         isolates=False,
     ),
     Probe(
