@@ -1,8 +1,8 @@
-"""Fill a shared store with finished rollouts, as fast as PostgreSQL takes them, for measurements.
+"""Fill a shared store with finished rollouts, as fast as PostgreSQL accepts them, for measurements.
 
     python bench/fill_shared_store.py postgresql://user@host/database --sessions 100000 --turns 50
 
-The rows have valid checksums, so the page and `turngate show` read them. They are not a true recording: `turngate verify` says so.
+The rows have valid checksums, so the page and `turngate show` read them. They are not a true recording, and `turngate verify` reports that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADD_ATTEMPTS = (
     "INSERT INTO attempts (rollout, attempt, session, state, started, ended)"
     " SELECT id, 1, id, 'settled', opened, closed FROM sessions"
 )
-# What the triggers would have computed.
+# The totals that the triggers would have computed.
 SUM_SESSIONS = "INSERT INTO session_totals SELECT id, key*%s, opened+%s, %s, %s, 3 FROM sessions"
 SUM_BUCKETS = (
     f"INSERT INTO bucket_totals SELECT CAST(trunc(time/{BUCKET_SECONDS}) AS BIGINT), count(*) FILTER (WHERE kind='turn'),"

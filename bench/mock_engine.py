@@ -65,7 +65,7 @@ class Answer:
 
 
 class SessionLog:
-    """What one session has sent so far."""
+    """Statistics about the requests of one session."""
 
     def __init__(self) -> None:
         self.turns = 0

@@ -1,8 +1,8 @@
-"""What a rollout's processes cost, by part: `rollouts.py --parts` uses it.
+"""Measure the CPU time of a rollout's processes, by part. Used by `rollouts.py --parts`.
 
-A thread looks at the processes below this one every 20 ms. The long-lived ones, the agent and the relay, are measured by their clocks. The
-total of all ended processes is known exactly, so the rest belongs to the sandbox: supervisors, shells, bwrap. What an agent needs until its
-first model call is its start-up.
+A thread inspects the descendants of this process every 20 ms. The long-lived ones, the agent and the relay, are measured by their clocks.
+The total of all ended processes is known exactly, so the rest belongs to the sandbox: supervisors, shells, bwrap. The CPU time of an
+agent up to its first model call is its start-up.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ProcessWatch(threading.Thread):
         self.agent = [word.encode() for word in agent]  # in the command line of an agent's process
         self.ignored = ignored
         self.points: dict[tuple[str, int], list[tuple[float, float]]] = {}  # by part and process: time and CPU seconds
-        self.own_s = 0.0  # what this thread took
+        self.own_s = 0.0  # CPU seconds of this thread
         self._parts: dict[int, str] = {}  # known ones: a program may change its command line later
         self._ended = threading.Event()
 
@@ -100,7 +100,7 @@ class ProcessWatch(threading.Thread):
         self.join()
 
     def sum_cpu(self, part: str, until: float | None = None) -> float:
-        """Return the CPU seconds of a part, all of them or until a time."""
+        """Return the CPU seconds of a part, in total or up to the time `until`."""
         total = 0.0
         for (found, _), points in self.points.items():
             is_alive = until is None or points[0][0] <= until <= points[-1][0] + PERIOD_S
@@ -150,7 +150,7 @@ async def measure_parts(
 
 
 def _end_servers(before: float) -> float:
-    """End the fork servers, and return what ended processes took since `before`, without the servers themselves."""
+    """End the fork servers. Return the CPU seconds of ended processes minus `before`, without those of the servers."""
     servers = sum(cpu_s(server.pid) for server in warm_start._servers.values() if server.is_ready)
     warm_start.close_servers()
     return _children_s() - before - servers

@@ -4,12 +4,12 @@
 
 Runs batches of rollouts whose agent does nothing (`true`), for each sandbox with and without a grader, against a gateway with the scripted
 engine in a separate process. So all of the cost is ours: the runner, the sandbox, the relay and the gateway. With `--agent`, a real agent
-makes one call: compare it with a run without, to see what starting that agent costs.
+makes one call. Compare the result with a run without `--agent` to see the cost of starting that agent.
 
     python bench/rollouts.py --parts mini-swe-agent pi … [--alone 5] [--only local …]
 
-Runs real agents one at a time, and splits their CPU time into the agent's start-up, the agent, sandbox, relay and grading, beside the
-agent's own command without Turngate. TURNGATE_WARM_STARTS=off shows the same with plain starts.
+Runs real agents one at a time, and splits their CPU time into the agent's start-up, the agent, sandbox, relay and grading. Also measures
+the agent's own command without Turngate, for comparison. TURNGATE_WARM_STARTS=off shows the same with plain starts.
 
     rollouts/min     of the whole machine, with --concurrency agents
     runner           CPU ms per rollout of the process that runs the batch, all threads

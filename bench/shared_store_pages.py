@@ -83,7 +83,7 @@ async def serve(url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(client: httpx.AsyncClient, path: str) -> float:
-    """Return the milliseconds of one request."""
+    """Send one request, and return its duration in milliseconds."""
     began = time.perf_counter()
     (await client.get(path)).raise_for_status()
     return (time.perf_counter() - began) * 1000
@@ -132,7 +132,7 @@ async def measure(url: str, rounds: int) -> bool:
 
 
 def read_for_show(url: str, wanted: str) -> float:
-    """Return the milliseconds in which `turngate show` reads a session, including its connection."""
+    """Return how many milliseconds `turngate show` takes to read a session, including connecting to the store."""
     began = time.perf_counter()
     with suppress(NotFound):  # a prefix may match several
         load_from_store(url, wanted)

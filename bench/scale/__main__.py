@@ -1,6 +1,6 @@
-"""Say what 1, 10, 100 and 1,000 machines hold, and where it breaks first: `python -m bench.scale [--figure FILE] [--set NAME=VALUE …]`.
+"""Simulate 1, 10, 100 and 1,000 machines, and find what breaks first: `python -m bench.scale [--figure FILE] [--set NAME=VALUE …]`.
 
-The costs come from `costs.json` (`python -m bench.scale.measure`), the assumptions from `costs.py`; `--set` changes one of those.
+The costs come from `costs.json` (`python -m bench.scale.measure`), and the assumptions from `costs.py`. `--set` changes an assumption.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.scale.figure import draw_limits
 from bench.scale.report import FULL, Report, find_limit, measure_rate, simulate_sessions, simulate_turns
 
 RUNS = ((1, 1000.0, 3000.0), (10, 300.0, 600.0), (100, 60.0, 120.0), (1000, 20.0, 30.0))  # machines, warm-up, seconds
-MANY = 1_000_000  # connections: PgBouncer in front, so that they are no limit
+MANY = 1_000_000  # connections with PgBouncer, so many that they are never the limit
 
 
 def print_table(reports: list[Report]) -> None:
@@ -46,7 +46,7 @@ def print_table(reports: list[Report]) -> None:
 
 
 def list_changes(costs: Costs, given: Assumptions) -> list[tuple[str, Costs, Assumptions]]:
-    """Return changes that may move the limit. Each keeps those before it."""
+    """Return changes that may raise the limit. Each one includes the changes before it."""
     replace = msgspec.structs.replace
     steps: list[tuple[str, Costs, Assumptions]] = [("as it is", costs, given)]
     pooled = replace(given, max_connections=MANY)
@@ -67,7 +67,7 @@ def list_changes(costs: Costs, given: Assumptions) -> list[tuple[str, Costs, Ass
 
 
 def print_limits(costs: Costs, given: Assumptions, rate: float) -> None:
-    print("\n| change, each on top of those above | machines | sessions/s | full first |\n|---|---|---|---|")
+    print("\n| change, in addition to those above | machines | sessions/s | first bottleneck |\n|---|---|---|---|")
     for name, changed, assumed in list_changes(costs, given):
         machines, first = find_limit(changed, assumed, rate, most=16384)
         why = "nothing" if first is None else _explain(first)
@@ -109,7 +109,7 @@ def draw_figure(costs: Costs, given: Assumptions, rate: float, machine: str) -> 
 
 
 def extrapolate(few: Report, many: Report) -> dict[str, float]:
-    """Return the number of machines at which each shared resource is full, on a line through two runs."""
+    """Return the number of machines at which each shared resource is full, by linear extrapolation from two runs."""
     limits = {}
     for name, share in few.use.items():
         growth = (many.use[name] - share) / (many.machines - few.machines)

@@ -1,8 +1,9 @@
 """Compare the model with a real PostgreSQL on this machine: `python -m bench.scale.check [--rounds 3]`.
 
-One shipper alone gives the costs. From them the model predicts how many sessions per second several shippers manage on the same cores, and
-how many one manages with another number of sessions per transaction. Then they run. Shippers and PostgreSQL share this machine's cores,
-and so do other programs: what those use is measured during each run, and the model gets the rest.
+The costs are measured with a single shipper. From these costs, the model predicts how many sessions per second several shippers ship on the
+same cores, and how many one shipper ships with a different number of sessions per transaction. Then real shippers run, and the results are
+compared. Shippers, PostgreSQL and other programs share this machine's cores. The use by other programs is measured during each run, and the
+model gets the remaining cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CASES = (
     (2, 16),
     (4, 1),
     (4, 16),
-)  # shippers, sessions per transaction; the first two give the costs
+)  # shippers, sessions per transaction; the costs are derived from the first two
 LOOPBACK_S = 0.00003  # a round trip on this machine, without the CPU time at its ends
 _SLICE_S = 0.004
 
@@ -36,7 +37,7 @@ def predict_rate(costs: Costs, shippers: int, per_transaction: int, cores: float
     """Predict the sessions per second of shippers that share `cores` with PostgreSQL."""
     simulation = Simulation()
     count = max(1, round(cores))
-    slower = count / cores  # a core that others use for a part of the time is slower
+    slower = count / cores  # a core that other programs also use is slower
     scaled = {name: getattr(costs, name) * slower for name in Costs.__struct_fields__ if name.endswith("cpu_s")}
     costs = msgspec.structs.replace(costs, **scaled)
     machine = Station(simulation, "cores", count, _SLICE_S)
@@ -60,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[tuple[int, int], list[Run]] = {case: [] for case in CASES}
     with start_server() as (server, url):
-        for _ in range(args.rounds):  # all cases take turns, so that each sees the same machine
+        for _ in range(args.rounds):  # the cases alternate, so that other load on the machine affects all of them
             for case in CASES:
                 runs[case].append(measure_run(server, url, *case, args.seconds))
     measured = split_shipping(runs[CASES[0]], runs[CASES[1]])
@@ -84,7 +85,7 @@ def main() -> None:
             errors.append(abs(error))
         print(f"| {shippers} | {count} | {rate:.0f} | {predicted:.0f} | {error:+.0%} | {others:.1f} cores |")
     print(
-        f"\nmean error of the cases that did not give the costs: {statistics.mean(errors):.0%}, largest {max(errors):.0%}"
+        f"\nmean error of the cases from which no costs were derived: {statistics.mean(errors):.0%}, largest {max(errors):.0%}"
     )
 
 

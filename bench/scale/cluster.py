@@ -2,8 +2,8 @@
 
 Two kinds of runs:
 
-    Cluster(…).run_turns(…)     every turn of every rollout on every machine: what a number of machines does
-    Cluster(…).run_sessions(…)  only finished sessions, at a given rate: where the shared parts break, with any number of machines
+    Cluster(…).run_turns(…)     every turn of every rollout on every machine: how a cluster of this size performs
+    Cluster(…).run_sessions(…)  only finished sessions, at a given rate: where the shared parts break, for any number of machines
 
 A rollout: the driver orders it → a machine starts its sandbox and agent → per turn: gateway, engine, gateway, SQLite, tools → grade →
 outbox → shipped in a transaction with others of the same cell → once its group is complete, delivered to the trainer.
@@ -73,7 +73,7 @@ class Cluster:
         self.endings: Counter[int] = Counter()  # how often each rollout has ended; once, if all is well
         self.in_flight: dict[int, Order] = {}  # ordered and not yet in the shared store
         self.ship_delays: list[float] = []
-        self.added_latencies: list[float] = []  # per turn: what the gateway added to the engine's time
+        self.added_latencies: list[float] = []  # per turn: time that the gateway added to the engine's
         self.durations: list[float] = []  # of rollouts, from the order to the outcome
         self.began = 0.0
         self.waiting_at_start = 0
@@ -84,7 +84,7 @@ class Cluster:
     # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run_turns(self, warm_up_s: float, seconds: float) -> None:
-        """Simulate every turn. Rollouts are at random places of their work at the start."""
+        """Simulate every turn. At the start, each rollout is at a random point of its work."""
         for machine in self.machines:
             for _ in range(self.assumptions.slots):
                 self.simulation.start(self._fill_slot(machine))
@@ -92,7 +92,7 @@ class Cluster:
         self._run(warm_up_s, seconds)
 
     def run_sessions(self, per_machine_s: float, warm_up_s: float, seconds: float) -> None:
-        """Simulate only what happens to finished sessions, which each machine finishes at a given rate."""
+        """Simulate only finished sessions. Each machine finishes them at a given rate."""
         for machine in self.machines:
             self._start_cell(machine)
         self.simulation.start(self._finish_sessions(per_machine_s * len(self.machines)))
@@ -139,7 +139,7 @@ class Cluster:
         return order
 
     def _fill_slot(self, machine: Machine) -> Process:
-        """Run rollouts one after another, for ever."""
+        """Run rollouts one after another, forever."""
         order = self._order()
         first = self.simulation.random.randrange(order.turns)
         yield self.simulation.random.random() * (self.assumptions.engine_s + self.assumptions.tool_s)
@@ -214,7 +214,7 @@ class Cluster:
                 self._end(order)
 
     def _end(self, order: Order) -> None:
-        """Record the outcome in the shared store, unless a later attempt has taken its place."""
+        """Record the outcome in the shared store, unless a later attempt has superseded it."""
         if self.in_flight.get(order.rollout) is not order:
             return
         del self.in_flight[order.rollout]

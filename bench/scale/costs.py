@@ -8,7 +8,7 @@ import msgspec
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one piece of work costs, in CPU seconds unless noted. `measure.py` measures all of it on one machine."""
+    """The cost of each piece of work, in CPU seconds unless noted. `measure.py` measures all costs on one machine."""
 
     turn_cpu_s: float  # gateway: a session's first turn
     turn_growth_cpu_s: float  # gateway: added by each turn before it
@@ -78,7 +78,7 @@ def read_measurements(path: Path = COSTS) -> Measurements:
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The load and the machines. None of this is measured: change it to what you have."""
+    """Assumptions about the load and the machines. They are not measured; change them to match your own setup."""
 
     # one machine with its cell
     cores: int = 16

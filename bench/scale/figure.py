@@ -1,4 +1,4 @@
-"""Draw how many machines each shared resource holds, as an SVG image."""
+"""Draw how many machines each shared resource can serve, as an SVG image."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def draw_limits(limits: Mapping[str, float], note: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="system-ui, sans-serif">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-        _text(24, 30, "How many machines each shared resource holds", size=16, weight="bold"),
-        _text(24, 52, "machines until it is full; the first one is the limit", color=_SOFT),
+        _text(24, 30, "How many machines each shared resource can serve", size=16, weight="bold"),
+        _text(24, 52, "machines at which it is full; the smallest number is the limit", color=_SOFT),
     ]
     for power in range(6):
         x = _place(10**power)

@@ -53,7 +53,7 @@ Found = dict[str, Measurement]
 
 
 def measure_gateway(folder: Path) -> Found:
-    """What a turn costs in the gateway, from `bench/overhead.py`."""
+    """Measure the cost of a turn in the gateway, with `bench/overhead.py`."""
     results = _run_bench(folder / "overhead.json", "overhead.py")
     by_name = {one["name"]: one for one in results["scenarios"]}
     streamed, paced = by_name["4×100 streamed"], by_name["8×10 streamed, token by token"]
@@ -72,7 +72,7 @@ def measure_gateway(folder: Path) -> Found:
 
 
 def measure_rollouts(folder: Path) -> Found:
-    """What a rollout and the start of an agent cost, from `bench/rollouts.py`."""
+    """Measure the cost of a rollout and of starting an agent, with `bench/rollouts.py`."""
     size = ("--rollouts", "12", "--concurrency", "4", "--alone", "2", "--only", "bubblewrap")
     plain, graded = _run_bench(folder / "rollouts.json", "rollouts.py", *size)
     (pi,) = _run_bench(folder / "agent.json", "rollouts.py", *size, "--no-grader", "--agent", "pi")
@@ -117,7 +117,7 @@ class _EndedAttempt:
 
 
 class EmptyExecutor:
-    """Ends each attempt at once, so that what remains is the driver's own work."""
+    """Ends each attempt immediately, so that only the driver's own work remains."""
 
     async def check(self) -> None: ...
 
@@ -128,7 +128,7 @@ class EmptyExecutor:
 
 
 def measure_driver(folder: Path) -> Found:
-    """What a rollout costs in the process that runs a batch: its own work, and one call of a Ray actor."""
+    """Measure the cost of a rollout in the process that runs a batch: its own work, and one call of a Ray actor."""
     script = folder / "script.json"
     script.write_text('["Done."]', encoding="utf-8")
     port = free_port()
@@ -193,7 +193,7 @@ def _measure_ray_call(calls: int = 500) -> float:
 
 
 def measure_store(folder: Path) -> Found:
-    """What a delivery to a trainer costs, and how long a small transaction blocks SQLite."""
+    """Measure the cost of a delivery to a trainer, and how long a small transaction blocks SQLite."""
     data = folder / "store"
     for n in range(8):
         page_kit.add_long_rollout(data, shipping.TURNS, shipping.TURNS * 1000, name=f"rollout-{n}")
@@ -229,7 +229,7 @@ def measure_store(folder: Path) -> Found:
 
 
 def measure_page(folder: Path) -> Found:
-    """What a refresh of the page costs the gateway, with 2,000 rollouts."""
+    """Measure the cost of a refresh of the page for the gateway, with 2,000 rollouts."""
     from page import PageGateway
 
     (folder / "page").mkdir()
@@ -253,7 +253,7 @@ def measure_page(folder: Path) -> Found:
 
 
 def measure_shipping(repeats: int = 3) -> Found:
-    """What a shipment costs a cell and PostgreSQL: one shipper alone, with 1 and with 16 sessions per transaction."""
+    """Measure the cost of a shipment for a cell and for PostgreSQL, with one shipper and 1 or 16 sessions per transaction."""
     with shipping.start_server() as (server, url):
         one, many = ([shipping.measure_run(server, url, 1, count, 4.0) for _ in range(repeats)] for count in (1, 16))
         return _measure_lease(server, url) | split_shipping(one, many)

@@ -1,4 +1,4 @@
-"""What a simulated cluster does: rates, delays, the use of each resource, and what breaks."""
+"""The results of a simulated cluster: rates, delays, the use of each resource, and what breaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from bench.scale.cluster import Cluster
 from bench.scale.costs import Assumptions, Costs
 
-FULL = 0.95  # a resource that is used more than this is called full
+FULL = 0.95  # a resource counts as full if a larger share of it is in use
 _KEEPS_UP = 0.02  # share of the arriving work that may remain undone
 
 
@@ -40,7 +40,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def summarize(cluster: Cluster) -> Report:
-    """Describe a finished run."""
+    """Build the report of a finished run."""
     given, costs, totals, shared = cluster.assumptions, cluster.costs, cluster.totals, cluster.shared
     elapsed = cluster.simulation.now - cluster.began
     renewals = totals.renewals / elapsed
@@ -92,12 +92,12 @@ def _find_breaks(cluster: Cluster, use: dict[str, float], connections: int, rene
     if totals.late_renewals:
         breaks.append("leases lapse")
     if (most := given.max_connections - given.reserved_connections) < connections:
-        breaks.append(f"{connections} connections, and PostgreSQL takes {most}")
+        breaks.append(f"{connections} connections, but PostgreSQL allows {most}")
     return breaks
 
 
 def measure_rate(costs: Costs, assumptions: Assumptions, seed: int = 0) -> float:
-    """Return the sessions that one machine finishes per second."""
+    """Return the number of sessions that one machine finishes per second."""
     cluster = Cluster(costs, assumptions, 4, seed)
     cluster.run_turns(warm_up_s=1000.0, seconds=3000.0)
     return cluster.totals.ended / (cluster.simulation.now - cluster.began) / len(cluster.machines)
@@ -112,7 +112,7 @@ def find_limit(
     holds: Callable[[Report], bool] = lambda report: not report.breaks,
     seconds: float = 30.0,
 ) -> tuple[int, Report | None]:
-    """Find the largest number of machines, within 3 %, that the shared parts hold. Also return the report of the first number too many."""
+    """Find the largest number of machines, within 3 %, that the shared parts can serve. Also return the report for a number above it."""
     low, high, first = 0, 1, None
     while high <= most:
         report = simulate_sessions(costs, assumptions, high, rate, seconds)

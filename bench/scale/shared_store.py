@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.scale.costs import Assumptions, Costs
 from bench.scale.simulation import Disk, Process, Simulation, Station
 
-SLICE_S = 0.1  # after this, a long job lets others use the core
+SLICE_S = 0.1  # after this time, a long job lets others use the core
 
 
 class SharedStore:

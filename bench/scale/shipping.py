@@ -1,4 +1,4 @@
-"""Ship sessions of 50 turns to a real PostgreSQL, and measure what that costs: `python -m bench.scale.shipping`.
+"""Ship sessions of 50 turns to a real PostgreSQL, and measure the cost: `python -m bench.scale.shipping`.
 
 Each shipper is a process with a store and an outbox, and ships with the code of a cell: it announces open sessions, reads ended ones from
 SQLite, verifies them, writes them to the shared store, and removes them from the outbox. A store has a few sessions with random tokens,
@@ -60,7 +60,7 @@ Row = tuple[Any, ...]
 
 
 class Phases(msgspec.Struct):
-    """What one shipper did: CPU seconds of PostgreSQL's process and round trips, before and under the locks."""
+    """The measurements of one shipper: CPU seconds of PostgreSQL's process and round trips, before and under the locks."""
 
     before_cpu_s: float = 0.0
     locked_cpu_s: float = 0.0
@@ -270,7 +270,7 @@ def server_pids(server: postgres.PostgresServer) -> list[int]:
 
 
 def server_cpu_s(server: postgres.PostgresServer) -> float:
-    """Return the CPU time so far of all processes of PostgreSQL that are still there."""
+    """Return the CPU time so far of all running processes of PostgreSQL."""
     total = 0.0
     for pid in server_pids(server):
         with suppress(OSError):  # a worker of autovacuum, which has just ended
@@ -294,7 +294,7 @@ def start_server() -> Iterator[tuple[postgres.PostgresServer, str]]:
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Some shippers at once, for a time."""
+    """The results of running several shippers at the same time."""
 
     shippers: int
     per_transaction: int
@@ -311,7 +311,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def measure_run(server: postgres.PostgresServer, url: str, shippers: int, per_transaction: int, seconds: float) -> Run:
-    """Let shippers, each a process of its own, ship as fast as they can."""
+    """Run shippers, each in its own process, and let them ship as fast as they can."""
     command = [sys.executable, "-m", "bench.scale.shipping", "--worker", url, str(per_transaction), str(seconds)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = [subprocess.Popen([*command, os.urandom(4).hex()], **pipes) for _ in range(shippers)]

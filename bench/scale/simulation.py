@@ -39,7 +39,7 @@ class Simulation:
         self.after(0.0, self.resume, process)
 
     def after(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` after a time."""
+        """Call `action` after this many seconds."""
         if seconds < 0:
             raise ValueError(f"cannot schedule an event {-seconds:g} s in the past")
         self._scheduled += 1
@@ -132,7 +132,7 @@ class Station:
         return self._inside
 
     def admit(self, process: Process, seconds: float | None) -> None:
-        """Take a job in. The simulation calls this."""
+        """Accept a job. Called by the simulation."""
         self._integrate()
         self.arrivals += 1
         self._inside += 1
@@ -210,7 +210,7 @@ class Queue:
         return items
 
     def admit(self, process: Process, most: int) -> None:
-        """Let a process wait for items. The simulation calls this."""
+        """Let a process wait for items. Called by the simulation."""
         self._takers.append((process, most))
         self._hand_out()
 
@@ -237,7 +237,7 @@ class Disk:
         self._began = simulation.now
 
     def flush(self, size: float = 0.0) -> tuple[Disk, tuple[float]]:
-        """Write a number of bytes, and wait until a flush that starts from now on has ended."""
+        """Write `size` bytes, and wait until a flush that starts after this call has ended."""
         return self, (size,)
 
     def reset(self) -> None:
@@ -251,7 +251,7 @@ class Disk:
         return min(1.0, self._busy / elapsed) if elapsed else 0.0
 
     def admit(self, process: Process, size: float) -> None:
-        """Let a process wait for the next flush. The simulation calls this."""
+        """Let a process wait for the next flush. Called by the simulation."""
         self.commits += 1
         self.bytes += size
         self._waiting.append((process, size))

@@ -133,7 +133,7 @@ def test_without_the_event_counter_commits_share_flushes() -> None:
         ({"ship_server_cpu_s": 0.1}, {"postgres_cores": 2}, 1.0, 20, "PostgreSQL: cores is full"),
         ({"flush_s": 0.05}, {"most_per_transaction": 1}, 1.0, 20, "event counter's lock is full"),
         ({"ship_network_bytes": 1e6}, {"network_bytes_per_s": 1e7}, 1.0, 10, "PostgreSQL: network is full"),
-        ({}, {"max_connections": 103, "page_viewers": 0}, 0.01, 19, "connections, and PostgreSQL takes 100"),
+        ({}, {"max_connections": 103, "page_viewers": 0}, 0.01, 19, "connections, but PostgreSQL allows 100"),
     ],
 )
 def test_the_limit_follows_from_the_cost(
