@@ -5,8 +5,8 @@ renaming a file, and a function on the host grades each rollout. The agent runs 
 Turngate records what the model samples, token by token, and delivers complete groups to a GRPO trainer, which updates the weights that
 the next rollouts are sampled with.
 
-The demo first runs one rollout with the untrained model and shows its tokens, then trains. `make demo FAST=1` takes the same path in two
-to three minutes, which is too short to learn much. `make demo SEED=2` uses a different seed.
+The demo first runs one rollout with the untrained model and shows its tokens, then trains. `make demo FAST=1` does the same with
+fewer steps in two to three minutes, which is too short to learn much. `make demo SEED=2` uses a different seed.
 
 Only the agents run in processes of their own. `examples/one_rollout.py` shows a single rollout in detail.
 """
@@ -83,7 +83,7 @@ def build_run(options: argparse.Namespace, sandbox: Backend, out: Path) -> Train
 
 
 async def find_sandbox(name: str) -> Backend:
-    """Find an isolated sandbox. The demo runs commands that a small model makes up, so it uses no other sandbox unless asked to."""
+    """Find an isolated sandbox. The demo runs commands that a small model makes up, so it uses another sandbox only if asked to."""
     for candidate in [name] if name else ["bubblewrap", "docker"]:
         backend = get_backend(candidate)
         try:
@@ -187,7 +187,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an agent on two CPU cores.")
-    parser.add_argument("--fast", action="store_true", help="take the same path in two to three minutes")
+    parser.add_argument("--fast", action="store_true", help="do the same with fewer steps, in two to three minutes")
     parser.add_argument("--seed", type=int, default=0, help="order of the tasks, and sampling seed")
     parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {STEPS}, or 3 with --fast)")
     parser.add_argument(

@@ -35,7 +35,7 @@ def turngate(*arguments: str, capture: bool = False) -> subprocess.CompletedProc
 
 
 def check_promises(view: dict[str, Any]) -> dict[str, bool]:
-    """Check in the recorded data what makes a trace a training row."""
+    """Check in the recorded data that the trace is a valid training row."""
     nodes = {node["id"]: node for node in view["nodes"]}
     [row] = view["rows"]
     path_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs totals.py on files that its author has not seen. It is a process of its own: only what it prints is looked at."""
+"""Run totals.py on files that the agent has not seen. It runs in a separate process, and only its output and exit code are checked."""
 
 import subprocess
 import sys

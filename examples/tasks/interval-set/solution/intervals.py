@@ -14,7 +14,7 @@ def parse(text: str) -> list[Interval]:
     for part in text.split(","):
         match = _PART.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no interval")
+            raise ValueError(f"{part!r} is not an interval")
         start, end = int(match[1]), int(match[2] or match[1])
         if end < start:
             raise ValueError(f"{part!r} ends before it starts")

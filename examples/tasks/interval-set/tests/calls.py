@@ -1,4 +1,4 @@
-"""Calls one function of the work with each list of arguments from standard input, and prints what it gave, a line of JSON each."""
+"""Call one function of the agent's module with each list of arguments from standard input, and print each result as a line of JSON."""
 
 import json
 import sys

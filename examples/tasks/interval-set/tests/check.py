@@ -1,4 +1,4 @@
-"""Prints the reward. The work runs in processes of its own, one per function; what they print is compared here."""
+"""Print the reward. The agent's module runs in separate processes, one per function, and their output is compared here."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ CASES: dict[str, list[tuple[list, object]]] = {
     ],
     "merge": [
         ([[]], []),
-        ([[[5, 9], [1, 2], [3, 4]]], [[1, 9]]),  # those that touch are one
+        ([[[5, 9], [1, 2], [3, 4]]], [[1, 9]]),  # intervals that touch are merged
         ([[[6, 9], [1, 2], [3, 4]]], [[1, 4], [6, 9]]),
         ([[[1, 10], [2, 3], [12, 12]]], [[1, 10], [12, 12]]),
         ([[[0, BIG], [BIG + 1, BIG + 2], [-1, -1]]], [[-1, BIG + 2]]),

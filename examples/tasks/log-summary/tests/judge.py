@@ -1,4 +1,4 @@
-"""Compares what the work printed with what it should have printed, log by log."""
+"""Compare the output of the agent's program with the expected output, for each log."""
 
 import json
 import pathlib
