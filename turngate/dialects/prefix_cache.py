@@ -87,7 +87,7 @@ class PrefixCache:
         self._lists: list[_KnownList] = []  # newest last
 
     def decode(self, wire: WireRequest) -> Call:
-        """Decode a request. Reuse what was decoded from earlier requests where the bytes are the same."""
+        """Decode a request. Where its bytes equal those of an earlier request, reuse the earlier result."""
         match = self._find(wire.body)
         if match is not None:
             with suppress(BadRequest):  # decoding the whole body below raises the error again, with the right positions

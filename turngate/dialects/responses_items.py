@@ -15,7 +15,7 @@ from turngate.errors import BadRequest
 from turngate.types import Json, Message
 
 RESPONSE_PREFIX = "resp_tg"
-_INPUT_MARK = "_in"  # in the id of an input item that came without one
+_INPUT_MARK = "_in"  # in the id of an input item that was sent without an id
 PAGE_SIZE, _MAX_PAGE = 20, 100
 
 

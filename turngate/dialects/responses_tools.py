@@ -93,7 +93,7 @@ class ResponsesTools:
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
-        """Create the tools from a trace. `raw` is what `encode_allowed_tools` returned."""
+        """Create the tools from a trace. `raw` is the result of `encode_allowed_tools`."""
         return cls(*decode_allowed_tools(raw), replaceable=True)
 
 

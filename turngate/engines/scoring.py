@@ -1,4 +1,4 @@
-"""Score given token ids: the log-probability of each token in its context, and the most likely tokens at its place.
+"""Score given token ids: the log-probability of each token in its context, and the most likely tokens at its position.
 
 Scoring engines block, so that callers can run several calls in threads. Scores are those of the model's plain distribution, at
 temperature 1. `local/scoring.py` scores with a model in this process.
@@ -112,7 +112,7 @@ class _Text(msgspec.Struct):
 
 
 class _ScoredToken(NamedTuple):
-    """A token of SGLang's log-probabilities. The first token of a prompt has none."""
+    """A token in SGLang's log-probabilities. The first token of a prompt has no log-probability."""
 
     logprob: float | None
     token_id: TokenId

@@ -44,7 +44,7 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """Return the package's family for this exact model name, or None if it has none."""
+    """Return the package's family for this exact model name, or None if it has no family for it."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 

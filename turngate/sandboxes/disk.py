@@ -58,8 +58,8 @@ class FreeSpace(msgspec.Struct, frozen=True):
 class DiskWatch:
     """Measures one sandbox. Calls `on_exceeded` with an error if the sandbox uses more than `limit` bytes.
 
-    If the machine's disk is nearly full, using more than `RESERVE_BYTES` is enough. `folder` is on the file system that the sandbox uses.
-    Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its files are still there.
+    If the machine's disk is nearly full, more than `RESERVE_BYTES` is already too much. `folder` is on the file system that the sandbox
+    uses. Each call of `on_exceeded` allows the sandbox another `limit` bytes, because its files are still there.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ OOM_SCORE = 500  # if the machine runs out of memory, the kernel kills an agent'
 KILL_TIMEOUT_S = 15.0
 END_CHECK_S = 60.0  # time between checks whether Docker has failed to report the end of a command
 END_GRACE_S = 10.0  # how long Docker may take to report it
-SPARE_PIDS = 64  # additional processes with which to kill others in a container that has reached its process limit
+SPARE_PIDS = 64  # additional processes, for killing others in a container that has reached its process limit
 MAX_ENV_LINE = (
     30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
 )

@@ -1,4 +1,4 @@
-"""Report how much of a rollout is trained and, if that is little, why, and what to change. No I/O.
+"""Report how much of a rollout is trained. If that is little, also report why and what to change. No I/O.
 
 A rollout is expected to train the turns of its main conversation. If fewer than half of the tokens that these turns sampled are trained,
 the rollout trains "few" tokens, and the report gives the reason that affects the most tokens.
@@ -101,7 +101,7 @@ def _find_main_turns(
 ) -> list[Sampled]:
     """Return the turns that are expected to be trained: those of the main conversation, or of all trained roles if `main` is not one.
 
-    If there are none, return all turns that were not superseded or aborted or, if all were, all turns.
+    If there are none, return all turns that were neither superseded nor aborted. If there are none of these either, return all turns.
     """
     expected = ("main",) if "main" in policy.roles else policy.roles
     main = [turn for turn in turns if role_of[turn.id] in expected]

@@ -1,4 +1,4 @@
-"""Compute the advantages of single turns from the rewards of turns and rollouts.
+"""Compute the advantages of individual turns from the rewards of turns and rollouts.
 
 The trained turns of a rollout are numbered from 1 in the order in which they were recorded. Turn t of rollout i earns r(i,t), the sum of
 its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already share it out. The rewards of
@@ -64,7 +64,7 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
 
 class TurnAdvantages(msgspec.Struct, frozen=True):
-    """The advantages of a rollout's trained turns, by node id. `missing` says why it has none."""
+    """The advantages of a rollout's trained turns, by node id. `missing` says why there are none."""
 
     values: Mapping[int, float | None] = {}  # None: no other turn to compare it with
     missing: str = ""
@@ -79,7 +79,8 @@ def compute_turn_advantages(
 ) -> list[TurnAdvantages]:
     """Compute the advantages of the turns of a group's rollouts.
 
-    A rollout without a reward, without turn rewards, or with a reward of an unknown turn has none, and does not affect the others.
+    A rollout without a reward, without turn rewards, or with a reward of an unknown turn gets no advantages, and does not affect the
+    others.
     """
     missing = [_explain_missing(rollout) for rollout in rollouts]
     turns = [[] if why else rollout.turns for rollout, why in zip(rollouts, missing, strict=True)]

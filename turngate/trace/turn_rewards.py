@@ -1,4 +1,4 @@
-"""Rewards of single turns, given by graders and host tools: validate them, and find the turns that they belong to.
+"""Rewards of individual turns, given by graders and host tools: validate them, and find the turns that they belong to.
 
 A reward of kind `part` is a share of the rollout's reward: all parts add up to it. A reward of kind `extra` counts in addition to it.
 """
@@ -149,7 +149,7 @@ def _find_caller(
 
 
 def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[TurnRecord]:
-    """Return the turns that may have made a call of a host tool. If there is only one, it is taken as the caller.
+    """Return the turns that may have made a call of a host tool. If there is only one, it is treated as the caller.
 
     The call was made by a turn whose conversation had not continued yet. Turns that had ended and whose tool calls name the host tool are
     preferred, then others that had ended with a tool call. Agents may run a tool call before the rest of the reply has arrived, so a turn

@@ -209,7 +209,7 @@ class _RenderCheck:
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _render_following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
-        """Render what the template writes after a turn, up to the next one, or return None if the turn was not extended.
+        """Render the text that the template writes after a turn, up to the next one. Return None if the turn was not extended.
 
         A mark replaces the end of the turn, so that the position after it can be found in the rendered text.
         """

@@ -160,7 +160,7 @@ class Worker:
 
     def _resume(self, version: int | None) -> None:
         self._holds.pop(0)
-        self._version = version  # earlier samples were flushed when the hold was reached
+        self._version = version  # earlier samples were flushed when sampling paused
         if self._holds:
             return
         self._slots.forget()

@@ -1,7 +1,8 @@
 """Observe mode: relay calls to Anthropic's Messages API, `/v1/messages`.
 
-A `messages` call is forwarded as the agent sent it, except for what the session overrides (model, token limit, sampling). Calls of other
-dialects are translated. The endpoint returns no token ids, so only text is recorded. The key is sent only in the `x-api-key` header.
+A `messages` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limit, sampling).
+Calls of other dialects are translated. The endpoint returns no token ids, so only text is recorded. The key is sent only in the
+`x-api-key` header.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Observe mode: relay calls to Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
 
-A `gemini` call is forwarded as the agent sent it, except for what the session overrides (model, token limit, sampling). Calls of other
-dialects are translated. Text is recorded. With `capture="logprobs"`, log-probabilities are also requested and recorded, but few models
-return them. The key is sent only in the `x-goog-api-key` header.
+A `gemini` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limit, sampling).
+Calls of other dialects are translated. Text is recorded. With `capture="logprobs"`, log-probabilities are also requested and recorded,
+but few models return them. The key is sent only in the `x-goog-api-key` header.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions`.
 
-A `chat` call is forwarded as the agent sent it, except for what the session overrides (model, token limits, sampling). Calls of other
-dialects are translated. The endpoint renders the prompt and parses the reply, and the token data that it returns is recorded. The relay
-requests as much as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities from many other
-endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
+A `chat` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limits, sampling). Calls
+of other dialects are translated. The endpoint renders the prompt and parses the reply, and the token data that it returns is recorded.
+The relay requests as much as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities from many
+other endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations

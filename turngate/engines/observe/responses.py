@@ -1,7 +1,7 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A `responses` call is forwarded as the agent sent it, except for what the session overrides (model, token limit, sampling) and for the
-changes below. Calls of other dialects are translated, and the provider is asked not to store them. Text is recorded, and with
+A `responses` call is forwarded as the agent sent it, except for the settings that the session overrides (model, token limit, sampling)
+and for the changes below. Calls of other dialects are translated, and the provider is asked not to store them. Text is recorded, and with
 `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization` header.
 
 Three parts of a `responses` call are changed. Items that it refers to by id are sent in full, because the provider does not know the

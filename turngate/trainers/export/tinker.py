@@ -35,7 +35,7 @@ class Tinker:
         return RecordLayout(what="tinker data", columns=_COLUMNS)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return (FILLED_LOGPROBS, ROW_WEIGHTS, "policy versions of single turns")
+        return (FILLED_LOGPROBS, ROW_WEIGHTS, "policy versions of individual turns")
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["metadata"]["session"])

@@ -88,7 +88,7 @@ class ExportedTree(msgspec.Struct, frozen=True, eq=False):
     """The tree of an exported rollout, and the advantage and the weight of its rows."""
 
     session: str
-    advantage: float | None  # None: the reward is unknown, or has no other reward to be compared with
+    advantage: float | None  # None: the reward is unknown, or there is no other reward to compare it with
     weight: float  # of each row
     tree: PrefixTree
 

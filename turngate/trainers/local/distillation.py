@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages of single tokens from the scores of a teacher (`turngate.trainers.teacher`).
+"""On-policy distillation: advantages of individual tokens from the scores of a teacher (`turngate.trainers.teacher`).
 
 For a sampled token, the recorded log-probability minus the teacher's is an unbiased estimate of the reverse KL divergence of the policy
 from the teacher in this context. Its negative, relative to the mean of the update, is added to the advantage of the token. With a small
@@ -37,7 +37,7 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
-    """Return `mean_kl` minus the reverse KL divergence of each trained token of rows with scores, one row after the other.
+    """Return `mean_kl` minus the reverse KL divergence of each trained token, concatenated over all rows with scores.
 
     `mean_kl` is the mean of all rows of the update. It lowers the variance of the gradient, and hardly changes its expected value, because
     a single token contributes little to it.

@@ -104,7 +104,7 @@ class Teacher:
         self._running: list[Future[None]] = []
         self._in_flight: set[bytes] = set()  # turns of running and waiting calls
         self._refused: dict[bytes, str] = {}  # why turns have no scores
-        self._failure: TurngateError | None = None  # what ended the scoring
+        self._failure: TurngateError | None = None  # the error that ended the scoring
 
     def __enter__(self) -> Self:
         return self

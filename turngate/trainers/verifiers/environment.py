@@ -134,7 +134,7 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     on_refused: Literal["exclude", "train"] = "exclude"
     """What to do with a rollout in which a model call of the agent was refused."""
     sampling: Literal["neutral", "agent"] = "neutral"
-    """`neutral`: temperature 1, unless the run or the agent's file sets one. `agent`: what the agent asks for, for evaluations."""
+    """`neutral`: temperature 1, unless the run or the agent's file sets one. `agent`: the agent's own values, for evaluations."""
     out: Path = Path("turngate-rollouts")
     """Folder for the agents' files."""
     keep_work: bool = False
