@@ -164,7 +164,10 @@ class EngineChanges:
                 ) from None
         async with self._updates.lock:
             if self._listed.read().used.get(address) == "active" and not force:
-                raise Conflict(f"{address} was added again while it was draining, so it was not removed", param="url")
+                raise Conflict(
+                    f"{address} was added again while it was draining, so it was not removed; to remove it, repeat the request",
+                    param="url",
+                )
             await self._apply(group, address, None)
         return local.describe()
 

@@ -107,7 +107,7 @@ class FairQueue(Generic[T]):
         return running > 0, (running + 1) / (self._weight(project) if parts is None else parts[project])
 
     def choose_for_room(self, now: float, *, is_saturated: bool, room: float = inf) -> list[T]:
-        """Choose the calls that may run now because the engines have room for so many, or because their project has no running call."""
+        """Choose the calls that may run now, because the engines have room for them or because their project has no running call."""
         if now >= self._others_until:
             self._others, self._others_until, self._limits = OtherCells(), inf, {}
         if is_saturated:

@@ -86,7 +86,10 @@ class Fence:
                 raise Conflict("version is missing; set it to the policy version of the model", param="version")
             return
         if version < self.version:
-            raise Conflict(f"version {version} is older than the current version {self.version}", param="version")
+            raise Conflict(
+                f"version {version} is older than the current version {self.version}; use {self.version} or higher",
+                param="version",
+            )
         if version == self.version and model is not None and model != self.model:
             present = self.model or "the engine's own model"
             raise Conflict(

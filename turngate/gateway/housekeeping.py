@@ -69,4 +69,4 @@ class Housekeeper:
         try:
             await self._attempts.cancel_superseded()
         except TurngateError as error:
-            log.warning("cannot look for superseded sessions: %s", error.message)
+            log.warning("cannot check for superseded sessions: %s", error.message)

@@ -253,7 +253,9 @@ class FenceFollower:
             try:
                 await self._stop_serving()
                 has_failed = False
-            except Exception:  # otherwise, calls would be sampled and recorded that the trainer believes to have ended
+            except (
+                Exception
+            ):  # otherwise, calls that the trainer believes to have ended would still be sampled and recorded
                 if not has_failed:
                     log.exception("cannot abort the calls in flight; retrying")
                 has_failed = True

@@ -340,7 +340,10 @@ class WeightUpdates:
         present = self._fence.version
         in_force = self._state.read_weights(present) or PolicyWeights(version=present)
         if load.version < present:
-            raise Conflict(f"version {load.version} is older than the current version {present}", param="version")
+            raise Conflict(
+                f"version {load.version} is older than the current version {present}; use {present} or higher",
+                param="version",
+            )
         if load.version == present and load != in_force:
             raise Conflict(
                 f"version {present} is already active with different weights; use a higher version", param="version"

@@ -1,7 +1,7 @@
 """`GET /metrics` for Prometheus, with the values of all workers.
 
-The admin key, and the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), return the sums over all projects. An API key,
-or the admin key and the name of another project, returns only the values of that project, without those of the process.
+With the admin key, or the key in `TURNGATE_METRICS_KEY` (which grants access to nothing else), it returns the sums over all projects. With
+an API key, or the admin key and the name of another project, it returns only the values of that project, without those of the process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PROCESS_FAMILIES = ("turngate_loop_lag_seconds",)  # metrics of the process, wh
 
 
 class MetricsQuery(msgspec.Struct, frozen=True):
-    """Query parameters. With `by=worker`, every value is labelled with the number of its worker."""
+    """Query parameters. With `by=worker`, every value is labeled with the number of its worker."""
 
     by: Literal["worker", ""] = ""
 

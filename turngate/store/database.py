@@ -87,7 +87,10 @@ class SqliteDatabase:
             self._db.execute("PRAGMA query_only=ON")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
-            raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
+            raise ConfigError(
+                f"data: {path} cannot be read ({error}); restore it from a backup or choose another --data folder",
+                param="data",
+            ) from None
         if version not in READABLE_VERSIONS:
             self._db.close()
             raise ConfigError(

@@ -45,8 +45,8 @@ def prune(
 ) -> PruneResult:
     """Remove the sessions that ended before the time `before` and are no longer needed.
 
-    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept. A teacher's
-    cached scores of removed sessions are removed too, and not archived.
+    With `archive`, a session is removed only once it is in the archive. A damaged session cannot be archived, so it is kept. Cached
+    teacher scores of removed sessions are removed too, and are not archived.
     """
     files = None if archive is None else SessionArchive(archive)
     with nullcontext() if dry_run else store.retention.claim(), closing(store.open_reader()) as reader:

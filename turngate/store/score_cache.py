@@ -48,7 +48,7 @@ _REMOVE_BUSY_S = 1.0  # a gateway may be waiting
 
 
 class ScoreKey(msgspec.Struct, frozen=True):
-    """The teacher that scores belong to."""
+    """Identifies the teacher that computed the scores, and how many of the most likely tokens have a score."""
 
     model: str
     version: str

@@ -91,7 +91,8 @@ class SessionArchive:
             _sync_folder(self.folder)
         except OSError as error:
             raise ConfigError(
-                f"archive: {self.folder} cannot be written to ({error.strerror or error})", param="archive"
+                f"archive: {self.folder} cannot be written to ({error.strerror or error}); choose another folder",
+                param="archive",
             ) from None
         finally:
             unfinished.unlink(missing_ok=True)
@@ -105,7 +106,8 @@ class SessionArchive:
                     left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"archive: {self.folder} cannot be written to ({error.strerror})", param="archive"
+                f"archive: {self.folder} cannot be written to ({error.strerror}); choose another folder",
+                param="archive",
             ) from None
 
     def _write_rows(
@@ -203,7 +205,9 @@ class SessionArchive:
             raise ConfigError(f"archive: {file} is not an archive of sessions", param="archive") from None
         if metadata.version != _VERSION:
             raise ConfigError(
-                f"archive: {file} has version {metadata.version}, but this turngate reads {_VERSION}", param="archive"
+                f"archive: {file} has version {metadata.version}, but this turngate supports {_VERSION}; use the turngate version "
+                "that wrote it",
+                param="archive",
             )
         return metadata
 

@@ -118,7 +118,7 @@ class Overview(RolloutIndex):
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of those rollouts of a group that have a reward that counts."""
+        """Return the ids and session keys of a group's rollouts whose rewards count."""
         self.refresh(store)
         return [
             (entry.row.id, entry.key)
@@ -143,7 +143,7 @@ class Overview(RolloutIndex):
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of those rollouts of a group that have a session, oldest first."""
+        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:

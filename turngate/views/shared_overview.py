@@ -152,7 +152,7 @@ class SharedOverview:
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of those rollouts of a group that have a reward that counts."""
+        """Return the ids and session keys of a group's rollouts whose rewards count."""
         self.refresh(store)
         now, rows = time.time(), _require_shared(store).rollout_pages.group([name])
         return [(row.id, row.key) for row in rows if row.key and to_row(row, now).counted_reward is not None]
@@ -167,7 +167,7 @@ class SharedOverview:
         return {"cursor": cursor, **show_group(name, members, trains, map(_to_record, pages.deliveries(name)))}
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Return the ids and session keys of those rollouts of a group that have a session, oldest first."""
+        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
         self.refresh(store)
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)

@@ -129,7 +129,7 @@ class ActionRoutes:
         row = self._store.find(session)
         if row is None:
             if self._events.knows(session):
-                raise Conflict("the rollout's session is not open")
+                raise Conflict("the rollout has no session, so it cannot be cancelled or sealed")
             raise NotFound(f"unknown rollout {session!r}")
         if row.status != "open":
             raise Conflict(f"the rollout's session is already {row.status}")

@@ -112,7 +112,7 @@ class RolloutPages:
     def page(
         self, filter: ListFilter, sort: str, *, descending: bool, offset: int, limit: int
     ) -> tuple[list[ListedRollout], int]:
-        """Return one page of the rollouts that match, and the number of all that match. Only the rows on the page are read in full."""
+        """Return one page of the matching rollouts, and their total number. Only the rows on the page are read in full."""
         where, values = filter.conditions()
         order = _order(SORTS[sort], "id", descending=descending)
         total = self._count_by_value(filter)

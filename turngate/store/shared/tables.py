@@ -76,7 +76,7 @@ def prepare(db: Connection, where: str, schema: str = "") -> None:
         if schema:
             _refuse_deleted(db, schema)
             row = db.execute("SELECT current_schema()").fetchone()
-            assert row is not None, "it has the tables of the main store"
+            assert row is not None, "the current schema has the tables of the main store"
             cells = f'CREATE OR REPLACE VIEW cells AS SELECT * FROM "{row[0]}".cells;'
             db.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
             db.execute(use_schema(schema).encode())
