@@ -112,7 +112,7 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             '[signals]\nmodels = { "x" = "aside" }',
             "signals.models[...] must be one of main, subagent, side, summary, not 'aside'",
         ),
-        ('[transcript]\nturn = "a"', "transcript must set exactly one of path and stdout = true"),
+        ('[transcript]\nturn = "a"', "transcript must set either path or stdout = true, but not both"),
         ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn is not valid JMESPath"),
         (
             '[transcript]\nturn = "a"\npath = "/etc/passwd"',

@@ -200,7 +200,7 @@ async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
         tried = Counter(rollout.attempt for rollout in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two rollouts are in progress at a time"
         assert any(
-            "task setup-0 is invalid; unless one of its rollouts was graded, the others are skipped: setup: setup.sh"
+            "task setup-0 is invalid; its remaining rollouts are skipped, unless one has been graded: setup: setup.sh"
             in note
             for note in batch.progress.notes
         )
@@ -299,7 +299,9 @@ async def test_feed_that_wants_other_groups_is_noted_once() -> None:
             await harness.client.open_feed(name, FeedConfig(n=n, groups=groups))
         batch = harness.batch(harness.plan("well-0", n=2))
         assert (await batch.run()).complete
-        assert batch.progress.notes == ["feed large expects groups of 8, but this batch runs groups of 2"]
+        assert batch.progress.notes == [
+            "feed large expects groups of 8, but this batch runs groups of 2; use the same n for both"
+        ]
         assert [(feed.name, feed.newest) for feed in await harness.client.feeds()] == [
             ("large", 1),  # closed by the batch, so it is delivered anyway
             ("same", 1),

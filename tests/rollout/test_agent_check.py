@@ -146,7 +146,7 @@ async def test_dropped_tool_call_is_named(root: Path) -> None:
     report = await check(root, small_agent((both, *WITH_TOOLS), one_call=True))
     assert failures(report) == {
         "the main conversation is exactly one row": (
-            "rows of [3, 1] turns; turn 2 begins a branch (edited): the agent changed the answer of turn 1 in its history; "
+            "turns per row: 3, 1; turn 2 begins a branch (edited): the agent changed the answer of turn 1 in its history; "
             "turn 1 has 2 calls: if the agent runs one tool per reply, write [[check]] steps with one call each"
         )
     }

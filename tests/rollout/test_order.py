@@ -229,7 +229,7 @@ def make_order(**fields: Any) -> RolloutOrder:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "it has format 2, but this machine reads format 1; install the same version"),
+        ({"format": 2}, "the format is 2, but this machine reads format 1; install the same version"),
         ({"format": None}, "format"),
         ({"attempt": "one"}, "attempt"),
         ({"surprise": 1}, "surprise"),

@@ -86,7 +86,7 @@ def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
     usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments, a JSON object:\n{schema}"
     return f"""#!/bin/sh
 case ${{1-}} in -h|--help) printf '%s\\n' {shlex.quote(usage)}; exit 0 ;; esac
-if [ $# -gt 1 ]; then echo {shlex.quote(f"{tool.name}: give one JSON object, in quotes; see --help")} >&2; exit 2; fi
+if [ $# -gt 1 ]; then echo {shlex.quote(f"{tool.name}: pass one JSON object, in quotes; see --help")} >&2; exit 2; fi
 base=${{{base_url_var}-}}
 if [ -z "$base" ]; then echo {shlex.quote(f"{tool.name}: {base_url_var} is not set")} >&2; exit 2; fi
 base=${{base%/}}; base=${{base%/v1}}

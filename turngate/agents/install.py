@@ -43,7 +43,7 @@ RECIPE_VERSION = 1  # increment it to rebuild all installations
 DOWNLOADS = 4  # number of pip processes that download packages at the same time
 TAIL_LINES = 20
 
-# The environment variables that npm and pip get. Packages may run scripts, which must not see the keys of engines or of the admin.
+# The environment variables that npm and pip get. Packages may run scripts, which must not see engine keys or the admin key.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
@@ -55,7 +55,7 @@ PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
 # The `__main__.py` of an installation, which runs as `python3.11 FOLDER MODULE …` or `python3.11 FOLDER /path/of/a/script …`. PYTHONPATH is
 # not used, because it would also affect every Python process that the agent starts. The thresholds of the garbage collector are raised,
-# because with the defaults it takes a fifth of the start-up time to scan the agent's imports hundreds of times.
+# because with the defaults, it spends a fifth of the start-up time on scanning the agent's imports hundreds of times.
 RUN_MODULE = """\
 import gc
 import runpy

@@ -145,7 +145,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     options: dict[str, Option] = {}
     transcript: Transcript | None = None
     logs: tuple[str, ...] = ()  # glob patterns below HOME for the agent's log files
-    off: dict[str, str] = {}  # features that are switched off for training, each with how this is done
+    off: dict[str, str] = {}  # features that are switched off for training, each with the settings that do this
     signals: Signals = Signals()
     sampling: dict[str, int | float] = {}  # sampling settings to use if a run does not set them
     limits: tuple[str, ...] = ()  # known limitations, which the documentation lists
@@ -411,7 +411,7 @@ def _shell_call_faults(call: ShellCall) -> Iterator[tuple[str, str]]:
 
 def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:
     if transcript.stdout == bool(transcript.path):
-        yield "transcript", "transcript must set exactly one of path and stdout = true"
+        yield "transcript", "transcript must set either path or stdout = true, but not both"
     for field, glob in (("path", transcript.path), ("subagents", transcript.subagents)):
         pattern = Path(glob)
         if pattern.is_absolute() or ".." in pattern.parts:

@@ -100,7 +100,7 @@ class Client:
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """Return the service settings. Without `config`, a caller may use any image and its own agent, and gets large results."""
+        """Return the service settings. Without `config`, the caller may use any image and agent, and results may be larger."""
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {

@@ -102,7 +102,7 @@ class McpAccess:
         if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
             return _error_response(
                 403,
-                "the page in the Origin header may not call this server; to allow it, start the server with --allow-host",
+                "the site in the Origin header may not call this server; to allow it, start the server with --allow-host",
             )
         if path != PATH:
             return _error_response(404, f"path not found; the only path is {PATH}")

@@ -1,6 +1,6 @@
 """Run the rollout service on its own event loop, in a separate thread.
 
-So a rollout never blocks the OpenEnv server, and a session that is cancelled or disconnected never ends a rollout.
+Therefore, a rollout never blocks the OpenEnv server, and cancelling or disconnecting a session never ends a rollout.
 """
 
 from __future__ import annotations

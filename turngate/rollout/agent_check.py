@@ -1,7 +1,7 @@
 """Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and check what was recorded.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
-If a promise is broken, its result names the cause if it is known, such as greedy sampling or a tool that the agent does not offer.
+If a promise is broken, its result names the cause where possible, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class AgentCheck(msgspec.Struct, frozen=True):
     rollout: Rollout
     folder: Path
     log: CallLog
-    steps: AgentSpec | None  # the agent whose [[check]] steps are the engine's replies; None: `CheckOptions.scenes` are
+    steps: (
+        AgentSpec | None
+    )  # the agent whose [[check]] steps are the engine's replies; None if `CheckOptions.scenes` are the replies
 
     async def run(self) -> CheckReport:
         """Run the rollout, and return the report."""
@@ -238,7 +240,7 @@ def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
 def _check_rows(samples: list[SampleRow], nodes: list[TraceNode]) -> PromiseResult:
     main = [row for row in samples if any(span.role == "main" for span in row.spans)]
     turns = [len(row.spans) for row in main]
-    seen = f"rows of {turns} turns"
+    seen = f"turns per row: {', '.join(map(str, turns)) or 'none'}"
     cause = _explain_rows(nodes) if len(main) > 1 else ""
     return PromiseResult(
         "the main conversation is exactly one row", len(main) == 1, f"{seen}; {cause}" if cause else seen

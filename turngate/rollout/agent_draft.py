@@ -155,7 +155,7 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# The agent asks for temperature 0, which cannot be trained. Runs use temperature 1 instead; set another one here:",
+        "# The agent asks for temperature 0, which cannot be trained. Runs use temperature 1 instead. To change that, set:",
         "# [sampling]",
         "# temperature = 0.6",
     ]

@@ -26,7 +26,7 @@ from turngate.tasks.reference import solution_folders
 
 BATCH_REPLAY_NOTE = (
     "a scripted model replays the reference solution in every second rollout of a group and changes nothing in the others, so the "
-    "rewards are not a model's, and the log-probabilities are synthetic"
+    "rewards say nothing about a model, and the log-probabilities are synthetic"
 )
 
 

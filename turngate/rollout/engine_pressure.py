@@ -34,7 +34,7 @@ class EnginePressure:
                 return saturated
             try:
                 saturated = (await self._gateway.engines()).saturated
-            except TurngateError:  # the gateway is too old to report this, or it is down, and rollouts will fail
+            except TurngateError:  # the gateway is too old to report this, or is down, which the rollouts report
                 saturated = False
             self._answer = time.monotonic(), saturated
             return saturated

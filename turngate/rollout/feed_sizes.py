@@ -39,4 +39,6 @@ class FeedSizeCheck:
             is_accepting = any(group.startswith(feed.config.groups) for group in groups)
             if n != self._plan.n and is_accepting and feed.name not in self._noted:
                 self._noted.add(feed.name)
-                self._note(f"feed {feed.name} expects groups of {n}, but this batch runs groups of {self._plan.n}")
+                self._note(
+                    f"feed {feed.name} expects groups of {n}, but this batch runs groups of {self._plan.n}; use the same n for both"
+                )

@@ -87,7 +87,7 @@ def decode_order(data: bytes) -> RolloutOrder:
         version = msgspec.json.decode(data, type=_Version)
         if version.format != FORMAT:
             raise BadRequest(
-                f"order: it has format {version.format}, but this machine reads format {FORMAT}; install the same version of Turngate "
+                f"order: the format is {version.format}, but this machine reads format {FORMAT}; install the same version of Turngate "
                 "on all machines",
                 param="format",
             )

@@ -22,7 +22,7 @@ from turngate.tasks.reference import reference_commands
 from turngate.tasks.task import Task
 
 REPLAY_NOTE = (
-    "a scripted model replayed the task's reference solution, so the reward is not a model's, and the log-probabilities are "
+    "a scripted model replayed the task's reference solution, so the reward says nothing about a model, and the log-probabilities are "
     "synthetic; for a real model, pass --engine, --engine-url, --model and --tokenizer"
 )
 REPLAYED = "replayed"  # metadata key that marks a session as a replay; exports leave such sessions out

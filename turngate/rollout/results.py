@@ -137,7 +137,7 @@ class BatchResults:
                 self.note(f"{finished.rollout}: {warning}")
         if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
             self.note(
-                f"task {finished.task} is invalid; unless one of its rollouts was graded, the others are skipped: {finished.message}"
+                f"task {finished.task} is invalid; its remaining rollouts are skipped, unless one has been graded: {finished.message}"
             )
 
     async def skip(self, item: RolloutItem) -> None:

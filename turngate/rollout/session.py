@@ -107,7 +107,7 @@ class AgentSession:
             ending.last_error = live.last_error
 
     async def read_turns(self) -> RecordedTurns:
-        """Read the turns of the session and its calls of host tools, for a grader that gives rewards to turns."""
+        """Read the session's turns and host tool calls, for a grader that gives rewards to turns."""
 
         async def read() -> tuple[DecodedTrace, list[ToolCallView]]:
             return await self._gateway.trace(self.id), await self._gateway.tool_calls(self.id)
@@ -142,7 +142,7 @@ class AgentSession:
 
 
 def list_recorded_turns(trace: DecodedTrace, calls: Sequence[ToolCallView]) -> RecordedTurns:
-    """Convert a trace and the calls of host tools to what graders see of them."""
+    """Convert a trace and the host tool calls to the records that graders see."""
     previous = {node.id: node.parent for node in trace.nodes if isinstance(node, TraceContext)}
     turns = []
     for node in trace.nodes:

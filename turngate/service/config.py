@@ -54,7 +54,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further ones are rejected
     queued_bytes: Bytes = 2_000_000_000  # uploaded bytes of all running and waiting rollouts; further ones are rejected
     starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent sandbox starts; defaults to 2 × CPU cores
-    grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent gradings; defaults to the CPU cores
+    grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent gradings; defaults to one per CPU core
     most_agent_timeout_s: Positive = 3600.0  # the longest `agent_timeout_s` that a caller may set
     setup_timeout_s: Positive = 900.0  # time limit of setup_shell
     test_timeout_s: Positive = 900.0  # time limit of test_script

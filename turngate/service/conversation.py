@@ -1,4 +1,4 @@
-"""Convert a trace to turns and to a conversation. No I/O, but call it in a thread: a long trace takes a while."""
+"""Convert a trace to turns and to a conversation. There is no I/O, but a long trace takes a while, so do this in a thread."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class DirectModeClient(GatewayClient):
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> SessionInfo:
-        """Return a session with one turn for each completed generation. An agent that fails before its first turn is not graded."""
+        """Return a session with one turn for each completed generation. The count shows whether the agent failed before its first turn."""
         forwarder = self._forwarder
         return SessionInfo(
             id=session,

@@ -18,7 +18,7 @@ from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, Roll
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
-LOST = "lost: the service stopped before this rollout ended; its gateway has what was recorded until then"
+LOST = "lost: the service stopped before this rollout ended; its gateway has the turns recorded until then"
 UNREPORTED = "the service stopped before it wrote the result; the grade is known, and the gateway has the turns"
 
 

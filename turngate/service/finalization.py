@@ -76,15 +76,15 @@ class Finalizer:
         if active.connection is None or active.choice.mode == "direct":
             return None, []
         client, outcome = active.connection.client, active.outcome
-        await _attempt(active, "its last events could not be read", self._events.drain(active, client), None)
+        await _attempt(active, "the last events could not be read", self._events.drain(active, client), None)
         if outcome is None or not outcome.session:
             return None, []
-        missing = "its trace, which contains the turns, could not be read"
+        missing = "the trace, which contains the turns, could not be read"
         view = await _attempt(active, missing, _read_view(active, client), None)
         if view is None:
             return None, []
         build = asyncio.to_thread(conversation.build_messages, view)
-        return view, await _attempt(active, "its conversation could not be built", build, [])
+        return view, await _attempt(active, "the conversation could not be built", build, [])
 
     async def _release(self, active: ActiveRollout) -> None:
         """Close the rollout's connections. After an abort, first wait until the rollout's inputs are written."""
@@ -93,13 +93,13 @@ class Finalizer:
             await asyncio.wait([writing])
         if writing is not None and (error := writing.exception()) is not None:
             log.warning("rollout %s: %s", active.id, error)
-        await _attempt(active, "closing its connections failed", active.stack.aclose(), None)
+        await _attempt(active, "closing the rollout's connections failed", active.stack.aclose(), None)
 
     async def _build_result(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
         """Build the full result. If that fails, build it without turns. If that fails, too, build a minimal result."""
-        for shown, missing in ((view, "its turns could not be read"), (None, "its files could not be read")):
+        for shown, missing in ((view, "the turns could not be read"), (None, "the files could not be read")):
             build = asyncio.to_thread(self._report, active, state, outcome, shown)
             result = await _attempt(active, missing, build, None)
             if result is not None:

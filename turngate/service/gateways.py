@@ -199,7 +199,7 @@ def _admin_key(name: str) -> str:
     key = read_key(name)
     if not key or not key.isprintable():
         raise ConfigError(
-            f"key_env names the environment variable {name}, which is not set or does not contain a key",
+            f"key_env names the environment variable {name}, which is not set or does not contain a key; set it to the gateway's admin key",
             param="key_env",
         )
     return key

@@ -78,7 +78,11 @@ class RolloutHistory:
         try:
             await asyncio.to_thread(self._storage.write_result, result, messages)
         except StoreError as error:
-            log.error("the result of rollout %s is only in memory: %s", result.rollout_id, error.message)
+            log.error(
+                "the result of rollout %s could not be written and is only in memory: %s",
+                result.rollout_id,
+                error.message,
+            )
             self._unwritten[result.rollout_id] = result, messages
 
     async def flush(self) -> None:

@@ -33,13 +33,13 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "is reward 1, exit code 1 is reward 0; or the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a script there "
     "is no reward.",
     "task_id": "Your name for the task. Default: derived from the instruction.",
-    "agent": "The agent that works on the task: a name that list_endpoints returns. Default: the first of them.",
+    "agent": "The agent that works on the task: a name that list_endpoints returns. Default: the first of these names.",
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
     "upload_files": 'Files for the working folder: relative path → text, or {"base64": "…"} for binary content.',
-    "thinking": "Whether the model thinks before it answers. Default: that of its chat template.",
+    "thinking": "Whether the model thinks before it answers. Default: the chat template's default.",
     "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (also transparent_proxy: calls are relayed to a "
     "hosted endpoint), gate (also interception_gate: a trainer answers) or direct (also black_box: only the agent's logs). Default: the "
-    "endpoint's.",
+    "endpoint's default mode.",
     "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
     "sampling": "How the model is sampled: neutral (temperature 1, whatever the agent asks for, so that the turns can be trained), agent "
     '(what the agent asks for, for evaluations), or an object of settings to pin, such as {"temperature": 0.7}. Default: neutral.',
@@ -47,13 +47,13 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "endpoint_url": "The URL of your own endpoint, instead of the catalog's. The server has to allow its host.",
     "task": "A row of a SWE data set: instance_id, repo, base_commit, problem_statement, test_patch, FAIL_TO_PASS, PASS_TO_PASS …",
     "rollout_id": "The id that start_rollout returned. list_rollouts lists all ids.",
-    "after": "Return only what follows this cursor. Start with 0, then pass the cursor of the previous answer.",
+    "after": "Return only entries after this cursor. Start with 0, then pass the cursor of the previous answer.",
     "limit": "The maximum number of entries to return.",
     "wait_s": "The maximum number of seconds to wait. Set it if your tool calls have a time limit, then call again.",
-    "reason": "The reason, which the result repeats.",
+    "reason": "Why the rollout is aborted. The result includes this text.",
     "status": "Only rollouts with this status: queued, running or done; or how they ended: finished, failed, timed out, limit, "
     "cancelled, error.",
-    "logprobs": "false omits the turns' log-probabilities, so that the answer takes less of a model's context.",
+    "logprobs": "Whether to include the turns' log-probabilities. Without them, the answer uses less of a model's context.",
     "before": "For the next page: the id of the last rollout of the previous answer.",
 }
 
@@ -246,8 +246,8 @@ TOOLS: Mapping[str, ServiceTool] = {
             name="run_rollout",
             title="Run a rollout",
             description="Run a coding agent on an instruction in a sandbox, grade its work, and return the result: reward, exit code, "
-            "turns with their log-probabilities, files, logs. The call takes as long as the agent. If your calls have a time limit, use "
-            "start_rollout and finalize_rollout. A call that is cut off leaves its rollout running: list_rollouts lists it.",
+            "turns with their log-probabilities, files, logs. The call returns when the rollout has ended. If your calls have a time "
+            "limit, use start_rollout and finalize_rollout. If a call is cut off, its rollout continues; list_rollouts lists it.",
             arguments=(RolloutRequest,),
             options=ResultOptions,
             result=RolloutResult,
@@ -275,7 +275,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="get_state",
             title="Get the state of a rollout",
-            description="Status, stage, turns, tokens and seconds so far.",
+            description="Return the status and stage of a rollout, and its turns, tokens and seconds so far.",
             arguments=(RolloutArguments,),
             result=RolloutState,
             call=_state,
@@ -284,7 +284,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="get_messages",
             title="Read the conversation of a rollout",
-            description="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labeled.",
+            description="Return the conversation between agent and model so far, after a cursor. Sub-agents and side calls are labeled.",
             arguments=(GetMessages,),
             result=MessagePage,
             call=_messages,
@@ -293,7 +293,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="subscribe_events",
             title="Read the events of a rollout",
-            description="Events from a cursor, each exactly once. With wait_s the call waits until there is one.",
+            description="Return the events after a cursor, each exactly once. With wait_s, wait until there is one.",
             arguments=(SubscribeEvents,),
             result=EventPage,
             call=_events,
@@ -313,8 +313,8 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="finalize_rollout",
             title="Wait for a rollout's result",
-            description="Wait until the rollout has ended and is graded, and return its result. With wait_s the answer may have done: "
-            "false; then call again. May be called repeatedly.",
+            description="Wait until the rollout has ended and is graded, and return its result. If that takes longer than wait_s, the "
+            "answer has done: false; then call again.",
             arguments=(FinalizeRollout,),
             result=RolloutResult,
             call=_finalize,
@@ -323,7 +323,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="list_rollouts",
             title="List rollouts",
-            description="All rollouts, newest first, including those of other clients and from before a restart of the server.",
+            description="List rollouts, newest first, including those of other clients and from before a restart of the server.",
             arguments=(ListRollouts,),
             result=RolloutList,
             call=_list,
@@ -332,7 +332,7 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="list_endpoints",
             title="List endpoints and agents",
-            description="The server's catalog: the keys for model_key, what each endpoint supports, and the available agents.",
+            description="Return the server's catalog: the keys for model_key, what each endpoint supports, and the available agents.",
             arguments=(ListEndpoints,),
             result=EndpointList,
             call=_endpoints,

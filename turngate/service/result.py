@@ -116,9 +116,10 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a rollout. `queued`, `started`, `abort`, `ended` and, in direct mode, all others come from the service.
+    """An event of a rollout.
 
-    In the other modes, all others come from the gateway.
+    The service emits `queued`, `started`, `abort` and `ended`. The gateway emits all others, except in direct mode, where the service
+    does.
     """
 
     cursor: int  # 1, 2, 3 … within the rollout

@@ -43,7 +43,7 @@ _SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_VARIABLE = "TURNGATE_ARCHIVE_CACHE_GB"
 _CACHE_GB = 20.0
-_GRACE_S = 60.0  # how long a new archive is kept in any case, so that it is not removed before its rollout starts
+_GRACE_S = 60.0  # how long a new archive is always kept, so that it is not removed before its rollout starts
 _STALE_S = 86400.0
 _NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
 _PROJECTS = "projects"  # the folder with a folder for each project except `default`
@@ -302,7 +302,7 @@ def _last_use(path: Path) -> float:
 
 
 def _measure(archive: Path) -> int:
-    """Return the approximate disk space of an archive and its unpacked folder. The folder is counted as large as the archive."""
+    """Return the approximate disk space of an archive and its unpacked folder. The folder is assumed to be as large as the archive."""
     try:
         return archive.stat().st_size * (2 if archive.with_suffix("").is_dir() else 1)
     except OSError:

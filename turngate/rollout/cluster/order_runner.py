@@ -168,7 +168,7 @@ def claim_folder(place: str, shared: str) -> Path:
             return folder
         except OSError:
             os.close(lock)
-    raise ConfigError(f"{root}: all folders for cells are in use on this machine")
+    raise ConfigError(f"{root}: all folders for cells are in use on this machine; stop cells that are no longer needed")
 
 
 def _write_config(settings: RunnerSettings, folder: Path) -> Path:

@@ -100,7 +100,7 @@ def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
     reasons = [explain_mismatch(node, demand) or _explain_full(node, demand) for node in nodes]
     shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
     return (
-        f"no node of the Ray cluster has room for a rollout: {shown or 'it has no live node'}; start more nodes, lower "
+        f"no node of the Ray cluster has room for a rollout: {shown or 'the cluster has no live node'}; start more nodes, lower "
         "--cpus or --memory-mb, or change --ray-label"
     )
 

@@ -93,7 +93,7 @@ async def _grade_with(
             )
         except Exception as error:  # every failure becomes a grade
             return _grade_failure(error)
-        broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke it"
+        broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke the grader"
         return Grade(kind="graded", reward=0.0, resolved=False if isinstance(grader, Swe) else None, message=broken)
     except Exception as error:  # every failure becomes a grade
         return _grade_failure(error)

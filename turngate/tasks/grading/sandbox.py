@@ -163,7 +163,7 @@ def _find_caches(folder: Path) -> set[str]:
 
 @asynccontextmanager
 async def scratch_folder() -> AsyncIterator[Path]:
-    """Create a host folder for a grader's intermediate files. On first use, remove folders that killed processes have left."""
+    """Create a host folder for a grader's intermediate files. On first use, remove folders that killed processes left behind."""
     if not _swept:
         _swept.append(await folders.sweep_folders(None, SCRATCH_KIND))
     folder = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")

@@ -201,7 +201,7 @@ def _parse_reward(kind: str, content: bytes) -> float:
         value = numbers.get("reward", next(iter(numbers.values())) if len(numbers) == len(value) == 1 else None)
     if not _is_number(value):
         raise Undecided(
-            f'reward.{kind} is neither a finite number nor an object with one as "reward": {content[:80]!r}'
+            f'reward.{kind} is neither a finite number nor an object whose "reward" is one: {content[:80]!r}'
         )
     assert isinstance(value, int | float)
     return float(value)

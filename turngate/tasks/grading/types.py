@@ -28,7 +28,7 @@ class GradedTurn(TurnRecord, frozen=True, kw_only=True):
 
 
 class RecordedTurns(msgspec.Struct, frozen=True):
-    """The turns of a rollout and its calls of host tools, both oldest first."""
+    """The turns of a rollout and its host tool calls, both oldest first."""
 
     turns: tuple[GradedTurn, ...] = ()
     calls: tuple[ToolCallRecord, ...] = ()

@@ -22,7 +22,7 @@ class _ReportLine(msgspec.Struct, frozen=True):
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the witness saw of a test run. A test counts as passed only if the witness also saw the end of the run (`ended`)."""
+    """The witness's observations of a test run. A test counts as passed only if the witness also saw the end of the run (`ended`)."""
 
     started: bool = False
     ended: bool = False
@@ -62,7 +62,7 @@ def parse_report(key: bytes, report: bytes) -> WitnessReport:
         started = started or bool(line.begin)
         if line.test:
             outcomes[line.test] = line.outcome
-            ended = False  # until a later end counts this test
+            ended = False  # until a later end record includes this test
             (replaced.add if line.other else replaced.discard)(line.test)
         if line.odd:
             tampered.add(line.odd)

@@ -196,7 +196,7 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 def store_files(files: Files, here: str) -> Path | None:
     """Store files in the host folder `$TURNGATE_CACHE/tasks/<digest>`, which is named after their content.
 
-    Return the folder, or None if there are no files. `here` says in messages where the files come from.
+    Return the folder, or None if there are no files. `here` names the source of the files in messages.
     """
     if not files:
         return None

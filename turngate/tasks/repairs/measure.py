@@ -173,7 +173,8 @@ async def measure_baseline(bench: Bench, package: Package) -> Baseline:
         run = await bench.run_tests({}, FIRST_LIMIT_S)
         if run.timed_out:
             raise TaskError(
-                f"repairs: the tests of {package.name} take longer than {FIRST_LIMIT_S:g} s", param="sources"
+                f"repairs: the tests of {package.name} take longer than {FIRST_LIMIT_S:g} s; choose a package with faster tests",
+                param="sources",
             )
         if not run.passed or run.exit_code >= _COLLECTION_FAILED:
             tail = " ".join(run.log.strip().splitlines()[-3:])[-400:]

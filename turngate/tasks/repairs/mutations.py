@@ -293,7 +293,9 @@ class _Search:
             return
         assert isinstance(node, ast.stmt) and node.end_lineno is not None
         start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno]
-        has_more = self._source[start:end].strip() != self._text(node).strip()  # on these lines, such as a comment
+        has_more = (
+            self._source[start:end].strip() != self._text(node).strip()
+        )  # the lines contain something else, such as a comment
         if not has_more:
             yield self._edit(kind, start, end, "")
 

@@ -207,7 +207,10 @@ def _fetch_archive(name: str, version: str) -> bytes:
     content = _fetch(address)
     algorithm, _, expected = urllib.parse.urlsplit(address).fragment.partition("=")
     if algorithm == "sha256" and hashlib.sha256(content).hexdigest() != expected:
-        raise TaskError(f"repairs: {address} does not match the checksum on the index", param="sources")
+        raise TaskError(
+            f"repairs: {address} does not match the checksum on the index; try again, or use another index",
+            param="sources",
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
         new.write(content)
