@@ -133,7 +133,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Annotated[
         Literal["process", "disk"],
         _about(
-            "Which crashes recorded turns survive: those of the gateway (process), or also those of the machine (disk).",
+            "Crashes that recorded turns survive: only those of the gateway (process), or also those of the machine (disk).",
             GATEWAY,
         ),
     ] = "process"
@@ -194,9 +194,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     cell_name: Annotated[str, _about("Name of this cell in the shared store. Defaults to the host name.", CELL)] = ""
-    lease_s: Annotated[float, _about("Seconds without the shared store after which the cell stops serving.", CELL)] = (
-        30.0
-    )
+    lease_s: Annotated[float, _about("Stop serving after this many seconds without the shared store.", CELL)] = 30.0
     max_unshipped: Annotated[
         int, _about("Refuse new sessions while this many ended sessions are not in the shared store yet.", CELL)
     ] = 10_000

@@ -253,7 +253,7 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     parent: str = ""
     role: Literal["", "main", "subagent", "side", "summary"] = ""
     why: str = ""
-    source: str = ""  # what the rule that assigned the role looks at, such as `header:x-kind` or `system`
+    source: str = ""  # the part of the request that determined the role, such as `header:x-kind` or `system`
 
     @property
     def is_aside(self) -> bool:

@@ -286,7 +286,7 @@ def arguments(**options: Any) -> dict[str, Any]:
         ("Do it.", arguments(files={"/etc/passwd": "x"}), "files['/etc/passwd'] must be the path of a file below"),
         ("Do it.", arguments(files={"a": 3}), "files['a'] must be str or bytes, not int"),
         ("Do it.", arguments(concurrency=0), "concurrency: Expected `int` >= 1"),
-        ("Do it.", arguments(options={"command": "true"}), "options is set without an agent; pass agent= too"),
+        ("Do it.", arguments(options={"command": "true"}), "options needs an agent; also pass agent="),
         ("", arguments(), "task is empty; describe what the agent should do"),
         (3, arguments(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
         ("examples/tasks/fix-ad", arguments(), "task: examples/tasks/fix-ad does not exist"),

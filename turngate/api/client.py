@@ -81,7 +81,7 @@ class Client:
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
         given = parse_arguments(where, ClientSettings)
         if given.options and not given.agent:
-            raise BadRequest("options is set without an agent; pass agent= too", param="options")
+            raise BadRequest("options needs an agent; also pass agent=", param="options")
         self._tokenizer = given.tokenizer
         self._cluster = _choose_cluster(given)
         self._data = None if given.data is None or self._cluster is not None else Path(given.data)

@@ -56,7 +56,7 @@ def resolve_model(
     config: ServiceConfig | Path | str | None,
     overrides: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
-    """Return service settings whose catalog has the model, and the model's key there. Overrides that are not None replace settings."""
+    """Return service settings whose catalog has the model, and the model's key in the catalog. Non-None overrides replace settings."""
     if not isinstance(model, str | Endpoint | ServiceConfig):
         raise BadRequest(
             f"model must be an Endpoint, a ServiceConfig or a string {_EXAMPLE}, not {type(model).__name__}",

@@ -90,7 +90,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None, settings
 
 
 def create_agent(name: str, command: list[str], variables: list[str], timeout_s: float) -> None:
-    """Run a command once, watch what it does, and write a description of it as an agent to NAME.toml."""
+    """Run a command once, watch what it does, and describe it as an agent in NAME.toml."""
     file = Path(f"{name}.toml")
     if file.exists():
         raise AgentError(f"{file} already exists; move it, or choose a different name", param="name")

@@ -52,7 +52,7 @@ from turngate.tasks.task import Task
 
 STOPPED_EARLY = 3  # exit code
 STOPPING = (
-    "Stopping: ending agents and removing their sandboxes. Finished rollouts are still graded; press Ctrl-C again to skip that. "
+    "Stopping: ending agents and removing their sandboxes. Agents that have finished are still graded; press Ctrl-C again to skip grading. "
     "Run the same command to resume the batch …"
 )
 STOPPING_NOW = "Stopping without grading. Run the same command to resume the batch …"

@@ -105,7 +105,7 @@ def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
 
 
 class _ScoringDisplay(LiveDisplay):
-    """Shows how many turns the teacher has scored, on a terminal."""
+    """Shows on a terminal how many turns the teacher has scored."""
 
     def __init__(self, to: Console) -> None:
         super().__init__(to)

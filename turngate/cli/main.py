@@ -400,7 +400,7 @@ def agents_new(
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds that the command may take.")] = 60.0,
 ) -> None:
-    """Run a command once against the scripted engine, and write a first description of it as an agent.
+    """Run an agent's command once against the scripted engine, and write a first description of the agent.
 
     The command runs on this machine with an empty HOME. It gets the prompt on standard input, unless it contains {prompt} or
     {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
@@ -454,8 +454,12 @@ def drain_engine(
 @engines_app.command("remove")
 def remove_engine(
     url: _EngineArgument,
-    limit_s: Annotated[float, typer.Option(help="Wait up to this many seconds for its calls to finish.")] = 600.0,
-    force: Annotated[bool, typer.Option("--force", help="Do not wait; its running calls fail.")] = False,
+    limit_s: Annotated[
+        float, typer.Option(help="Wait up to this many seconds for the engine's calls to finish.")
+    ] = 600.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove the engine without waiting; its running calls fail.")
+    ] = False,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
@@ -507,9 +511,9 @@ def tasks_check(options: flags.CheckTasksOptions) -> None:
 @make_app.command("repairs")
 @takes(flags.MakeRepairsOptions)
 def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
-    """Make repair tasks: inject bugs into packages, and keep those that their tests catch.
+    """Make repair tasks: inject bugs into packages, and keep the bugs that the packages' tests catch.
 
-    Runs the packages' tests in the sandbox.
+    The tests run in the sandbox.
 
     Exit codes:
     0 if every source produced tasks;

@@ -26,7 +26,9 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"turngate mcp needs {error.name}; run pip install 'turngate[mcp]'", param="mcp") from None
 
 # The endpoints of a server that is started without --config.
-SCRIPTED_ENDPOINTS = {"scripted://demo": {"about": "Gives fixed replies. For trying out the tools without a model."}}
+SCRIPTED_ENDPOINTS = {
+    "scripted://demo": {"about": "Gives fixed replies, so that you can try out the tools without a model."}
+}
 NO_CONFIG = (
     "No --config: the only endpoint is scripted://demo, which gives fixed replies. For a real model, pass --config FILE, with a "
     'table such as [endpoints."vllm://Qwen3-8B"] (see docs/service.md).'

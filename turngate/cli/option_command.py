@@ -1,4 +1,4 @@
-"""Commands that take their options as one object. typer creates the flags from its class.
+"""Commands that take their options as one object, from whose class typer creates the flags.
 
 The flags for gateway settings are generated from `turngate.config.ServeConfig`.
 """

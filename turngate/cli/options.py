@@ -210,7 +210,7 @@ class BatchOptions(RolloutOptions):
         ),
     ]
     only: Annotated[
-        Optional[list[str]], _flag("Run only tasks whose id matches; * is a wildcard; repeatable.", WHAT)
+        Optional[list[str]], _flag("Run only tasks whose id matches this pattern; * is a wildcard; repeatable.", WHAT)
     ] = None
     limit: Annotated[Optional[int], _flag("Maximum number of tasks.", WHAT)] = None
     n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n", "-n")] = 1
@@ -249,7 +249,7 @@ class BatchOptions(RolloutOptions):
 class TrainOptions:
     tasks: Annotated[str, _flag("Tasks to train on: a folder, a .jsonl or .parquet file, or file.py:function.", WHAT)]
     model_folder: Annotated[Path, _flag("Model to train: a Hugging Face folder (Llama, Qwen2 or Qwen3).", WHAT)]
-    out: Annotated[Path, _flag("Folder for the run. A run that is already there is resumed.", OUTPUT)]
+    out: Annotated[Path, _flag("Folder for the run. If it contains a run, that run is resumed.", OUTPUT)]
     agent: Annotated[str, _AGENT] = DEFAULT_AGENT
     option: Annotated[Optional[list[str]], _SET] = None
     held_out: Annotated[
@@ -304,7 +304,7 @@ class VerifyCommandOptions:
     rollouts: Annotated[
         str,
         _flag(
-            "Folder with the agents' logs, or one that contains `rollouts` folders, such as the --out folder of `train`.",
+            "Folder with the agents' logs, or a folder that contains `rollouts` folders, such as the --out folder of `train`.",
             SELECTION,
             default="DATA",
         ),
@@ -449,7 +449,7 @@ class McpOptions:
 
 
 _TASKS = "Task folder, folder of task folders, .jsonl or .parquet file, hf://org/name@split, or file.py:function."
-_ONLY = _flag("Include only tasks whose id matches; * is a wildcard; repeatable.")
+_ONLY = _flag("Include only tasks whose id matches this pattern; * is a wildcard; repeatable.")
 _LIMIT = _flag("Maximum number of tasks.")
 
 

@@ -77,7 +77,7 @@ def change_project(
 def delete_project(
     name: Annotated[str, typer.Argument(help="Name of the project.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Delete it even if it has open or unshipped sessions.")
+        bool, typer.Option("--force", help="Delete the project even if it has open or unshipped sessions.")
     ] = False,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
 ) -> None:

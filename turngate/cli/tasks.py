@@ -142,7 +142,7 @@ def _check(loaded: LoadedTask) -> TaskCheck:
 
 
 def _check_log_parser(task: Task) -> str:
-    """Return what is wrong with the parser that a SWE task names for its test output, or an empty string if nothing is wrong."""
+    """Return the problem with the log parser that a SWE task names, or an empty string if there is none."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:

@@ -1,4 +1,4 @@
-"""`turngate train`: build a training run from the flags, check that it fits an earlier run in the same folder, and run it."""
+"""`turngate train`: build a training run from the flags, check that it can resume an earlier run in the same folder, and run it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class GatewayClient(GatewayTransport):
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
 
     async def engines(self) -> EnginesView:
-        """Return the engines of the gateway and their load. With an API key, `engines` is empty."""
+        """Return the engines of the gateway and their load. With the key of a project, `engines` is empty."""
         return await self._request("GET", "/admin/engines", EnginesView)
 
     async def models(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Warnings while a gateway does not answer, so that a client that keeps retrying does not look stuck."""
+"""Warn while a gateway does not answer, so that a client that keeps retrying does not look stuck."""
 
 from __future__ import annotations
 

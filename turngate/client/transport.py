@@ -146,8 +146,8 @@ class GatewayTransport:
             error = ErrorDetail(message=str(status))
         if status == 401:
             return Unauthorized(
-                f"gateway: {ADMIN_KEY} is {'wrong' if self._key else 'missing'}; the key of {self.url} is in the file "
-                f"{ADMIN_KEY_FILE} of its data folder, or the {ADMIN_KEY} that it was started with",
+                f"gateway: {ADMIN_KEY} is {'wrong' if self._key else 'missing'}; use the key in the file {ADMIN_KEY_FILE} "
+                f"in the data folder of {self.url}, or the {ADMIN_KEY} that this gateway was started with",
                 param=ADMIN_KEY,
             )
         if status == GatewayUnreachable.status:

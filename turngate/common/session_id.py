@@ -18,5 +18,5 @@ def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
     matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
     if len(matches) == 1:
         return matches[0]
-    problem = f"is a prefix of {len(matches)} ids; pass more of the id" if matches else "is not recorded here"
+    problem = f"is a prefix of {len(matches)} ids; pass a longer prefix" if matches else "is not recorded here"
     raise NotFound(f"session {wanted!r} {problem}; the newest session is {known[0]}")

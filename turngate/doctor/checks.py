@@ -26,7 +26,7 @@ CHECKS = (
         where="anywhere",
         timeout_s=10,
         run=machine.check_extras,
-        description="The extras that the settings need are installed. Also lists the other extras.",
+        description="The extras that the settings need are installed. The check also lists the other extras.",
     ),
     DoctorCheck(
         name="data folder",
@@ -61,7 +61,7 @@ CHECKS = (
         where="here",
         timeout_s=10,
         run=machine.check_port,
-        description="The port is free or used by the gateway of this data folder. Otherwise, names the program that uses it.",
+        description="The port is free or used by the gateway of this data folder. Otherwise, the check names the program that uses it.",
     ),
     DoctorCheck(
         name="clock",
@@ -145,7 +145,7 @@ CHECKS = (
         where="gateway",
         timeout_s=120,
         run=gateway.check_call,
-        description="Opens a session, makes a call, checks its training row, and deletes the session.",
+        description="A call in a new session produces a training row. The session is deleted afterwards.",
     ),
     DoctorCheck(
         name="gateway clock",

@@ -18,7 +18,7 @@ class DoctorContext:
     """The settings to check, and objects that several checks use and that are loaded only once.
 
     `agents` and `sandboxes` contain the names that the user passed. Without names, all agents and all local kinds of sandbox are checked,
-    and one that is missing is not reported as a failure.
+    and missing ones are not reported as failures.
     """
 
     def __init__(

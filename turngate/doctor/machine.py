@@ -343,7 +343,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
         return [
             warning(
                 f"the wall clock moved by {jump * 1000:.0f} ms relative to the monotonic clock",
-                "let the time service slew the clock instead of setting it",
+                "configure the time service to slew the clock instead of stepping it",
             )
         ]
     if time.time() < 1_704_067_200:  # 2024

@@ -33,7 +33,7 @@ _READ_TAIL = 'PATH="$PATH:/usr/bin:/bin"; [ -f "$1" ] && exec tail -c "$2" -- "$
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What was copied from a sandbox, what is missing, and how the agent's transcript compares with the trace."""
+    """The output and files copied from a sandbox, what is missing, and how the agent's transcript differs from the trace."""
 
     folder: str = ""
     stdout: str = ""  # only the end

@@ -34,7 +34,7 @@ async def supersede_after_lease(
             if refused.answered != Conflict.status:
                 raise
             if not is_noted:
-                note(f"waiting for a lost cell: {refused.message}")
+                note(f"waiting for the lease of a lost cell to end: {refused.message}")
             is_noted = True
             await asyncio.sleep(_LEASE_CHECK_S)
 

@@ -57,7 +57,7 @@ def _build_rewards(summary: Summary) -> Panel:
 def _build_pass_at(summary: Summary) -> Panel:
     tasks = len(summary.tasks)
     fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
-    note = f"from k = {fewer[0]}, not all {tasks} tasks are included" if fewer else ""
+    note = f"for k ≥ {fewer[0]}, not all {tasks} tasks are included" if fewer else ""
     bars = tuple(Bar(f"k = {p.k}", p.estimate, f"{p.estimate:.1%}") for p in summary.overall.pass_at)
     return Panel("pass@k", bars, note, full=1.0)
 

@@ -117,7 +117,7 @@ class BatchResults:
         return finished
 
     async def save_outcome(self, session: str, outcome: Outcome) -> None:
-        """Write the full outcome to the folder with the agent's files. A failure is only noted, as the ledger has the essential data."""
+        """Write the full outcome to the folder with the agent's files. If that fails, only add a note: the ledger has the main data."""
         await asyncio.to_thread(_write_outcome, self._plan.folder / "rollouts" / session, outcome)
 
     def remove_work(self, session: str) -> None:

@@ -30,7 +30,7 @@ END_S = 10.0  # how long the gateway may take to end the session of a failed rol
 
 
 class AgentSession:
-    """The session of one rollout. Updates `ending` with the reason why the session ended."""
+    """The session of one rollout. It sets the fields of `ending` that say why the session ended."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class AgentSession:
         self.over.set()
 
     async def seal(self, stop: str) -> None:
-        """Seal the session, so that it allows no more turns. Wait while the gateway is restarting, because the session survives that."""
+        """Seal the session, so that it allows no more turns. Wait while the gateway is restarting: the session survives a restart."""
         self._is_ending = True
 
         async def show_and_seal() -> tuple[SessionInfo, SessionInfo]:

@@ -74,7 +74,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mode: Mode | None = None  # the default mode; defaults to the first of `modes`
     thinking: bool = False  # its chat template supports `enable_thinking`, so callers may set `thinking`
     capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe: what to request from the endpoint
-    max_context: int | None = None  # the model's context length; defaults to what the engine reports
+    max_context: int | None = None  # the model's context length; defaults to the length that the engine reports
     model_folder: str = ""  # local: folder with config.json and model.safetensors
     script: str = ""  # scripted: JSON file with a list of replies
     engine_api: Literal["completions", "generate"] = "completions"  # vLLM: the API that receives token ids
@@ -306,7 +306,9 @@ class Catalog:
                 )
             return Endpoint(key=model_key, url=url)
         if not known.kind.speaks:
-            raise BadRequest(f"endpoint_url is not supported for {known.scheme} endpoints", param="endpoint_url")
+            raise BadRequest(
+                f"endpoint_url is not supported for {known.scheme} endpoints; omit it", param="endpoint_url"
+            )
         return msgspec.structs.replace(known, url=url, key_env="")
 
     def _check_host(self, url: str) -> None:

@@ -103,7 +103,9 @@ class Forwarder:
             return _error_response(502, error.message)
         async with reply:
             if 300 <= reply.status < 400:
-                redirect = EngineError(f"{_ENDPOINT} answered with a redirect ({reply.status}), which is not followed")
+                redirect = EngineError(
+                    f"{_ENDPOINT} answered with a redirect ({reply.status}), which is not followed; use its final URL"
+                )
                 self._note_failure(redirect, is_generation)
                 return _error_response(502, redirect.message)
             return await self._stream_reply(request, reply, is_generation)

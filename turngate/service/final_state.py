@@ -117,12 +117,12 @@ def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseExceptio
 
 
 def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with the name of the caller's argument in place of the file that the argument was written to."""
+    """Return the error with `setup_shell`, the caller's argument, in place of "the setup script"."""
     if info is None:
         return None
     message = make_encodable(info.message)
     if info.stage == "setup" and isinstance(active.request, RolloutRequest):
-        message = message.replace("setup.sh", "setup_shell", 1)
+        message = message.replace("the setup script", "setup_shell", 1)
     return msgspec.structs.replace(info, message=message)
 
 

@@ -30,8 +30,8 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "model_key": "The endpoint that answers the agent: a key that list_endpoints returns, such as vllm://Qwen3-8B.",
     "instruction": "What the agent should do.",
     "test_script": "A bash script that grades the agent's work. It runs in a fresh sandbox, in a copy of the working folder. Exit code 0 "
-    "is reward 1, exit code 1 is reward 0; or the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a script there "
-    "is no reward.",
+    "means reward 1, and exit code 1 means reward 0, unless the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a "
+    "script, there is no reward.",
     "task_id": "Your name for the task. Default: derived from the instruction.",
     "agent": "The agent that works on the task: a name that list_endpoints returns. Default: the first of these names.",
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
@@ -41,18 +41,18 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "hosted endpoint), gate (also interception_gate: a trainer answers) or direct (also black_box: only the agent's logs). Default: the "
     "endpoint's default mode.",
     "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
-    "sampling": "How the model is sampled: neutral (temperature 1, whatever the agent asks for, so that the turns can be trained), agent "
-    '(what the agent asks for, for evaluations), or an object of settings to pin, such as {"temperature": 0.7}. Default: neutral.',
+    "sampling": "How the model is sampled: neutral (temperature 1, so that the turns can be trained), agent "
+    '(as the agent requests, for evaluations), or an object of settings to pin, such as {"temperature": 0.7}. Default: neutral.',
     "agent_timeout_s": "Seconds that the agent may run. The server sets an upper limit.",
-    "endpoint_url": "The URL of your own endpoint, instead of the catalog's. The server has to allow its host.",
+    "endpoint_url": "The URL of your own endpoint, to use instead of the catalog's URL. The server must allow its host.",
     "task": "A row of a SWE data set: instance_id, repo, base_commit, problem_statement, test_patch, FAIL_TO_PASS, PASS_TO_PASS …",
     "rollout_id": "The id that start_rollout returned. list_rollouts lists all ids.",
     "after": "Return only entries after this cursor. Start with 0, then pass the cursor of the previous answer.",
     "limit": "The maximum number of entries to return.",
     "wait_s": "The maximum number of seconds to wait. Set it if your tool calls have a time limit, then call again.",
     "reason": "Why the rollout is aborted. The result includes this text.",
-    "status": "Only rollouts with this status: queued, running or done; or how they ended: finished, failed, timed out, limit, "
-    "cancelled, error.",
+    "status": "Return only rollouts with this status: queued, running, done (any rollout that has ended), finished, failed, timed out, "
+    "limit, cancelled or error.",
     "logprobs": "Whether to include the turns' log-probabilities. Without them, the answer uses less of a model's context.",
     "before": "For the next page: the id of the last rollout of the previous answer.",
 }

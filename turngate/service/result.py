@@ -23,7 +23,7 @@ CaptureLevel = Literal["tokens", "logprobs", "text", "none"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An error, the boundary at fault, and the stage in which it occurred. Never contains a secret."""
+    """An error, the boundary at fault, and the stage in which it occurred. The message never contains a secret."""
 
     boundary: Boundary
     stage: str

@@ -238,9 +238,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return self.state(rollout)
 
     async def finalize(self, rollout: str, wait_s: float | None = None) -> RolloutResult:
-        """Wait until the rollout has ended and is graded, and return its result. This method can be called repeatedly.
+        """Wait until the rollout has ended and is graded, and return its result.
 
-        If that takes longer than `wait_s` seconds, return the progress so far, with `done` false.
+        If that takes longer than `wait_s` seconds, return the progress so far, with `done` false. This method can be called repeatedly.
         """
         if wait_s is not None:
             _check_range("wait_s", wait_s, 0, None)

@@ -120,7 +120,7 @@ def unreadable(task: Task, error: OSError) -> TaskError:
 
 
 def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
-    """Decide where each of the task's files is in the archive. Return the task with these paths, and the files.
+    """Assign a path in the archive to each of the task's files. Return the task with these paths, and the files.
 
     A grading function in the task's own folder may read other files in that folder, so the archive then contains the whole folder.
     """
@@ -172,7 +172,7 @@ def function_names(grader: Grader | None) -> list[str]:
 
 
 def _walk(name: str, root: Path) -> Iterator[tuple[tarfile.TarInfo, Path]]:
-    """Yield the members of a file or folder, each folder before its content. A loop is used, because folders may be deeply nested."""
+    """Yield the members of a file or folder, each folder before its content. Use no recursion, because folders may be deeply nested."""
     waiting = [(name, root, root.stat())]  # the root may be a link
     while waiting:
         name, path, status = waiting.pop()

@@ -302,7 +302,7 @@ def _last_use(path: Path) -> float:
 
 
 def _measure(archive: Path) -> int:
-    """Return the approximate disk space of an archive and its unpacked folder. The folder is assumed to be as large as the archive."""
+    """Return the approximate disk usage of an archive and its unpacked folder. The folder is assumed to be as large as the archive."""
     try:
         return archive.stat().st_size * (2 if archive.with_suffix("").is_dir() else 1)
     except OSError:
@@ -358,10 +358,10 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
 
 
 def _read_state(folder: Path) -> bytes | None:
-    """Return a hash of a folder's state, without reading its files. It is different after every change in the folder.
+    """Return a hash of a folder's state, without reading its files. Every change in the folder changes the hash.
 
-    Return None if the folder has just changed. The hash includes the change time of each file (`ctime`). No program can set it, but its
-    clock may be coarse.
+    Return None if the folder has just changed. The hash includes the change time of each file (`ctime`). Programs cannot set this
+    time, but its clock may be coarse.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()

@@ -73,7 +73,7 @@ def read_variable(name: str, environment: Mapping[str, str], user: str, default:
 
 
 def _change_env(task: Task, change: Callable[[str, Mapping[str, str]], Mapping[str, str]]) -> Task:
-    """Return the task with each of its environments changed: that of the sandbox, the grader and the solution."""
+    """Return the task with each of its environments changed: those of the sandbox, the grader and the solution."""
 
     def change_script(script: Script, _: str) -> Script:
         return msgspec.structs.replace(script, env=change("grader", script.env))

@@ -82,7 +82,7 @@ def _is_program(solution: Solution, name: str) -> bool:
 
 
 def _write_file(target: str, data: bytes) -> Iterator[str]:
-    """Yield shell commands that write a file: short text as it is, everything else as base64, in pieces."""
+    """Yield shell commands that write a file: short text as is, everything else as base64, in pieces."""
     text = _decode(data)
     if text is not None and len(data) <= _PIECE_BYTES:
         yield f"cat > {target} <<'{_DELIMITER}'\n{text}{_DELIMITER}"

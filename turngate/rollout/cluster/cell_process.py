@@ -120,7 +120,7 @@ class CellProcess:
 
 
 def _end_with_parent() -> None:
-    """Let this process end when its parent is killed. Otherwise, the cell would keep its lease forever without running anything."""
+    """Make this process end when its parent is killed. Otherwise, the cell would keep its lease forever without running anything."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

@@ -52,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_demand(tasks: Iterable[Task], resources: Resources, labels: Mapping[str, str]) -> Demand:
-    """Return what the most demanding task needs. Settings of the batch override those of its tasks, as they do in sandboxes."""
+    """Return the resources that suffice for every task. Settings of the batch override those of its tasks, as they do in sandboxes."""
     cpus = [resources.cpus] if resources.cpus else [task.cpus for task in tasks]
     memory = [resources.memory_mb] if resources.memory_mb else [task.memory_mb for task in tasks]
     return Demand(

@@ -114,7 +114,7 @@ class SharedAttempts:
         return "excluded" if shown.excluded else "counts"
 
     async def is_superseded(self, order: RolloutOrder) -> bool:
-        """Return whether an attempt was superseded. When a cell is taken over, all of its attempts are."""
+        """Return whether an attempt was superseded. When a cell is taken over, all of its attempts are superseded."""
         try:
             attempts = await retry_while_unreachable(lambda: self._gateway.attempts(order.rollout), limit_s=_GATEWAY_S)
         except RequestRejected as refused:

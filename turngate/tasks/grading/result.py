@@ -41,7 +41,7 @@ class OutputUnreadable(SandboxError):
 
 @contextmanager
 def reading_output() -> Iterator[None]:
-    """Convert a failed read to `OutputUnreadable`. Once the work's code has run, the sandbox may not be at fault."""
+    """Convert a failed read to `OutputUnreadable`. Once the work's code has run, a failed read may be the work's fault."""
     try:
         yield
     except (SandboxGone, SandboxFileMissing, OutputUnreadable):

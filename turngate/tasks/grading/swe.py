@@ -391,7 +391,7 @@ def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
 def _same_ini_settings(ours: str, theirs: str) -> bool:
     """Return whether two ini files have the same pytest settings.
 
-    Parsers disagree about section headers, so the files must also not differ in lines that mention pytest or in unusual headers.
+    Parsers disagree about section headers, so files that differ in a line that mentions pytest or in an unusual header count as different.
     """
     one, other = ours.splitlines(), theirs.splitlines()
     for line in (line for line in {*one} ^ {*other} if line):
@@ -460,7 +460,7 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
     if report.started:
         end = "and the end of the run" if report.ended else "but not the end of the run"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
-        other = f"; something else ran in place of {len(report.replaced)} tests" if report.replaced else ""
+        other = f"; other code ran in place of {len(report.replaced)} tests" if report.replaced else ""
         log.add(f"witness: saw {len(report.outcomes)} tests {end}{changed}{other}", b"")
     return RunEvidence(cases=cases, report=report), int(last)
 
@@ -519,7 +519,7 @@ def _weigh_doubts(
     reason = (
         f"the work changed how tests are decided ({', '.join(sorted(changed)[:5])})"
         if changed
-        else f"something else ran in place of {', '.join(sorted(replaced)[:5])}"
+        else f"other code ran in place of {', '.join(sorted(replaced)[:5])}"
         if replaced
         else "the witness did not see them pass"
         if evidence.report.ended

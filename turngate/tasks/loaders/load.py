@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
     """Yield the tasks of a source in their original order. Raise `TaskError` at the first invalid task or duplicate id.
 
-    `only` and `limit` are as for `scan_tasks`.
+    `only` and `limit` have the same meaning as in `scan_tasks`.
     """
     for loaded in scan_tasks(where, only=only, limit=limit):
         if loaded.error is not None:

@@ -413,7 +413,7 @@ def _reinstall_command(install: str) -> str:
     if not install.strip():
         return ""
     settings = "export PIP_RETRIES=0 PIP_DISABLE_PIP_VERSION_CHECK=1"
-    return f"{settings}\n(\n{install}\n) || echo 'Reinstalling failed; testing what the image has installed.'"
+    return f"{settings}\n(\n{install}\n) || echo 'Reinstalling failed; testing the version in the image.'"
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
