@@ -18,7 +18,7 @@ from turngate.errors import TurngateError, Unauthorized
 from turngate.types import Json
 
 _METRIC_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-_MAX_LATE = 0.05  # the event loop may be late in this share of the measurements
+_MAX_LATE = 0.05  # maximum share of the measurements in which the event loop may be late
 _CALL = {"messages": [{"role": "user", "content": "Say any word."}], "max_tokens": 4}
 
 

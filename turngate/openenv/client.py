@@ -37,7 +37,7 @@ from turngate.service.result import EventPage, MessagePage, RolloutList, Rollout
 from turngate.types import Json
 
 WAIT_S = 5.0  # the longest that one call waits for a result, since other callers of the client wait in the meantime
-MAX_ATTEMPTS = 5  # attempts to reach the server before waiting for a rollout fails
+MAX_ATTEMPTS = 5  # failed attempts to reach the server after which `wait_for` fails
 
 T = TypeVar("T", bound=msgspec.Struct)
 

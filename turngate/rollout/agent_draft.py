@@ -29,7 +29,7 @@ from turngate.types import Json, Tool
 _COMMAND_ARGUMENTS = ("command", "cmd", "script")  # arguments of a shell tool
 _SHELL_NAME = re.compile(r"shell|bash|terminal|command|exec|run", re.IGNORECASE)
 _THREAD_HEADER = re.compile(r"session|thread|conversation")
-_TASK_COMMANDS = (  # do the task of `turngate agents check`
+_TASK_COMMANDS = (  # commands that do the task of `turngate agents check`
     ("I will read the file.", ("cat notes.txt",)),
     ("Now I edit it.", ("sed -i s/colour/color/ notes.txt",)),
     ("Let me look at it.", ("cat notes.txt", "ls")),

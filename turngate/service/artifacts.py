@@ -104,7 +104,7 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(data) - 4 or len(data) == size:  # not only a character cut off at the end
+        if error.start < len(data) - 4 or len(data) == size:  # more than a character cut off at the end
             return None
         data = data[: error.start]
         text = data.decode()

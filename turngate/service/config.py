@@ -52,7 +52,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     agent_options: dict[str, dict[str, str]] = {}  # options per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # maximum concurrent rollouts
     queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further ones are rejected
-    queued_bytes: Bytes = 2_000_000_000  # uploaded bytes of all running and waiting rollouts; further ones are rejected
+    queued_bytes: Bytes = 2_000_000_000  # maximum bytes uploaded for active rollouts; further rollouts are rejected
     starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent sandbox starts; defaults to 2 × CPU cores
     grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent gradings; defaults to one per CPU core
     most_agent_timeout_s: Positive = 3600.0  # the longest `agent_timeout_s` that a caller may set

@@ -111,7 +111,9 @@ def build_order(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    if choice.mode == "direct" and agent.transcript is not None:  # no trace to compare it with, so it is only a log
+    if (
+        choice.mode == "direct" and agent.transcript is not None
+    ):  # without a trace to compare it with, the transcript is only a log
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
     return RolloutSpec(

@@ -46,7 +46,7 @@ _CACHE_GB = 20.0
 _GRACE_S = 60.0  # how long a new archive is always kept, so that it is not removed before its rollout starts
 _STALE_S = 86400.0
 _NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
-_PROJECTS = "projects"  # the folder with a folder for each project except `default`
+_PROJECTS = "projects"  # contains a folder for each project except `default`
 
 
 class ArchiveError(TurngateError):
@@ -75,7 +75,7 @@ class ArchiveCache:
         self._max_bytes = max_bytes
         self._cache_bytes = read_cache_bytes(os.environ) if cache_bytes is None else cache_bytes
         self._unpacking = threading.Lock()
-        self._checked: dict[str, bytes] = {}  # the state of each folder when it was last found equal to its archive
+        self._checked: dict[str, bytes] = {}  # the state of each folder when it last matched its archive
 
     def open_project(self, project: str) -> ArchiveCache:
         """Open the archives of another project in the same folder. Both share the limit on the size of all archives."""

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TESTS, LOGS = "/tests", "/logs"  # as in Harbor
 OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output to keep, from its start and its end
-DEFAULT_PIDS = 1024  # a grader's process limit, unless one is set
+DEFAULT_PIDS = 1024  # process limit of a grader for which none is set
 CREATE_TIMEOUT_S = 900.0  # the image may need to be built
 STEP_TIMEOUT_S = 600.0  # time limit of each of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
