@@ -29,7 +29,8 @@ from turngate.trace.advantage import row_weight
 from turngate.trace.roles import ROLES
 from turngate.trace.sample import TrainingPolicy, build_samples
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trace
-from turngate.trainers.local.grpo import GrpoSettings, Learner, count_packed_tokens, split_batches
+from turngate.trainers.local.grpo import GrpoSettings, Learner
+from turngate.trainers.local.packing import count_packed_tokens, split_batches
 
 VOCABULARY = 1000
 SHAPE = msgspec.structs.replace(

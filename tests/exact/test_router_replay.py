@@ -111,7 +111,7 @@ async def test_experts_of_every_token_are_recorded_once(tmp_path: Path) -> None:
     replies = [len(kit.say(f"Answer {n + 1}.").ids) for n in range(len(prompts))]
     last_of_first, last_of_third = prompts[0] + replies[0] - 1, prompts[2] + replies[2] - 1
     assert engine.starts == [0, last_of_first, last_of_first, last_of_third, last_of_first]
-    assert len(rows) == 2
+    assert len(rows) == 4  # two branches, in both forms of the feed
     for row in rows:
         column = row.side["routed_experts"]
         assert column.spans == ((0, len(row.ids) - 1),)

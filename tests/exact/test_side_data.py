@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -20,8 +21,8 @@ from tests import kit
 from tests.exact.agent import Agent, World, reformat
 from tests.exact.side_engine import EXPERTS, SCORES, Report, SideEngine, hash_prefixes, make_experts
 from tests.exact.test_property import REPLIES, STEPS, TEXTS, follow, make_turn, step
-from turngate.client.feed import Row, _decode_delivery, _delivery
-from turngate.client.protocol import DeliveryPage, FeedConfig
+from turngate.client.delivery import Row, decode_delivery
+from turngate.client.protocol import DeliveryPage, FeedConfig, FeedForm
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.store.outcomes import RecordedOutcome
@@ -126,12 +127,18 @@ async def abort(agent: Agent, turn: ScriptedTurn, rng: random.Random) -> None:
 
 
 async def read_feed(world: World) -> list[Row]:
+    """Read the rows of a feed as they are, and rebuilt from trees."""
     feeds = world.gateway.feeds
     await feeds.open("train", FeedConfig(n=1, advantage="none", from_start=True, side=NAMES))
     _, reader = feeds.take_over("train")
-    page = msgspec.msgpack.decode(await feeds.page("train", reader), type=DeliveryPage)
-    [delivery] = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
-    return delivery.rows()
+    rows: list[list[Row]] = []
+    for form in get_args(FeedForm):
+        page = msgspec.msgpack.decode(await feeds.page("train", reader, after=0, form=form), type=DeliveryPage)
+        [delivery] = map(decode_delivery, page.deliveries)
+        rows.append(delivery.rows())
+    flat, rebuilt = rows
+    assert sorted(row.branch for row in flat) == sorted(row.branch for row in rebuilt)
+    return flat + rebuilt
 
 
 def check_export(folder: Path, expected: Expected) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.feed.kit import TrainingGateway, training
 from tests.speed import scaled
-from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery, _delivery
+from turngate.client.delivery import convert_delivery, decode_delivery
+from turngate.client.feed import DamagedDelivery, Delivery, Feed
 from turngate.client.protocol import FeedConfig, WireColumn, WireDelivery, WireRollout, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import RowSpan
@@ -233,7 +234,7 @@ def column(**change: Any) -> WireColumn:
 
 def test_side_data_is_decoded_without_a_copy() -> None:
     raw = msgspec.msgpack.encode(wire(side=(column(),)))
-    [row] = _decode_delivery(_delivery.decode(raw)).rows()
+    [row] = decode_delivery(raw).rows()
     found = row.side["experts"]
     assert found.spans == ((1, 3),) and found.values.tolist() == [[97, 98], [99, 100]]
     assert np.shares_memory(found.values, np.frombuffer(raw, np.uint8))
@@ -250,13 +251,13 @@ def test_side_data_is_decoded_without_a_copy() -> None:
         ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn spans tokens 2 to 4, but the row has 3 tokens"),
         ({"advantage": None}, "no advantage"),
         ({"side": (column(dtype="float64"),)}, "experts has the unknown type 'float64'"),
-        ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but the row has 4 tokens"),
+        ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but there are 4 tokens"),
         ({"side": (column(spans=((2, 3), (0, 1))),)}, "experts has values for tokens"),
         ({"side": (column(spans=((1, 2),)),)}, "experts has 4 bytes, which does not match 1 values"),
         ({"side": (column(shape=(3,)),)}, "experts has 4 bytes, which does not match 2 values"),
     ],
 )
 def test_damaged_row_is_rejected(change: Any, why: str) -> None:
-    assert _decode_delivery(wire()).rows()[0].logprobs.tolist()[2:] == [-1.0, -2.0]
+    assert convert_delivery(wire()).rows()[0].logprobs.tolist()[2:] == [-1.0, -2.0]
     with pytest.raises(DamagedDelivery, match=why):
-        _decode_delivery(wire(**change))
+        convert_delivery(wire(**change))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.feed.kit import TrainingGateway, training
 from tests.feed.test_deliveries import first_delivery
-from turngate.client.feed import DamagedDelivery, _decode_delivery
+from turngate.client.delivery import DamagedDelivery, convert_delivery
 from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
 from turngate.trace.sample import RowSpan
 from turngate.trace.turn_advantage import NO_TURN_REWARDS, TurnCredit
@@ -141,4 +141,4 @@ def test_damaged_turn_rewards_are_refused(change: dict[str, Any], text: str) -> 
         rows=(row,),
     )
     with pytest.raises(DamagedDelivery, match=text):
-        _decode_delivery(WireDelivery(number=1, group="g", task="t", version=0, rollouts=(rollout,)))
+        convert_delivery(WireDelivery(number=1, group="g", task="t", version=0, rollouts=(rollout,)))

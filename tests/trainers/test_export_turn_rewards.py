@@ -14,7 +14,11 @@ from tests.trainers.test_export import CALL, PROMPT, Recording
 from turngate.cli import app
 from turngate.errors import ConfigError
 from turngate.trace.turn_advantage import TurnCredit
+from turngate.trainers.export.files import encode_json
+from turngate.trainers.export.tree import decode_tree, rebuild_rows
+from turngate.trainers.tree_batch import read_trees
 
+REWARD = {"node": 2, "start": 0, "end": 1, "name": "", "value": 1.0, "kind": "extra"}
 LEFT_OUT = "the turn rewards of a rollout: it has no turn rewards"
 
 
@@ -73,6 +77,29 @@ async def test_rows(recording: Recording, suffix: str) -> None:
     assert not set(plain[0]) & set(fields)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+async def test_trees_have_the_values_of_rows(recording: Recording, suffix: str) -> None:
+    choices: dict[str, Any] = {"turn_rewards": True, "credit": TurnCredit(), "advantage": "leave_one_out"}
+    rows, _ = recording.export("rows", **choices)
+    trees, done = recording.export("tree", suffix, **choices)
+    for tree in trees:
+        tree["outcome"] = json.loads(tree["outcome"]) if isinstance(tree["outcome"], str) else tree["outcome"]
+    assert [json.loads(encode_json(row)) for tree in trees for row in rebuild_rows(tree)] == rows
+    assert done.left_out == {LEFT_OUT: 1}
+    decoded = list(read_trees(recording.out / f"out{suffix}"))
+    assert [one.turn_rewards is None for one in decoded] == [
+        recording.name(one.session) == "without" for one in decoded
+    ]
+    forked = next(tree for tree in trees if recording.name(tree["session"]) == "forked")
+    for change, why in (
+        ({"turn_advantages": [[1.0]]}, "turn_advantages has 1 lists, but there are 2 rows"),
+        ({"turn_advantages": [[1.0], [1.0, 2.0]]}, r"turn_advantages\[0\] must have 2 values"),
+        ({"turn_rewards": [[{**REWARD, "end": 999}], []]}, r"turn_rewards\[0\] has a reward outside its row"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            decode_tree({**forked, **change})
+
+
 async def test_missing_turn_advantages_are_counted(recording: Recording) -> None:
     async with recording.serving():
         unclear = [{"call": 1, "value": 1.0, "kind": "extra"}]  # of a host tool whose caller is not known
@@ -112,8 +139,8 @@ async def test_positions_count_from_the_response(recording: Recording, format: s
 
 
 async def test_flags_that_do_not_apply_are_refused(recording: Recording) -> None:
-    with pytest.raises(ConfigError, match="turn_rewards does not apply to format tree"):
-        recording.export("tree", turn_rewards=True)
+    with pytest.raises(ConfigError, match="turn_rewards does not apply to format tinker"):
+        recording.export("tinker", turn_rewards=True)
     with pytest.raises(ConfigError, match="credit does not apply to format verl"):
         recording.export("verl", credit=TurnCredit())
 

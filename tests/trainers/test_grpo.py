@@ -32,8 +32,6 @@ from turngate.trainers.local.grpo import (
     Step,
     Trainer,
     is_of_version,
-    pack_rows,
-    split_batches,
 )
 from turngate.trainers.local.loss import (
     LossTerms,
@@ -42,6 +40,7 @@ from turngate.trainers.local.loss import (
     compute_divisor,
     compute_loss,
 )
+from turngate.trainers.local.packing import pack_rows, split_batches
 from turngate.types import Json
 
 pytestmark = pytest.mark.needs("torch")
@@ -314,7 +313,7 @@ def test_shared_prefix_is_packed_once() -> None:
     assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 5, 6, 7, 8, 8]
     assert pack.positions.tolist() == [*range(10), *range(3, 9)]
     assert pack.at.tolist() == [7, 8, 13, 14]
-    assert np.flatnonzero(pack.sees[15]).tolist() == [
+    assert np.flatnonzero((np.arange(16) <= 15) & (pack.until > 15)).tolist() == [
         0,
         1,
         2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,13 +13,15 @@ from tests.engines.local_kit import model, torch  # skips if torch is missing
 from turngate.client.feed import Row
 from turngate.engines.local import Model
 from turngate.errors import ConfigError
-from turngate.trace.prefix_tree import build_tree
+from turngate.trace.prefix_tree import build_tree, find_shared_prefixes
 from turngate.trace.roles import ROLES
 from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trace
 from turngate.trainers.export.tree import ExportedTree
-from turngate.trainers.local.grpo import GrpoSettings, Learner, count_packed_tokens
+from turngate.trainers.local.grpo import GrpoSettings, Learner, attend_densely, attend_flexibly
 from turngate.trainers.local.loss import LossTerms, Normalise, compute_divisor, compute_loss
+from turngate.trainers.local.packing import count_packed_tokens
+from turngate.trainers.tree_attention import make_block_mask, make_mask_mod
 from turngate.trainers.tree_batch import list_rows, pack_trees, read_trees
 
 pytestmark = pytest.mark.needs("torch")
@@ -135,9 +138,10 @@ def test_trainer_computes_gradients_of_flat_rows(trace: Callable[[], Conversatio
     loss, expected = gradients(made, flat(normalise), rows)
     packed = count_packed_tokens(rows, tree=True)
     assert packed < tokens
-    for batch_tokens in (packed, tokens // 3):
+    without_paths = [msgspec.structs.replace(row, path=None) for row in rows]
+    for batch_tokens, same in ((packed, rows), (tokens // 3, rows), (packed, without_paths)):
         settings = GrpoSettings(prefix_tree=True, batch_tokens=batch_tokens, normalise=normalise)
-        found_loss, found = gradients(made, settings, rows)
+        found_loss, found = gradients(made, settings, same)
         assert found_loss == pytest.approx(loss, abs=1e-5)
         check_equal(found, expected)
 
@@ -182,20 +186,39 @@ def test_batch_of_trees_has_gradients_of_flat_rows(normalise: Normalise) -> None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_block_mask_equals_dense_mask() -> None:
+def test_flex_attention_equals_dense_mask() -> None:
     """Without a backward pass, which FlexAttention does not have on a CPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    batch = pack_trees([eight_sub_agents().export(1.0), compaction().export(1.0)])
+    batch = pack_trees([made().export(1.0) for made in TRACES] * 3)
     size = len(batch.ids)
-    q, k, v = (torch.randn(1, heads, size, 16) for heads in (4, 2, 2))
-    found = flex_attention(q, k, v, block_mask=batch.block_mask(), enable_gqa=True)
-    mask = batch.dense_mask()
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert size > 5 * 128, "several blocks"
+    q, k, v = (torch.randn(1, size, heads, 16) for heads in (4, 2, 2))
+    found, expected = (attend(batch.until)(0, q, k, v) for attend in (attend_flexibly, attend_densely))
     assert (found - expected).abs().max() <= 1e-5
     segment = eight_sub_agents().export(1.0).tree.segments[-1]
     visible = [token for start, end in (*segment.attends, (segment.start, segment.end)) for token in range(start, end)]
-    assert mask[segment.end - 1].nonzero()[:, 0].tolist() == visible, "a token attends to its ancestors and itself"
+    seen = batch.dense_mask()[segment.end - 1].nonzero()[:, 0].tolist()
+    assert seen == visible, "a token attends to its ancestors and itself"
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 700])
+def test_block_mask_has_the_blocks_of_pytorch(size: int) -> None:
+    """It is computed from ranges; PyTorch computes it from the values of all pairs of tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rng = np.random.default_rng(size)
+    rows = [rng.integers(0, 2, int(n)) for n in rng.integers(1, 90, 40)]
+    layout = find_shared_prefixes([[row] for row in [*rows, rng.integers(0, 2, 300)]])
+    until = torch.from_numpy(np.minimum(layout.until(), size)[:size])
+    assert len(until) == size
+    ours, theirs = make_block_mask(until), create_block_mask(make_mask_mod(until), None, None, size, size, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_flex_attention_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"flex_attention needs a CUDA device, but the model is on cpu"):
+        Learner(model(), GrpoSettings(flex_attention=True))
 
 
 def test_unknown_advantage_is_rejected() -> None:

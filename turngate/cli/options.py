@@ -387,14 +387,19 @@ class ExportOptions:
         list[str] | None,
         _flag("rows, tree, verl, slime: include side data by name, such as routed_experts; repeatable.", FORMAT),
     ] = None
-    turn_rewards: Annotated[bool, _flag("rows, verl, slime: include turn rewards.", FORMAT, "--turn-rewards")] = False
+    turn_rewards: Annotated[bool, _flag("rows, tree, verl, slime: include turn rewards.", FORMAT, "--turn-rewards")] = (
+        False
+    )
     credit: Annotated[
         str,
         _flag(
-            "rows: include turn advantages, comparing each turn by turn_index or with all_turns of the group.", FORMAT
+            "rows, tree: include turn advantages, comparing each turn by turn_index or with all_turns of the group.",
+            FORMAT,
         ),
     ] = ""
-    gamma: Annotated[float, _flag("rows: discount for later rewards in turn advantages, from 0 to 1.", FORMAT)] = 1.0
+    gamma: Annotated[
+        float, _flag("rows, tree: discount for later rewards in turn advantages, from 0 to 1.", FORMAT)
+    ] = 1.0
     teacher: Annotated[str, _flag("rows, tree: engine that scores sampled tokens: vllm, sglang or local.", TEACHER)] = (
         ""
     )

@@ -19,47 +19,32 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-import numpy as np
-
+from turngate.client.delivery import DamagedDelivery, DeliveredRollout, DeliveredTree, Delivery, Row, decode_delivery
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.group_sizes import GroupSizeWatch
-from turngate.client.protocol import (
-    MAX_WAIT_S,
-    FeedConfig,
-    WireColumn,
-    WireDelivery,
-    WireRollout,
-    WireRow,
-    check_feed_name,
-    remove_history,
-)
+from turngate.client.protocol import MAX_WAIT_S, FeedConfig, FeedForm, check_feed_name, remove_history
 from turngate.client.retry import Backoff, retry_while_unreachable
 from turngate.errors import TurngateError
-from turngate.store.outcomes import OutcomeClass
 from turngate.trace.sample import RowSpan
-from turngate.trace.side_data import DTYPES, SideColumn
-from turngate.trace.turn_advantage import spread_advantages
-from turngate.trace.turn_rewards import RowReward, spread_rewards
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [
     "BlockingFeed",
     "DamagedDelivery",
     "DeliveredRollout",
+    "DeliveredTree",
     "Delivery",
     "DeliveryTeacher",
     "Feed",
     "FeedConfig",
+    "FeedForm",
     "OtherFeed",
     "Row",
     "RowSpan",
@@ -70,7 +55,6 @@ T = TypeVar("T")
 log = logging.getLogger("turngate")
 _WAIT_S = 30  # the longest that one request waits at the gateway
 _RESTART_S = 60.0  # how long to wait for a gateway to restart
-_delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
 class TakenOver(TurngateError):
@@ -85,72 +69,6 @@ class OtherFeed(TurngateError):
 
     status = 409
     kind = "feed_is_another"
-
-
-class DamagedDelivery(TurngateError):
-    """A delivery is damaged and cannot be used for training."""
-
-    kind = "delivery_damaged"
-
-
-class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One training row. `logprobs` is NaN for tokens that were not sampled, and always finite where `mask` is set."""
-
-    ids: Ids
-    mask: np.ndarray  # bool: which tokens are trained
-    logprobs: Logprobs
-    spans: tuple[RowSpan, ...]  # the turns in the row
-    branch: int
-    weight: float  # 1/K if the rollout has K rows
-    advantage: float  # of the rollout
-    # By name: the side data that `FeedConfig.side` requests, if it was recorded, and the teacher's scores.
-    side: Mapping[str, SideColumn] = {}
-    turn_rewards: tuple[RowReward, ...] = ()  # the rewards of the turns that this row trains
-    # One per span; None for turns without an advantage. Empty without `FeedConfig.credit`, and if the rollout is `uncredited`.
-    turn_advantages: tuple[float | None, ...] = ()
-    unscored: str = ""  # why the teacher's scores are missing; empty if they are not, or if the feed has no teacher
-
-    def token_rewards(self) -> np.ndarray:
-        """Return the reward at each token, as float32: each turn reward at the last of its tokens, and 0 elsewhere."""
-        return spread_rewards(len(self.ids), self.turn_rewards)
-
-    def token_advantages(self) -> np.ndarray:
-        """Return the advantage of each token's turn, as float32. Tokens without an advantage have NaN."""
-        return spread_advantages(len(self.ids), self.spans, self.turn_advantages)
-
-
-class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One rollout in a delivery. It has rows only if it is trained."""
-
-    session: str
-    task: str
-    attempt: int
-    kind: OutcomeClass
-    reward: float | None
-    resolved: bool | None
-    advantage: float | None  # None: not trained
-    excluded: str  # why the rollout is not trained; empty if it is
-    truncated: bool  # a limit or a timeout ended the rollout
-    timed_out: bool
-    rows: tuple[Row, ...]
-    turns: int
-    sampled_tokens: int
-    data: Json  # the runner's own data from the outcome
-    uncredited: str = ""  # why its rows have no turn advantages, although `FeedConfig.credit` is set
-
-
-class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One complete group of rollouts."""
-
-    number: int
-    group: str
-    task: str
-    version: int  # policy version when the group was handed out
-    rollouts: tuple[DeliveredRollout, ...]
-
-    def rows(self) -> list[Row]:
-        """Return the rows of all trained rollouts."""
-        return [row for rolled in self.rollouts for row in rolled.rows]
 
 
 class DeliveryTeacher(Protocol):
@@ -174,6 +92,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         after: int,
         limit: int,
         teacher: DeliveryTeacher | None = None,
+        form: FeedForm = "rows",
     ) -> None:
         self.name = name
         self.config = config
@@ -185,6 +104,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._after = after
         self._limit = limit
         self._teacher = teacher
+        self._form: FeedForm = form
         self._ready: deque[Delivery] = deque()
         self._closed = False
         self._sizes = GroupSizeWatch(name, config.n)
@@ -201,15 +121,19 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         mark: str = "",
         limit: int = 1,
         teacher: DeliveryTeacher | None = None,
+        form: FeedForm = "rows",
     ) -> Feed:
         """Open the feed, creating it if necessary, and become its reader.
 
         `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
         that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
         Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
-        it is used. `teacher` scores the rows of each delivery before it is returned.
+        it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, the rows of a delivery are trees
+        (`Delivery.trees`), in which each prefix that they share occurs once.
         """
         check_feed_name(name)
+        if form != "rows" and teacher is not None:
+            raise ValueError('form must be "rows" with a teacher, because teachers score rows')
         if after is not None and after < 0:
             raise ValueError(f"after must be 0 or more, not {after}")
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
@@ -224,7 +148,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         view = await _retry_as_reader(lambda: gateway.show_feed(name))
         _check_mark(name, opened, view.mark)
         after = view.committed if after is None else after
-        return cls(gateway, name, config, view.mark, reader, view.committed, after, limit, teacher)
+        return cls(gateway, name, config, view.mark, reader, view.committed, after, limit, teacher, form)
 
     async def __aenter__(self) -> Feed:
         return self
@@ -275,13 +199,19 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     async def _fetch(self, wait_s: float) -> None:
         page = await _as_reader(
-            self._gateway.fetch_deliveries(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
+            self._gateway.fetch_deliveries(
+                self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit, form=self._form
+            )
         )
         self.committed = max(self.committed, page.committed)
-        deliveries = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
+        deliveries = [decode_delivery(raw) for raw in page.deliveries]
         for expected, delivery in enumerate(deliveries, self._after + 1):
             if delivery.number != expected:
                 raise DamagedDelivery(f"feed {self.name}: received delivery {delivery.number} instead of {expected}")
+            if self._form == "tree" and any(rolled.rows for rolled in delivery.rollouts):
+                raise DamagedDelivery(
+                    f'feed {self.name}: the gateway is too old to deliver trees; upgrade it, or open the feed with form="rows"'
+                )
         self._ready.extend(deliveries)
         self._after += len(deliveries)
         for delivery in deliveries:
@@ -344,8 +274,10 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         mark: str = "",
         limit: int = 1,
         teacher: DeliveryTeacher | None = None,
+        form: FeedForm = "rows",
     ) -> None:
         self._url, self._key, self._teacher = url, admin_key, teacher
+        self._form: FeedForm = form
         self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
@@ -436,6 +368,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
             mark=self._known,
             limit=self._limit,
             teacher=self._teacher,
+            form=self._form,
         )
 
     async def _end(self) -> None:
@@ -450,96 +383,3 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 def _shorten_traceback(error: TurngateError) -> TurngateError:
     """Remove the frames of the feed's thread from an error. The message says what to do, and the caller's frames say where."""
     return error.with_traceback(None)
-
-
-def _decode_delivery(wire: WireDelivery) -> Delivery:
-    return Delivery(
-        number=wire.number,
-        group=wire.group,
-        task=wire.task,
-        version=wire.version,
-        rollouts=tuple(_decode_rollout(rolled) for rolled in wire.rollouts),
-    )
-
-
-def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
-    if wire.rows and wire.advantage is None:
-        raise DamagedDelivery(f"session {wire.session}: the rollout has rows but no advantage")
-    return DeliveredRollout(
-        session=wire.session,
-        task=wire.task,
-        attempt=wire.attempt,
-        kind=wire.kind,
-        reward=wire.reward,
-        resolved=wire.resolved,
-        advantage=wire.advantage,
-        excluded=wire.excluded,
-        truncated=wire.truncated,
-        timed_out=wire.timed_out,
-        rows=tuple(_decode_row(row, wire) for row in wire.rows),
-        turns=wire.turns,
-        sampled_tokens=wire.sampled_tokens,
-        data=msgspec.json.decode(wire.data),
-        uncredited=wire.uncredited or "",
-    )
-
-
-def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
-    """Decode and validate a row, so that trainers do not have to."""
-    where = f"session {rolled.session}, branch {wire.branch}"
-    ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
-    if len(wire.mask) != -(-len(ids) // 8):
-        raise DamagedDelivery(f"{where}: the mask has {len(wire.mask)} bytes, which does not match {len(ids)} tokens")
-    mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
-    sampled = np.frombuffer(wire.logprobs, "<f4")
-    if len(sampled) != sum(span.end - span.start for span in wire.spans):
-        raise DamagedDelivery(
-            f"{where}: the row has {len(sampled)} log-probabilities, which does not match the length of its spans"
-        )
-    logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
-    trained = np.zeros(len(ids), np.bool_)
-    at = 0
-    for span in wire.spans:
-        if not 0 <= span.start <= span.end <= len(ids):
-            raise DamagedDelivery(
-                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row has {len(ids)} tokens"
-            )
-        logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
-        trained[span.start : span.end] = span.trained
-        at += span.end - span.start
-    if not np.array_equal(mask, trained):
-        raise DamagedDelivery(f"{where}: the mask does not match the trained turns")
-    if not np.isfinite(logprobs[mask]).all():
-        raise DamagedDelivery(f"{where}: a trained token has no log-probability")
-    if any(not 0 <= reward.start < reward.end <= len(ids) for reward in wire.turn_rewards):
-        raise DamagedDelivery(f"{where}: a turn reward is outside the row, which has {len(ids)} tokens")
-    if wire.turn_advantages and len(wire.turn_advantages) != len(wire.spans):
-        raise DamagedDelivery(f"{where}: {len(wire.spans)} turns have {len(wire.turn_advantages)} advantages")
-    assert rolled.advantage is not None
-    return Row(
-        ids=ids,
-        mask=mask,
-        logprobs=logprobs,
-        spans=wire.spans,
-        branch=wire.branch,
-        weight=wire.weight,
-        advantage=rolled.advantage,
-        side={column.name: _decode_column(column, len(ids), where) for column in wire.side},
-        turn_rewards=wire.turn_rewards,
-        turn_advantages=wire.turn_advantages,
-    )
-
-
-def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
-    """Decode and validate side data. The values share the memory of the delivery and are read-only."""
-    if wire.dtype not in DTYPES:
-        raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
-    edges = [0, *(edge for span in wire.spans for edge in span), tokens]
-    if edges != sorted(edges):
-        raise DamagedDelivery(
-            f"{where}: {wire.name} has values for tokens {wire.spans}, but the row has {tokens} tokens"
-        )
-    dtype, count = np.dtype(wire.dtype).newbyteorder("<"), sum(end - start for start, end in wire.spans)
-    if len(wire.data) != count * dtype.itemsize * math.prod(wire.shape):
-        raise DamagedDelivery(f"{where}: {wire.name} has {len(wire.data)} bytes, which does not match {count} values")
-    return SideColumn(wire.spans, np.frombuffer(wire.data, dtype).reshape(count, *wire.shape))

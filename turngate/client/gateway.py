@@ -18,6 +18,7 @@ from turngate.client.protocol import (
     EnginesView,
     EventReceipt,
     FeedConfig,
+    FeedForm,
     FeedList,
     FeedReader,
     FeedView,
@@ -190,14 +191,21 @@ class GatewayClient(GatewayTransport):
         return (await self._request("POST", f"{_feed_path(name)}/reader{start}", FeedReader)).reader
 
     async def fetch_deliveries(
-        self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
+        self,
+        name: str,
+        reader: str,
+        *,
+        after: int | None = None,
+        wait: float = 0,
+        limit: int = 1,
+        form: FeedForm = "rows",
     ) -> DeliveryPage:
         """Return the deliveries after a number (default: the last committed one), oldest first.
 
         Wait up to `wait` seconds for the first one.
         """
         path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
-        start = "" if after is None else f"&after={after}"
+        start = ("" if after is None else f"&after={after}") + ("" if form == "rows" else f"&form={form}")
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILD_S)
         return await self._request("GET", path + start, DeliveryPage, msgpack=True, within=limits)
 

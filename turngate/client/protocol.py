@@ -20,6 +20,7 @@ from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.projects import Quotas, ScopeName
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
+from turngate.trace.prefix_tree import SegmentTurn
 from turngate.trace.sample import RowSpan
 from turngate.trace.session import CacheUse, CallError, Status
 from turngate.trace.training_report import TrainingReport
@@ -31,6 +32,8 @@ from turngate.types import Ids, Json, Logprobs, Message, Mode, encode_array
 # All modes hold new calls. `drain` also waits until calls in flight have ended, and `keep` freezes them in the engine.
 PauseMode = Literal["hold", "drain", "keep"]
 CutPolicy = Literal["train", "mask", "exclude"]
+# rows: each row with all its tokens; tree: the rows of a group as a tree, with each shared prefix once
+FeedForm = Literal["rows", "tree"]
 MAX_WAIT_S = 60.0  # the longest that a request for deliveries or gate calls waits at the gateway
 ConfigT = TypeVar("ConfigT")
 OutcomeT = TypeVar("OutcomeT")
@@ -433,6 +436,36 @@ class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):
     ] = ()  # one per span; empty if they were not requested or could not be computed
 
 
+class WireSegment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Consecutive tokens of a tree that are the same in all rows that contain them (`trace/prefix_tree.py`)."""
+
+    tokens: int
+    parent: int | None  # index of the segment before it; None: it starts its rows
+    turn: SegmentTurn | None = None  # None: context
+
+
+class WireTreeRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A row of a tree. The other fields are those of `WireRow`."""
+
+    rollout: int  # index in the delivery
+    last: int  # index of its last segment
+    branch: int
+    weight: float
+    empty_turns: tuple[RowSpan, ...] = ()  # turns without tokens, which have no segment
+    turn_rewards: tuple[RowReward, ...] = ()
+    turn_advantages: tuple[float | None, ...] = ()
+
+
+class WireTree(msgspec.Struct, frozen=True):
+    """Rows of one group as a tree. The segments are in depth-first order, and so are their tokens."""
+
+    ids: memoryview  # int32
+    logprobs: memoryview  # float32, one for each token of a segment with a turn
+    segments: tuple[WireSegment, ...]
+    rows: tuple[WireTreeRow, ...]
+    side: tuple[WireColumn, ...] = ()
+
+
 class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout in a delivery."""
 
@@ -463,6 +496,9 @@ class WireDelivery(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     version: int
     rollouts: tuple[WireRollout, ...]
+    # All rows of the delivery, if they were requested as trees; the rollouts then have none. Usually there is one tree. Rows whose side
+    # data differs in name, type or shape are in different trees.
+    trees: tuple[WireTree, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DeliveryPage(msgspec.Struct, frozen=True, kw_only=True):

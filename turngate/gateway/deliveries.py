@@ -6,16 +6,29 @@ The delivery with a given number never changes, except that staleness is judged 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from turngate.client.protocol import FeedConfig, WireColumn, WireDelivery, WireRollout, WireRow
+from turngate.client.protocol import (
+    FeedConfig,
+    FeedForm,
+    WireColumn,
+    WireDelivery,
+    WireRollout,
+    WireRow,
+    WireSegment,
+    WireTree,
+    WireTreeRow,
+)
 from turngate.errors import NotFound, StoreError
 from turngate.store.feeds import DeliveryMember, FeedRow
 from turngate.store.restores import RESHIPPED
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
+from turngate.trace.prefix_tree import build_tree
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import Sample, add_turn_rewards, build_samples
 from turngate.trace.session import Session
@@ -71,7 +84,7 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
+def build_delivery(row: FeedRow, number: int, version: int, store: Store, *, form: FeedForm = "rows") -> bytes:
     """Build the delivery with this number and encode it as msgpack. Run this in a thread, since long traces take a while."""
     config = read_config(row)
     members = store.feeds.members(row.key, number)
@@ -98,7 +111,56 @@ def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> byt
             for rollout, value, credit in zip(rollouts, advantages, credited, strict=True)
         ),
     )
+    if form == "tree":
+        delivery = _move_rows_to_trees(delivery, [rollout.rows for rollout in rollouts])
     return msgspec.msgpack.encode(delivery)
+
+
+def _move_rows_to_trees(delivery: WireDelivery, samples: Sequence[Sequence[Sample]]) -> WireDelivery:
+    """Return a delivery with its rows as trees. `samples` has the rows of each rollout."""
+    members = [
+        _TreeMember(index, sample, row)
+        for index, (rollout, own) in enumerate(zip(delivery.rollouts, samples, strict=True))
+        for sample, row in zip(own, rollout.rows, strict=False)  # an excluded rollout delivers no rows
+    ]
+    by_kind: dict[object, list[_TreeMember]] = {}  # one tree holds side data of one type and shape per name
+    for member in members:
+        kind = frozenset((name, side.values.dtype, side.values.shape[1:]) for name, side in member.sample.side.items())
+        by_kind.setdefault(kind, []).append(member)
+    return msgspec.structs.replace(
+        delivery,
+        rollouts=tuple(msgspec.structs.replace(rollout, rows=()) for rollout in delivery.rollouts),
+        trees=tuple(map(_to_wire_tree, by_kind.values())),
+    )
+
+
+class _TreeMember(NamedTuple):
+    rollout: int
+    sample: Sample
+    row: WireRow
+
+
+def _to_wire_tree(members: Sequence[_TreeMember]) -> WireTree:
+    tree = build_tree([member.sample for member in members], [member.rollout for member in members])
+    sampled = np.repeat([part.turn is not None for part in tree.segments], [p.end - p.start for p in tree.segments])
+    return WireTree(
+        ids=tree.ids.astype("<i4", copy=False).view(np.uint8).data,
+        logprobs=tree.logprobs[sampled].astype("<f4", copy=False).view(np.uint8).data,
+        segments=tuple(WireSegment(part.end - part.start, part.parent, part.turn) for part in tree.segments),
+        rows=tuple(
+            WireTreeRow(
+                rollout=member.rollout,
+                last=path.segments[-1],
+                branch=member.row.branch,
+                weight=member.row.weight,
+                empty_turns=path.empty_turns,
+                turn_rewards=member.row.turn_rewards,
+                turn_advantages=member.row.turn_advantages,
+            )
+            for member, path in zip(members, tree.rows, strict=True)
+        ),
+        side=tuple(_to_wire_column(name, column) for name, column in tree.side.items()),
+    )
 
 
 def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, version: int) -> _DeliveredRollout:

@@ -15,7 +15,15 @@ from functools import partial
 
 import msgspec
 
-from turngate.client.protocol import MAX_WAIT_S, DeliveryPage, FeedConfig, FeedView, check_feed_name, parse_history
+from turngate.client.protocol import (
+    MAX_WAIT_S,
+    DeliveryPage,
+    FeedConfig,
+    FeedForm,
+    FeedView,
+    check_feed_name,
+    parse_history,
+)
 from turngate.errors import Conflict
 from turngate.gateway.deliveries import build_delivery, missing_feed, read_config
 from turngate.gateway.events import Events
@@ -155,7 +163,16 @@ class Feeds:
             )
         return _view(row, self._restores.history())
 
-    async def page(self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1) -> bytes:
+    async def page(
+        self,
+        name: str,
+        reader: str,
+        *,
+        after: int | None = None,
+        wait: float = 0,
+        limit: int = 1,
+        form: FeedForm = "rows",
+    ) -> bytes:
         """Return the deliveries after number `after` as msgpack, waiting up to `wait` seconds for one.
 
         If `after` is None, start after the committed number.
@@ -182,7 +199,7 @@ class Feeds:
         number = row.committed if after is None else after
         while number < row.newest and len(deliveries) < min(limit, MAX_DELIVERIES) and size < PAGE_BYTES:
             number += 1
-            delivery = await self._reader.run(partial(build_delivery, row, number, version))
+            delivery = await self._reader.run(partial(build_delivery, row, number, version, form=form))
             deliveries.append(msgspec.Raw(delivery))
             size += len(delivery)
         # Checked last: a new reader may have taken over while the deliveries were built.

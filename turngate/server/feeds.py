@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from turngate.client.protocol import DeliveryPage, FeedConfig, FeedList, FeedView
+from turngate.client.protocol import DeliveryPage, FeedConfig, FeedForm, FeedList, FeedView
 from turngate.errors import BadRequest
 from turngate.gateway.feeds import Feeds
 from turngate.server.auth import Auth
@@ -34,12 +34,16 @@ class TakeOverQuery(msgspec.Struct, frozen=True):
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Query parameters. `reader` is the reader's token. The reply waits up to `wait` seconds for a delivery with a number above `after`."""
+    """Query parameters. `reader` is the reader's token. The reply waits up to `wait` seconds for a delivery with a number above `after`.
+
+    With `form=tree`, the rows of a group are a tree, with each shared prefix once.
+    """
 
     reader: str = ""
     after: Whole | None = None
     wait: Seconds = 0.0
     limit: Whole = 1
+    form: FeedForm = "rows"
 
 
 class DeletedFeed(msgspec.Struct, frozen=True):
@@ -106,7 +110,9 @@ class FeedRoutes:
         name = request.path_params["name"]
         if not query.reader:
             raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to get one", param="reader")
-        page = await self._feeds.page(name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1)
+        page = await self._feeds.page(
+            name, query.reader, after=query.after, wait=query.wait, limit=query.limit or 1, form=query.form
+        )
         return MsgpackReply(page)
 
     async def commit(self, request: Request, body: CommitBody) -> JsonReply[FeedView]:

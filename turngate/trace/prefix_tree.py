@@ -21,6 +21,8 @@ from turngate.trace.sample import TRAINED_ELSEWHERE, RowSpan, Sample
 from turngate.trace.side_data import SideColumn, concatenate_columns
 from turngate.types import Ids, Logprobs
 
+_MAX_NODES = 2**32  # of a trace
+
 
 class RowRange(msgspec.Struct, frozen=True):
     """Tokens that one or more rows share, as a range of the tokens of one of these rows."""
@@ -194,7 +196,7 @@ class RowPath(msgspec.Struct, frozen=True):
 
 
 class PrefixTree(msgspec.Struct, frozen=True, eq=False):
-    """The rows of a rollout as a tree. Each array has one value per token of all segments, in their order."""
+    """The rows of one or more rollouts as a tree. Each array has one value per token of all segments, in their order."""
 
     ids: Ids
     positions: np.ndarray
@@ -230,16 +232,45 @@ class PrefixTree(msgspec.Struct, frozen=True, eq=False):
         )
 
 
+class TreePath(msgspec.Struct, frozen=True, eq=False):
+    """A row of a tree."""
+
+    tree: PrefixTree
+    segments: tuple[int, ...]
+
+
+def lay_out_paths(paths: Sequence[TreePath]) -> PrefixLayout:
+    """Return the layout of rows of one or more trees. It has each segment of a tree that they contain once."""
+    index_of: dict[tuple[int, int], int] = {}  # by tree and segment
+    ranges: list[RowRange] = []
+    for key, tree in {id(path.tree): path.tree for path in paths}.items():
+        row_of: dict[int, int] = {}
+        for row, path in enumerate(paths):
+            if path.tree is tree:
+                row_of |= dict.fromkeys(path.segments, row)
+        for number in sorted(row_of):  # parents first, as in the tree
+            segment = tree.segments[number]
+            parent = None if segment.parent is None else index_of[key, segment.parent]
+            index_of[key, number] = len(ranges)
+            end = segment.position + segment.end - segment.start
+            ranges.append(RowRange(row_of[number], segment.position, end, parent))
+    return PrefixLayout(
+        tuple(ranges), tuple(tuple(index_of[id(path.tree), number] for number in path.segments) for path in paths)
+    )
+
+
 class UnequalSideData(ValueError):
     """Side data of the same name has different types or shapes in different rows, so one array cannot hold it."""
 
 
-def build_tree(rows: Sequence[Sample]) -> PrefixTree:
-    """Build the tree of a rollout's rows.
+def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) -> PrefixTree:
+    """Build the tree of the rows of a rollout, or of several ones. `rollouts` has a number for the rollout of each row; None: all have one.
 
     Rows share tokens with the same ids, turn and side data. Different turns never share tokens, because each has its own log-probabilities.
     """
-    columns = [[row.ids, _turn_column(row)] for row in rows]
+    columns = [
+        [row.ids, _turn_column(row, rollout)] for row, rollout in zip(rows, rollouts or [0] * len(rows), strict=True)
+    ]
     for name in dict.fromkeys(name for row in rows for name in row.side):
         for column, values in zip(columns, _side_columns(rows, name), strict=True):
             column += values
@@ -284,11 +315,11 @@ def list_attended(segments: Sequence[Segment], parent: int | None) -> tuple[tupl
     return (*above.attends, (above.start, above.end))
 
 
-def _turn_column(row: Sample) -> np.ndarray:
-    """Return the node of each token's turn, or -1 for context."""
+def _turn_column(row: Sample, rollout: int) -> np.ndarray:
+    """Return a number for each token's turn, which is unique among all rollouts, or -1 for context."""
     turns = np.full(len(row.ids), -1, np.int64)
     for span in row.spans:
-        turns[span.start : span.end] = span.node
+        turns[span.start : span.end] = span.node + rollout * _MAX_NODES
     return turns
 
 
@@ -348,3 +379,84 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
             if turn is None:
                 turn, start = new, segment.position
             end = segment.position + segment.end - segment.start
+
+
+# ── checking trees that were received ───────────────────────────────────────────────────────────────────────────────
+
+
+class InvalidTree(ValueError):
+    """The parts of a tree contradict each other. `field` is the name of the wrong one."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def check_tree(tree: PrefixTree) -> None:
+    """Raise `InvalidTree` if the parts of a tree do not fit together."""
+    _check_arrays(tree)
+    _check_segments(tree)
+    _check_rows(tree)
+
+
+def _check_arrays(tree: PrefixTree) -> None:
+    tokens = len(tree.ids)
+    for name in ("positions", "mask", "logprobs"):
+        if len(getattr(tree, name)) != tokens:
+            raise InvalidTree(name, f"{name} has {len(getattr(tree, name))} values, but ids has {tokens}")
+    for name, column in tree.side.items():
+        if column.spans and column.spans[-1][1] > tokens:
+            raise InvalidTree("side", f"side.{name}.spans ends after the last of {tokens} tokens")
+
+
+def _check_segments(tree: PrefixTree) -> None:
+    """Raise `InvalidTree` if the segments are not a tree in depth-first order, or contradict the arrays."""
+    end = 0
+    path: list[int] = []  # from the root to the segment before
+    for index, segment in enumerate(tree.segments):
+        where = f"segments[{index}]"
+        if segment.start != end or segment.end <= segment.start:
+            raise InvalidTree("segments", f"{where}.start must be {end}, and {where}.end must be greater")
+        while path and path[-1] != segment.parent:
+            path.pop()
+        if segment.parent is not None and not path:
+            raise InvalidTree("segments", f"{where}.parent must be {index - 1} or one of its ancestors")
+        above = tree.segments[path[-1]] if path else None
+        first = 0 if above is None else above.position + above.end - above.start
+        positions = np.arange(first, first + segment.end - segment.start)
+        if segment.position != first or not np.array_equal(tree.positions[segment.start : segment.end], positions):
+            raise InvalidTree(
+                "segments",
+                f"{where}.position must be {first}, and the positions of its tokens must count up from there",
+            )
+        if segment.attends != list_attended(tree.segments, segment.parent):
+            raise InvalidTree("segments", f"{where}.attends must be the tokens of its ancestors")
+        trained = segment.turn is not None and segment.turn.trained_in is not None
+        if (tree.mask[segment.start : segment.end] != trained).any():
+            raise InvalidTree("mask", f"mask must be {str(trained).lower()} for all tokens of {where}")
+        if trained and (above is None or not np.isfinite(tree.logprobs[segment.start : segment.end]).all()):
+            raise InvalidTree("logprobs", f"{where} is trained, but has no prompt or lacks log-probabilities")
+        path.append(index)
+        end = segment.end
+    if end != len(tree.ids):
+        raise InvalidTree("segments", f"segments cover {end} tokens, but ids has {len(tree.ids)}")
+
+
+def _check_rows(tree: PrefixTree) -> None:
+    for number, row in enumerate(tree.rows):
+        above = None
+        for index in row.segments:
+            if not 0 <= index < len(tree.segments) or tree.segments[index].parent != above:
+                raise InvalidTree("rows", f"rows[{number}].segments is not a path from the root")
+            above = index
+        if above is None:
+            raise InvalidTree("rows", f"rows[{number}].segments is empty")
+    for index, segment in enumerate(tree.segments):
+        trained_in = None if segment.turn is None else segment.turn.trained_in
+        if trained_in is not None and not (
+            0 <= trained_in < len(tree.rows) and index in tree.rows[trained_in].segments
+        ):
+            raise InvalidTree(
+                "segments",
+                f"segments[{index}].turn.trained_in must be the index of a row that contains the segment",
+            )

@@ -1,6 +1,7 @@
-"""Turn exported trees into packed batches for PyTorch, in which each prefix that rows share is computed once.
+"""Turn trees from exports and feeds into packed batches for PyTorch, in which each prefix that rows share is computed once.
 
-    batch = pack_trees(list(read_trees(Path("trees.jsonl"))))
+    batch = pack_trees(list(read_trees(Path("trees.jsonl"))))                              # of an export
+    batch = pack_trees(delivery.trees)                                                     # of a feed opened with form="tree"
     output = flex_attention(q, k, v, block_mask=batch.block_mask(), enable_gqa=True)                            # on a GPU
     output = scaled_dot_product_attention(q, k, v, attn_mask=batch.dense_mask(), enable_gqa=True)               # everywhere
     now = log_softmax(scores[batch.previous[batch.trained]], -1)       # of the trained tokens, given the token before each
@@ -11,7 +12,7 @@ PyTorch's FlexAttention has no backward pass on CPUs. Functions import torch whe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,16 +21,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from turngate.client.feed import Row
+from turngate.client.delivery import DeliveredTree, Row, TreeRow
 from turngate.errors import ConfigError
-from turngate.trace.prefix_tree import find_attended_until
+from turngate.trace.prefix_tree import PrefixTree, find_attended_until
+from turngate.trace.turn_advantage import spread_advantages
+from turngate.trace.turn_rewards import spread_rewards
 from turngate.trainers.export.tree import ExportedTree, decode_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.attention.flex_attention import BlockMask
 
-    MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    from turngate.trainers.tree_attention import MaskMod
 
 
 class TreeBatch(msgspec.Struct, frozen=True, eq=False):
@@ -41,34 +44,31 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
     previous: Tensor  # index of the token before it in its rows, from which it is predicted; -1: it starts its rows
     trained: Tensor  # bool: the loss mask
     logprobs: Tensor  # as recorded; NaN if there is none
-    advantages: Tensor  # of the token's rollout
-    weights: Tensor  # 1/K if the token's rollout has K rows
+    advantages: Tensor  # of the rollout that trains it; NaN for tokens that no row trains
+    turn_advantages: Tensor  # of its turn; NaN for tokens without one
+    turn_rewards: Tensor  # each reward of a turn at the last of its tokens, and 0 elsewhere
+    weights: Tensor  # of the row that trains it, 1/K if the rollout has K rows; NaN for tokens that no row trains
     rows: Tensor  # index of the row that trains it, in the order of the trees and their rows; -1: none does
     row_tokens: Tensor  # by row: the number of trained tokens
 
     @property
     def mask_mod(self) -> MaskMod:
         """The `mask_mod` for FlexAttention: whether the token `query` may attend to the token `key`."""
-        until = self.until
+        from turngate.trainers.tree_attention import make_mask_mod
 
-        def may_attend(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < until[key])
-
-        return may_attend
+        return make_mask_mod(self.until)
 
     def block_mask(self) -> BlockMask:
-        """Return the mask for `flex_attention`."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Return the mask for `flex_attention`, computed from `until` without a value for each pair of tokens."""
+        from turngate.trainers.tree_attention import make_block_mask
 
-        size = len(self.ids)
-        return create_block_mask(self.mask_mod, None, None, size, size, device=str(self.ids.device))
+        return make_block_mask(self.until)
 
     def dense_mask(self) -> Tensor:
         """Return the mask as (token, token), for `scaled_dot_product_attention`. For n tokens, it takes n² bytes."""
-        import torch
+        from turngate.trainers.tree_attention import make_dense_mask
 
-        place = torch.arange(len(self.ids), device=self.ids.device)
-        return self.mask_mod(place, place, place[:, None], place[None, :])
+        return make_dense_mask(self.until)
 
 
 def read_trees(path: Path) -> Iterator[ExportedTree]:
@@ -93,50 +93,111 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
             yield decode_tree(record)
 
 
-def pack_trees(trees: Sequence[ExportedTree], device: str = "cpu") -> TreeBatch:
+def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
     """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage."""
     import torch
 
     if not trees:
         raise ConfigError("trees must contain at least one tree", param="trees")
-    sizes = [len(exported.tree.ids) for exported in trees]
-    offsets = [0, *np.cumsum(sizes).tolist()]
-    previous: list[np.ndarray] = []
-    until: list[np.ndarray] = []
-    rows: list[np.ndarray] = []
+    parts: list[_Columns] = []
     counts: list[int] = []  # trained tokens by row
-    for exported, offset in zip(trees, offsets, strict=False):
-        tree, first = exported.tree, len(counts)
+    offset = 0
+    for one in trees:
+        rows = list_tree_rows(one) if isinstance(one, ExportedTree) else list(one.rows)
+        parts.append(_Columns.of_tree(one.tree, rows, offset, len(counts)))
+        counts += [int((parts[-1].rows == len(counts) + row).sum()) for row in range(len(rows))]
+        offset += len(one.tree.ids)
+
+    def join(name: str, dtype: type) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(part, name) for part in parts]).astype(dtype)).to(device)
+
+    return TreeBatch(
+        ids=join("ids", np.int64),
+        positions=join("positions", np.int64),
+        until=join("until", np.int64),
+        previous=join("previous", np.int64),
+        trained=join("trained", np.bool_),
+        logprobs=join("logprobs", np.float32),
+        advantages=join("advantages", np.float32),
+        turn_advantages=join("turn_advantages", np.float32),
+        turn_rewards=join("turn_rewards", np.float32),
+        weights=join("weights", np.float32),
+        rows=join("rows", np.int64),
+        row_tokens=torch.tensor(counts, device=device),
+    )
+
+
+class _Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The fields of `TreeBatch` for one tree."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    until: np.ndarray
+    previous: np.ndarray
+    trained: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    turn_advantages: np.ndarray
+    turn_rewards: np.ndarray
+    weights: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of_tree(cls, tree: PrefixTree, rows: Sequence[TreeRow], offset: int, first: int) -> _Columns:
+        """Return the columns of a tree whose first token has the index `offset` in the batch, and whose first row has the index `first`."""
         starts = [0, *(segment.end for segment in tree.segments)]
-        before = np.arange(offset - 1, offset - 1 + len(tree.ids))
+        previous = np.arange(offset - 1, offset - 1 + len(tree.ids))
         trained_in = np.full(len(tree.ids), -1, np.int64)
         for segment in tree.segments:
             parent = None if segment.parent is None else tree.segments[segment.parent]
-            before[segment.start] = -1 if parent is None else offset + parent.end - 1
+            previous[segment.start] = -1 if parent is None else offset + parent.end - 1
             if segment.turn is not None and segment.turn.trained_in is not None:
-                trained_in[segment.start : segment.end] = first + segment.turn.trained_in
-        previous.append(before)
-        until.append(offset + find_attended_until(starts, [segment.parent for segment in tree.segments]))
-        rows.append(trained_in)
-        counts += [int((trained_in == first + row).sum()) for row in range(len(tree.rows))]
+                trained_in[segment.start : segment.end] = segment.turn.trained_in
+        turn_advantages, turn_rewards = _spread_turn_values(tree, rows)
+        return cls(
+            ids=tree.ids,
+            positions=tree.positions,
+            until=offset + find_attended_until(starts, [segment.parent for segment in tree.segments]),
+            previous=previous,
+            trained=tree.mask,
+            logprobs=tree.logprobs,
+            # The index -1 is that of the NaN.
+            advantages=np.array([*(row.advantage for row in rows), np.nan])[trained_in],
+            turn_advantages=turn_advantages,
+            turn_rewards=turn_rewards,
+            weights=np.array([*(row.weight for row in rows), np.nan])[trained_in],
+            rows=np.where(trained_in < 0, -1, first + trained_in),
+        )
 
-    def to_tensor(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)
 
-    return TreeBatch(
-        ids=to_tensor([exported.tree.ids for exported in trees], np.int64),
-        positions=to_tensor([exported.tree.positions for exported in trees], np.int64),
-        until=to_tensor(until, np.int64),
-        previous=to_tensor(previous, np.int64),
-        trained=to_tensor([exported.tree.mask for exported in trees], np.bool_),
-        logprobs=to_tensor([exported.tree.logprobs for exported in trees], np.float32),
-        advantages=to_tensor(
-            [np.repeat([find_advantage(exported)], len(exported.tree.ids)) for exported in trees], np.float32
-        ),
-        weights=to_tensor([np.repeat([exported.weight], len(exported.tree.ids)) for exported in trees], np.float32),
-        rows=to_tensor(rows, np.int64),
-        row_tokens=to_tensor([np.array(counts)], np.int64),
-    )
+def _spread_turn_values(tree: PrefixTree, rows: Sequence[TreeRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the turn advantage and the turn reward at each token of a tree."""
+    advantages = np.full(len(tree.ids), np.nan, np.float32)
+    rewards = np.zeros(len(tree.ids), np.float32)
+    if any(row.turn_advantages or row.turn_rewards for row in rows):
+        for sample, path, row in zip(tree.rebuild_rows(), tree.rows, rows, strict=True):
+            parts = [tree.segments[index] for index in path.segments]
+            places = np.concatenate([np.arange(part.start, part.end) for part in parts])[sample.mask]
+            advantages[places] = spread_advantages(len(sample.ids), sample.spans, row.turn_advantages)[sample.mask]
+            rewards[places] = spread_rewards(len(sample.ids), row.turn_rewards)[sample.mask]
+    return advantages, rewards
+
+
+def list_tree_rows(exported: ExportedTree) -> list[TreeRow]:
+    """Return the training data of the rows of an exported tree, as feeds deliver it."""
+    advantage, rows = find_advantage(exported), len(exported.tree.rows)
+    return [
+        TreeRow(
+            rollout=0,
+            weight=exported.weight,
+            advantage=advantage,
+            turn_rewards=turn_rewards,
+            turn_advantages=turn_advantages,
+        )
+        for turn_rewards, turn_advantages in zip(
+            exported.turn_rewards or [()] * rows, exported.turn_advantages or [()] * rows, strict=True
+        )
+    ]
 
 
 def find_advantage(exported: ExportedTree) -> float:
@@ -152,17 +213,4 @@ def find_advantage(exported: ExportedTree) -> float:
 
 def list_rows(exported: ExportedTree) -> list[Row]:
     """Return the rows of a tree in the form in which feeds deliver rows."""
-    advantage = find_advantage(exported)
-    return [
-        Row(
-            ids=row.ids,
-            mask=row.mask,
-            logprobs=row.logprobs,
-            spans=row.spans,
-            branch=row.branch,
-            weight=exported.weight,
-            advantage=advantage,
-            side=row.side,
-        )
-        for row in exported.tree.rebuild_rows()
-    ]
+    return DeliveredTree(exported.tree, tuple(list_tree_rows(exported))).rebuild_rows()

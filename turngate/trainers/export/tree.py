@@ -13,8 +13,18 @@ import msgspec
 import numpy as np
 
 from turngate.errors import ConfigError
-from turngate.trace.prefix_tree import PrefixTree, RowPath, Segment, UnequalSideData, build_tree, list_attended
+from turngate.trace.prefix_tree import (
+    InvalidTree,
+    PrefixTree,
+    RowPath,
+    Segment,
+    UnequalSideData,
+    build_tree,
+    check_tree,
+)
 from turngate.trace.sample import Sample
+from turngate.trace.turn_advantage import spread_advantages
+from turngate.trace.turn_rewards import RowReward, spread_rewards
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.rows import (
@@ -27,6 +37,12 @@ from turngate.trainers.export.rows import (
 from turngate.trainers.export.side_data import count_missing, decode_columns, encode_column
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.teacher import add_scores, describe_teacher
+from turngate.trainers.export.turn_rewards import (
+    count_missing_rewards,
+    credit_group,
+    describe_turns,
+    list_turn_columns,
+)
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json
 
 _TREE_COLUMNS = {
@@ -39,15 +55,19 @@ _TREE_COLUMNS = {
 }
 
 
+_TURN_COLUMNS = frozenset({"turn_rewards", "turn_advantages"})  # lists by row; values per token follow from them
+
+
 class Tree:
     name = "tree"
     whole_groups = True  # as in `rows`
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        return reject_unused(choices, "advantage", "side", "teacher")
+        return reject_unused(choices, "advantage", "side", "turn_rewards", "credit", "teacher")
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="trees", columns=ROLLOUT_COLUMNS | _TREE_COLUMNS | list_side_columns(choices))
+        turns = {name: "json" for name in list_turn_columns(choices) if name in _TURN_COLUMNS}
+        return RecordLayout(what="trees", columns=ROLLOUT_COLUMNS | _TREE_COLUMNS | list_side_columns(choices) | turns)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return ("branches with nothing to train on, and the text that the ids encode",)
@@ -56,6 +76,7 @@ class Tree:
         return str(record["session"])
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        credited = credit_group(group, choices)
         for rollout, advantage in compute_group_advantages(group, choices, exclusions):
             scored = add_scores(rollout, choices, exclusions)
             rows = [row for row, _ in scored]
@@ -64,11 +85,15 @@ class Tree:
             except UnequalSideData as error:
                 exclusions.add(f"{error}, which one tree cannot hold; use the format rows")
                 continue
+            count_missing_rewards(rollout, choices, exclusions, credited)
             for row in rows:
                 count_missing(row.side, choices.side, exclusions)
             record = {**describe_training(rollout, advantage), **_describe_tree(tree)}
             if list_side_columns(choices):
                 record["side"] = {name: encode_column(column) for name, column in tree.side.items()}
+            turns = [describe_turns(rollout, row, choices, credited) for row in rows]
+            for name in _TURN_COLUMNS & turns[0].keys():  # null for all rows of a rollout, or for none
+                record[name] = None if turns[0][name] is None else [fields[name] for fields in turns]
             unscored = {str(row.branch): reason for row, reason in scored if reason}
             yield {**record, **describe_teacher(rollout.teacher, unscored)}
 
@@ -91,6 +116,9 @@ class ExportedTree(msgspec.Struct, frozen=True, eq=False):
     advantage: float | None  # None: the reward is unknown, or there is no other reward to compare it with
     weight: float  # of each row
     tree: PrefixTree
+    # By row, as in `Row`. None: they were not exported, or the rollout has none.
+    turn_rewards: tuple[tuple[RowReward, ...], ...] | None = None
+    turn_advantages: tuple[tuple[float | None, ...], ...] | None = None
 
 
 class _TreeRecord(msgspec.Struct, frozen=True):
@@ -105,12 +133,15 @@ class _TreeRecord(msgspec.Struct, frozen=True):
     logprobs: list[float | None]
     segments: tuple[Segment, ...]
     rows: tuple[RowPath, ...]
+    turn_rewards: tuple[tuple[RowReward, ...], ...] | None = None
+    turn_advantages: tuple[tuple[float | None, ...], ...] | None = None
 
 
 def decode_tree(record: Record) -> ExportedTree:
     """Decode a record of a JSON Lines or Parquet file. Raise `ConfigError`, which names the field, if it is not a valid tree."""
     # A Parquet file has these as text.
-    nested = {name: _parse(name, record[name]) for name in ("segments", "rows") if isinstance(record.get(name), str)}
+    names = ("segments", "rows", *_TURN_COLUMNS)
+    nested = {name: _parse(name, record[name]) for name in names if isinstance(record.get(name), str)}
     try:
         fields = msgspec.convert({**record, **nested}, _TreeRecord)
     except msgspec.ValidationError as error:
@@ -124,10 +155,33 @@ def decode_tree(record: Record) -> ExportedTree:
         fields.rows,
         decode_columns(record.get("side") or {}),
     )
-    _check_arrays(tree)
-    _check_segments(tree)
-    _check_rows(tree)
-    return ExportedTree(fields.session, fields.advantage, fields.weight, tree)
+    try:
+        check_tree(tree)
+    except InvalidTree as error:
+        raise ConfigError(str(error), param=error.field) from None
+    exported = ExportedTree(
+        fields.session, fields.advantage, fields.weight, tree, fields.turn_rewards, fields.turn_advantages
+    )
+    _check_turn_values(exported)
+    return exported
+
+
+def _check_turn_values(exported: ExportedTree) -> None:
+    rows = exported.tree.rebuild_rows() if exported.turn_rewards or exported.turn_advantages else []
+    for name in _TURN_COLUMNS:
+        values = getattr(exported, name)
+        if values is not None and len(values) != len(exported.tree.rows):
+            raise ConfigError(
+                f"{name} has {len(values)} lists, but there are {len(exported.tree.rows)} rows", param=name
+            )
+    for number, row in enumerate(rows):
+        rewards = exported.turn_rewards[number] if exported.turn_rewards else ()
+        if any(not 0 <= reward.start < reward.end <= len(row.ids) for reward in rewards):
+            raise ConfigError(f"turn_rewards[{number}] has a reward outside its row", param="turn_rewards")
+        if exported.turn_advantages and len(exported.turn_advantages[number]) != len(row.spans):
+            raise ConfigError(
+                f"turn_advantages[{number}] must have {len(row.spans)} values, one per turn", param="turn_advantages"
+            )
 
 
 def _parse(name: str, text: str) -> Any:
@@ -137,74 +191,32 @@ def _parse(name: str, text: str) -> Any:
         raise ConfigError(f"{name} is not JSON: {error}", param=name) from None
 
 
-def _check_arrays(tree: PrefixTree) -> None:
-    tokens = len(tree.ids)
-    for name in ("positions", "mask", "logprobs"):
-        if len(getattr(tree, name)) != tokens:
-            raise ConfigError(f"{name} has {len(getattr(tree, name))} values, but ids has {tokens}", param=name)
-    for name, column in tree.side.items():
-        if column.spans and column.spans[-1][1] > tokens:
-            raise ConfigError(f"side.{name}.spans ends after the last of {tokens} tokens", param="side")
-
-
-def _check_segments(tree: PrefixTree) -> None:
-    """Raise `ConfigError` if the segments are not a tree in depth-first order, or contradict the arrays."""
-    end = 0
-    path: list[int] = []  # from the root to the segment before
-    for index, segment in enumerate(tree.segments):
-        where = f"segments[{index}]"
-        if segment.start != end or segment.end <= segment.start:
-            raise ConfigError(f"{where}.start must be {end}, and {where}.end must be greater", param="segments")
-        while path and path[-1] != segment.parent:
-            path.pop()
-        if segment.parent is not None and not path:
-            raise ConfigError(f"{where}.parent must be {index - 1} or one of its ancestors", param="segments")
-        above = tree.segments[path[-1]] if path else None
-        first = 0 if above is None else above.position + above.end - above.start
-        positions = np.arange(first, first + segment.end - segment.start)
-        if segment.position != first or not np.array_equal(tree.positions[segment.start : segment.end], positions):
-            raise ConfigError(
-                f"{where}.position must be {first}, and the positions of its tokens must count up from there",
-                param="segments",
-            )
-        if segment.attends != list_attended(tree.segments, segment.parent):
-            raise ConfigError(f"{where}.attends must be the tokens of its ancestors", param="segments")
-        trained = segment.turn is not None and segment.turn.trained_in is not None
-        if (tree.mask[segment.start : segment.end] != trained).any():
-            raise ConfigError(f"mask must be {str(trained).lower()} for all tokens of {where}", param="mask")
-        if trained and (above is None or not np.isfinite(tree.logprobs[segment.start : segment.end]).all()):
-            raise ConfigError(f"{where} is trained, but has no prompt or lacks log-probabilities", param="logprobs")
-        path.append(index)
-        end = segment.end
-    if end != len(tree.ids):
-        raise ConfigError(f"segments cover {end} tokens, but ids has {len(tree.ids)}", param="segments")
-
-
-def _check_rows(tree: PrefixTree) -> None:
-    for number, row in enumerate(tree.rows):
-        above = None
-        for index in row.segments:
-            if not 0 <= index < len(tree.segments) or tree.segments[index].parent != above:
-                raise ConfigError(f"rows[{number}].segments is not a path from the root", param="rows")
-            above = index
-        if above is None:
-            raise ConfigError(f"rows[{number}].segments is empty", param="rows")
-    for index, segment in enumerate(tree.segments):
-        trained_in = None if segment.turn is None else segment.turn.trained_in
-        if trained_in is not None and not (
-            0 <= trained_in < len(tree.rows) and index in tree.rows[trained_in].segments
-        ):
-            raise ConfigError(
-                f"segments[{index}].turn.trained_in must be the index of a row that contains the segment",
-                param="segments",
-            )
-
-
 def rebuild_rows(record: Record) -> list[Record]:
     """Return the records that `turngate export rows` writes for the rollout of a tree. Ids, mask and log-probabilities are arrays."""
     shared = {name: record[name] for name in ROLLOUT_COLUMNS}
-    rows = decode_tree(record).tree.rebuild_rows()
-    return [{**describe_row(shared, row), **_rebuild_extras(record, row)} for row in rows]
+    exported = decode_tree(record)
+    return [
+        {
+            **describe_row(shared, row),
+            **_rebuild_extras(record, row),
+            **_rebuild_turn_values(record, exported, number, row),
+        }
+        for number, row in enumerate(exported.tree.rebuild_rows())
+    ]
+
+
+def _rebuild_turn_values(record: Record, exported: ExportedTree, number: int, row: Sample) -> dict[str, Json]:
+    """Return the fields of a row with the rewards and advantages of its turns, if they were requested."""
+    fields: dict[str, Json] = {}
+    if "turn_rewards" in record:
+        rewards = None if exported.turn_rewards is None else exported.turn_rewards[number]
+        fields["turn_rewards"] = None if rewards is None else msgspec.to_builtins(rewards)
+        fields["token_rewards"] = None if rewards is None else spread_rewards(len(row.ids), rewards)
+    if "turn_advantages" in record:
+        values = None if exported.turn_advantages is None else exported.turn_advantages[number]
+        fields["turn_advantages"] = None if values is None else list(values)
+        fields["token_advantages"] = None if values is None else spread_advantages(len(row.ids), row.spans, values)
+    return fields
 
 
 def _rebuild_extras(record: Record, row: Sample) -> dict[str, Json]:

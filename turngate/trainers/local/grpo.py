@@ -14,9 +14,10 @@ than those in the checkpoint, the trainer chooses a new version number.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from turngate.client.feed import Delivery, Feed, Row
 from turngate.client.gateway import GatewayClient
@@ -33,7 +35,6 @@ from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
-from turngate.trace.prefix_tree import PrefixLayout, find_shared_prefixes
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.distillation import (
@@ -50,6 +51,8 @@ from turngate.trainers.local.loss import (
     compute_divisor,
     compute_loss,
 )
+from turngate.trainers.local.packing import pack_rows, pack_tree, split_batches
+from turngate.trainers.tree_attention import make_block_mask, make_dense_mask
 
 _MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the setup is wrong, not the rows
 # Maximum difference, in nats, between the recorded log-probability of a token and its log-probability under later weights. A few clipped
@@ -74,6 +77,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0  # must equal the sessions' temperature, which is part of the recorded log-probabilities
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
+    flex_attention: bool = False  # use PyTorch's FlexAttention, which needs a CUDA device, instead of a dense mask
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
     reward_weight: float = (
         1.0  # weight of the rollout's or turn's advantage in that of each token; 0: train only on the teacher's scores
@@ -160,6 +164,12 @@ class Learner:
     """A model and its optimizer, independent of any gateway. The methods block."""
 
     def __init__(self, model: Model, settings: GrpoSettings) -> None:
+        if settings.flex_attention and model.device.type != "cuda":
+            raise ConfigError(
+                f"flex_attention needs a CUDA device, but the model is on {model.device}, where PyTorch's FlexAttention has no backward "
+                "pass; leave it out, and the dense attention mask gives the same gradients",
+                param="flex_attention",
+            )
         self.model = model
         self.settings = settings
         self.optimizer = torch.optim.AdamW(
@@ -219,8 +229,11 @@ class Learner:
         """Compute the log-probabilities and entropies of the trained tokens of all rows under the current weights."""
         device = self.model.device
         pack = pack_tree(rows) if self.settings.prefix_tree else pack_rows(rows)
-        ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
-        hidden = self.model.run(ids[None], positions, _mask_attention(torch.from_numpy(pack.sees).to(device)))
+        ids, positions, until, at = (
+            torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.until, pack.at)
+        )
+        attend = attend_flexibly(until) if self.settings.flex_attention else attend_densely(until)
+        hidden = self.model.run(ids[None], positions, attend)
         scores = self.model.scores(hidden[0, at]).float() / self.settings.temperature
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
@@ -352,90 +365,36 @@ def is_of_version(row: Row, version: int) -> bool:
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
 
 
-class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence, in which shared prefixes occur once. Rollouts of the same task share a prefix."""
+def attend_densely(until: Tensor) -> Attend:
+    """Return the attention over packed rows with a mask of n² bytes for n tokens."""
+    mask = make_dense_mask(until)
 
-    ids: np.ndarray
-    positions: np.ndarray
-    sees: np.ndarray  # (token, token), bool: the attention mask
-    at: np.ndarray  # positions whose scores predict the trained tokens
-
-
-def pack_rows(rows: Sequence[Row]) -> PackedRows:
-    """Pack rows: first the prefix that all rows share, then the remaining tokens of each row."""
-    shared = count_shared_prefix(rows)
-    lengths = [row.ids.size - shared for row in rows]
-    owner = np.repeat(np.arange(len(rows) + 1), [shared, *lengths])  # 0: the shared prefix
-    starts = shared + np.cumsum([0, *lengths[:-1]])
-    place = np.arange(owner.size)
-    same = (owner[:, None] == owner[None, :]) | (owner == 0)[None, :]
-    return PackedRows(
-        ids=np.concatenate([rows[0].ids[:shared], *(row.ids[shared:] for row in rows)]).astype(np.int64),
-        positions=np.concatenate([place[:shared], *(np.arange(shared, row.ids.size) for row in rows)]),
-        sees=same & (place[:, None] >= place[None, :]),
-        at=np.concatenate(
-            [np.flatnonzero(row.mask) - shared + start - 1 for row, start in zip(rows, starts, strict=True)]
-        ),
-    )
-
-
-def pack_tree(rows: Sequence[Row]) -> PackedRows:
-    """Pack rows as a tree, in which each prefix that two or more rows share occurs once."""
-    layout = _find_prefixes(rows)
-    until = layout.until()
-    place = np.arange(until.size)
-    return PackedRows(
-        ids=layout.pack([row.ids for row in rows]).astype(np.int64),
-        positions=layout.positions(),
-        sees=(place[:, None] >= place[None, :]) & (place[:, None] < until[None, :]),
-        at=np.concatenate([layout.places(n)[np.flatnonzero(row.mask) - 1] for n, row in enumerate(rows)]),
-    )
-
-
-def _find_prefixes(rows: Sequence[Row]) -> PrefixLayout:
-    # Equal ids suffice here, even of different turns: the recorded log-probabilities are taken from the rows.
-    return find_shared_prefixes([[row.ids] for row in rows])
-
-
-def count_shared_prefix(rows: Sequence[Row]) -> int:
-    """Return the length of the prefix that all rows share.
-
-    It ends before the position that predicts the first trained token, so that each row has its own copy of that position.
-    """
-    most = min(int(row.mask.argmax()) for row in rows) - 1
-    differs = np.zeros(max(0, most), np.bool_)
-    for row in rows[1:]:
-        differs |= row.ids[: differs.size] != rows[0].ids[: differs.size]
-    return int(differs.argmax()) if differs.any() else differs.size
-
-
-def count_packed_tokens(rows: Sequence[Row], *, tree: bool = False) -> int:
-    """Return the number of tokens of `pack_rows(rows)`, or of `pack_tree(rows)`."""
-    if tree:
-        return _find_prefixes(rows).starts[-1]
-    shared = count_shared_prefix(rows)
-    return shared + sum(row.ids.size - shared for row in rows)
-
-
-def split_batches(rows: Sequence[Row], tokens: int, *, tree: bool = False) -> Iterator[list[Row]]:
-    """Split rows into batches of at most `tokens` packed tokens. A row that is longer than that gets its own batch."""
-    batch: list[Row] = []
-    for row in rows:
-        more = [*batch, row]
-        if batch and count_packed_tokens(more, tree=tree) > tokens:
-            yield batch
-            more = [row]
-        batch = more
-    if batch:
-        yield batch
-
-
-def _mask_attention(sees: Tensor) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
     return attend
+
+
+def attend_flexibly(until: Tensor) -> Attend:
+    """Return the attention over packed rows with FlexAttention, which skips blocks of tokens that may not attend to each other."""
+    mask = make_block_mask(until)
+    # Without compiling, FlexAttention computes all pairs of tokens.
+    attention = flex_attention if until.device.type == "cpu" else _compile_flex_attention()
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        output = attention(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(output, Tensor), "flex_attention returns more only if it is asked to"
+        return output.transpose(1, 2)
+
+    return attend
+
+
+@functools.cache
+def _compile_flex_attention() -> Callable[..., object]:
+    compiled: Callable[..., object] = torch.compile(flex_attention, dynamic=True)
+    return compiled
 
 
 def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Tensor:

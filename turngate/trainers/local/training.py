@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.client.feed import Feed, FeedConfig, OtherFeed
+from turngate.client.feed import Feed, FeedConfig, FeedForm, OtherFeed
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.protocol import PauseMode
 from turngate.common.aio import run_to_completion
@@ -236,7 +236,8 @@ async def train(
 async def _open_feed(gateway: GatewayClient, goal: TrainingGoal, state: TrainerState) -> Feed:
     config = goal.feed_config()
     try:
-        return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark)
+        form: FeedForm = "tree" if goal.settings.prefix_tree else "rows"
+        return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark, form=form)
     except OtherFeed:
         raise ConfigError(
             f"data: the checkpoint is at step {state.step}, but this data folder does not contain its run; "
