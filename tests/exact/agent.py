@@ -100,7 +100,7 @@ class Agent:
         status, raw = await asgi(
             self.world.gateway, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers
         )
-        return _read_stream(status, raw) if stream and status == 200 else _read_reply(status, raw)
+        return read_stream(status, raw) if stream and status == 200 else _read_reply(status, raw)
 
 
 async def asgi(app, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
@@ -140,7 +140,7 @@ def _read_reply(status: int, raw: bytes) -> Reply:
     return Reply(status, message, choice["finish_reason"])
 
 
-def _read_stream(status: int, raw: bytes) -> Reply:
+def read_stream(status: int, raw: bytes) -> Reply:
     events = [line[6:] for line in raw.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]", events[-3:]
     message: dict[str, Any] = {"role": "assistant", "content": ""}
