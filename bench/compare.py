@@ -25,7 +25,7 @@ from processes import HERE, Gateway
 async def compare(
     bench: Bench, versions: list[tuple[Path, str]], scenarios: list[Scenario], repeats: int, perf: Path | None
 ) -> None:
-    """Compare versions, each a checkout and the URL of a shared store, which is empty unless the gateway is a cell."""
+    """Compare versions. Each one is a checkout and the URL of a shared store, which is empty unless the gateway is a cell."""
     with ExitStack() as stack:
         gateways = []
         for n, (tree, shared) in enumerate(versions):

@@ -203,7 +203,7 @@ def report(load: Load, agents: list[LoadAgent], turns: int, wall: float, cpu: fl
 
 
 def print_steps(steps: list[tuple[int, int]]) -> None:
-    """Print the CPU time of single steps of requests, of eviction and of loading. `steps` has (0.1 ms, count) pairs, shortest first."""
+    """Print the CPU time of individual steps of requests, of eviction and of loading. `steps` has (0.1 ms, count) pairs, shortest first."""
     total, cells = sum(count for _, count in steps), []
     for share in (0.5, 0.99, 0.999, 1.0):
         left = share * total

@@ -4,7 +4,8 @@
 
 It answers `POST /v1/completions` immediately, in the format of vLLM 0.32 (fields, order, nulls, one event per token), with ids that the
 driver has prepared, in the requested form (`return_token_ids`, `return_tokens_as_token_ids`). It never parses the prompt, but compares its
-bytes with the last request of the same session. A prompt that is not the last prompt, the last answer and something new counts as broken.
+bytes with the last request of the same session. A prompt counts as broken unless it consists of the last prompt, the last answer and
+something new.
 
 In addition to vLLM's routes, `GET /bench/report` returns what each session sent, and `GET /bench/pace/MS` sets the time between streamed
 tokens. `GET /bench/fault/KIND` makes calls fail from now on: `reset` closes the connection, `error` answers 500, `slow` answers late, and

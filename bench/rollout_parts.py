@@ -58,7 +58,7 @@ class Parts(msgspec.Struct):
 
 
 class ProcessWatch(threading.Thread):
-    """Records the CPU time of the agents and relays below this process."""
+    """Records the CPU time of the agents and relays that this process has started."""
 
     def __init__(self, agent: Sequence[str], ignored: int) -> None:
         super().__init__(daemon=True)

@@ -139,7 +139,7 @@ def _read_cpu(gateway: Process) -> tuple[float, float, float]:
 
 
 async def measure_agent(gateway: Process, key: str, folder: Path, sandbox: str, name: str, alone: int) -> Parts:
-    """Measure a real agent by part."""
+    """Measure the cost of a real agent's rollouts, by part."""
     root, spec = f"http://127.0.0.1:{gateway.port}", find_agent(name).spec
     installed = ensure_installed(spec)
     async with GatewayClient(root, key) as client, GatewayConnector(root) as connector:

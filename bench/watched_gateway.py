@@ -51,7 +51,7 @@ _start = Gateway.start
 
 
 class LoopWatch:
-    """Measures how late the loop is, and looks at its thread while it is late."""
+    """Measures how late the loop is, and inspects its thread while it is late."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

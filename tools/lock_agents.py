@@ -1,7 +1,7 @@
 """Lock the packages of the bundled agents, with hashes: `python tools/lock_agents.py [AGENT …]`, after `turngate agents install`.
 
 For an agent from npm, the lock is the `package-lock.json` of its installation. For one from PyPI, it lists the installed versions with the
-SHA-256 of each file that fits Linux on x86-64 or ARM64, from the package index.
+SHA-256 of each file for Linux on x86-64 or ARM64, from the package index.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_index(name: str) -> list[tuple[str, str]]:
 
 
 def is_needed(file: str, name: str, version: str, python: str) -> bool:
-    """Return whether a file is the source or a fitting wheel of a version."""
+    """Return whether a file is the source archive of a version, or a wheel for one of the supported platforms."""
     package, _, rest = file.partition(f"-{version}")
     if normalize(package) != normalize(name) or not rest:
         return False

@@ -438,7 +438,7 @@ def _changes(before: str, now: str) -> Iterator[str]:
 
 
 def _place(lines: list[str]) -> str:
-    """Return the exchange, and its side, in which these lines end."""
+    """Return the exchange in which these lines end, and whether they end in its request or in its reply."""
     sides = [line.strip(' ":{') for line in lines if line in ('   "request": {', '   "reply": {')]
     return f"exchange {sides.count('request') - 1}, {sides[-1]}" if sides else ""
 

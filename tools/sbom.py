@@ -34,7 +34,7 @@ SKIPPED_EXTRAS = ("dev",)
 
 
 class Package(NamedTuple):
-    """One package: its ecosystem as OSV calls it, its name and version, its hashes, and what needs it."""
+    """One package: its ecosystem as OSV calls it, its name and version, its hashes, and the programs that need it."""
 
     ecosystem: str  # PyPI or npm
     name: str
@@ -57,7 +57,7 @@ def normalize(name: str) -> str:
 
 
 def list_own_packages() -> Iterator[Package]:
-    """Yield what Turngate and its extras need, as far as it is installed here."""
+    """Yield the installed packages that Turngate and its extras need."""
     metadata = distribution(OWN).metadata
     extras = [extra for extra in metadata.get_all("Provides-Extra", []) if extra not in SKIPPED_EXTRAS]
     waiting = [(OWN, ("", *extras))]

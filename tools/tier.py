@@ -140,7 +140,7 @@ class Results:
 
 
 def descendants(of: int) -> dict[int, str]:
-    """Return the live processes below a process, with their command lines."""
+    """Return the running descendants of a process, with their command lines."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -180,7 +180,7 @@ def ports(pid: int) -> list[str]:
 
 
 def docker_objects() -> set[str] | None:
-    """Return our containers, volumes and images, each as its kind and name; None if Docker does not answer."""
+    """Return our containers, volumes and images, each as its kind and name, or None if Docker does not respond."""
     if not shutil.which("docker"):
         return None
     found: set[str] = set()
@@ -290,7 +290,7 @@ class Run:
         return sorted(now - self._docker)
 
     def clean(self) -> list[str]:
-        """Remove everything the tests created, stop every process below this one, and return what could not be removed."""
+        """Remove everything that the tests created, stop all descendants of this process, and return what could not be removed."""
         for thing in self._docker_leftovers():
             kind, _, name = thing.partition(" ")
             subprocess.run(["docker", kind, "rm", "--force", name], capture_output=True, check=False)
@@ -306,7 +306,7 @@ class Run:
 
 
 def _stop(number: int) -> None:
-    """Send a signal to every process below this one, once each, and wait until they have ended."""
+    """Send a signal to every descendant of this process, once each, and wait until they have ended."""
     signalled: set[int] = set()
     deadline = time.monotonic() + speed.scaled(GRACE_S)
     while (alive := descendants(os.getpid())) and time.monotonic() < deadline:
@@ -319,7 +319,7 @@ def _stop(number: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder, also if a test left folders in it that are not writable."""
+    """Delete a folder, even if a test left folders in it that are not writable."""
 
     def unlock(remove: Callable[[str], object], path: str, error: object) -> None:
         with suppress(OSError):

@@ -32,7 +32,7 @@ class SharedStore:
         self.network_bytes = 0.0
 
     def ship(self, sessions: int) -> Process:
-        """Write sessions in one transaction. Locks are held until it has committed, the feed's row before the event counter."""
+        """Write sessions in one transaction, which locks the feed's row, then the event counter, and holds both locks until it commits."""
         costs, given = self._costs, self._assumptions
         yield self.connections.acquire()
         yield given.round_trip_s * (costs.ship_round_trips + costs.ship_session_round_trips * sessions)

@@ -280,7 +280,7 @@ def server_cpu_s(server: postgres.PostgresServer) -> float:
 
 @contextmanager
 def start_server() -> Iterator[tuple[postgres.PostgresServer, str]]:
-    """Start a PostgreSQL that loses nothing in a power cut, with the tables."""
+    """Start a PostgreSQL server with its default durability, and create the tables."""
     postgres.SETTINGS.update(SETTINGS)  # the tests' server trades durability for speed
     with postgres.start_postgres() as server, tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder:
         url = server.create_database()

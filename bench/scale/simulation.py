@@ -46,7 +46,7 @@ class Simulation:
         heapq.heappush(self._due, (self.now + seconds, self._scheduled, action, arguments))
 
     def run(self, until: float) -> None:
-        """Run all events up to a time, and set the clock to it."""
+        """Run all events up to the time `until`, and set the clock to it."""
         due = self._due
         while due and due[0][0] <= until:
             self.now, _, action, arguments = heapq.heappop(due)
@@ -95,7 +95,7 @@ class Station:
         self._held: deque[float] = deque()  # when the jobs that hold a server without a known end arrived
 
     def use(self, seconds: float) -> tuple[Station, tuple[float]]:
-        """Queue for a server, and keep it for a time."""
+        """Queue for a server, and keep it for this many seconds."""
         return self, (seconds,)
 
     def acquire(self) -> tuple[Station, tuple[None]]:
@@ -185,7 +185,7 @@ class Station:
 
 
 class Queue:
-    """Items that one process puts in and another takes out, oldest first."""
+    """A queue of items. One process puts items in, and another takes them out, oldest first."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

@@ -4,8 +4,8 @@
 
     rollouts → gateway → feed → teacher (the same ids, log-probabilities of the sampled tokens) → trainer with `teacher_kl`
 
-Both models write random letters, and prefer different ones. The student learns only from the teacher's scores, and comes to write what the
-teacher would write. With real models, set `TeacherConfig(engine="vllm", url=…, model=…)` and run agents instead of `run_rollout`.
+Both models write random letters, and prefer different ones. The student learns only from the teacher's scores, and ends up writing what
+the teacher would write. With real models, set `TeacherConfig(engine="vllm", url=…, model=…)` and run agents instead of `run_rollout`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LETTERS = "abcdefgh"
 
 
 def create_model(folder: Path, seed: int) -> Path:
-    """Create a random model with the built-in tokenizer. It answers with a few letters, of which it prefers some to others."""
+    """Create a random model with the built-in tokenizer. It answers with a few letters, and prefers some letters to others."""
     shutil.copytree(BUILTIN_TOKENIZER, folder)
     tokenizer = Tokenizer(folder)
     config = {

@@ -198,7 +198,7 @@ async def _serve(model: Path, name: str, data: Path) -> AsyncIterator[LocalGatew
 
 
 def _interrupt_program(policy: Policy, serving: asyncio.Task[None]) -> None:
-    """Interrupt the main thread if the policy failed: it would wait forever for calls that are never answered."""
+    """Interrupt the main thread if the policy failed, because it would otherwise wait forever for calls that are never answered."""
     if serving.cancelled() or (error := serving.exception()) is None:
         return
     while isinstance(error, BaseExceptionGroup):

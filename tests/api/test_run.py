@@ -283,7 +283,11 @@ def arguments(**options: Any) -> dict[str, Any]:
         ("Do it.", arguments(agent="py"), "unknown agent 'py'"),
         ("Do it.", arguments(mode="exactly"), "mode must be one of exact, observe"),
         ("Do it.", arguments(sandbox="moon"), "sandbox must be one of local, bubblewrap"),
-        ("Do it.", arguments(files={"/etc/passwd": "x"}), "files['/etc/passwd'] must be the relative path of a file below"),
+        (
+            "Do it.",
+            arguments(files={"/etc/passwd": "x"}),
+            "files['/etc/passwd'] must be the relative path of a file below",
+        ),
         ("Do it.", arguments(files={"a": 3}), "files['a'] must be str or bytes, not int"),
         ("Do it.", arguments(concurrency=0), "concurrency: Expected `int` >= 1"),
         ("Do it.", arguments(options={"command": "true"}), "options needs an agent; also pass agent="),

@@ -291,7 +291,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """Build the error for a decoding error. `places` contains the positions in the request of the items that were decoded together."""
+    """Convert a decoding error to a `BadRequest`. `places` has the position in the request of each item that was decoded."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])

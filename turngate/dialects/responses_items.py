@@ -63,7 +63,7 @@ def read_output(tail: bytes) -> list[bytes]:
 
 
 def rebuild_reply(echo: bytes, tools: bytes, path: Sequence[bytes], output: Sequence[bytes]) -> EarlierReply:
-    """Rebuild a stored response. `path` contains the recorded input items. If the request had instructions, they are the first of them."""
+    """Rebuild a stored response. `path` contains the recorded input items. If the request had instructions, they are the first item."""
     own = _echo.decode(b"{" + echo + b"}").instructions
     items = list(path[1:] if own else path)
     if tools != b"[]":

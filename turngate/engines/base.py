@@ -54,7 +54,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: int | None = None  # index of the first token whose routed experts are needed, or None
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode the prompt as the JSON field `field`, followed by `others`. The prompt ids never become Python integers."""
+        """Encode the prompt as the JSON field `field`, followed by `others`. The prompt ids are never converted to Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 

@@ -48,7 +48,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Prepend the system message to the user message after it, or else turn it into one, for templates that reject or drop it."""
+    """Merge the system message into the user message directly after it, or else turn it into one, for templates without system messages."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]

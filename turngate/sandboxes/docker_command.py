@@ -1,4 +1,4 @@
-"""Run the `docker` command, and map its failures to errors of the sandbox."""
+"""Run the `docker` command, and map its failures to `SandboxError`s."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _forget_folders() -> None:
 
 
 def _find_traces(scratch: str) -> List[str]:
-    """Find every text in memory that contains a path below `scratch`. Return a description of those that are faults.
+    """Find every text in memory that contains a path below `scratch`. Return descriptions of the faults among them.
 
     A trace in a variable of a module is not a fault, because the variable can be changed in the forked process.
     """

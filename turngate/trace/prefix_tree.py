@@ -45,7 +45,7 @@ class PrefixLayout(msgspec.Struct, frozen=True):
         return [0, *np.cumsum([part.end - part.start for part in self.ranges]).tolist()]
 
     def pack(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate the values of all ranges. `columns` has an array with one value per token for each row."""
+        """Concatenate the values of all ranges. `columns` contains, for each row, an array with one value per token."""
         return np.concatenate([columns[part.row][part.start : part.end] for part in self.ranges])
 
     def positions(self) -> np.ndarray:

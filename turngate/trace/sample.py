@@ -91,7 +91,7 @@ def build_samples(
 
 
 def add_turn_rewards(rows: Sequence[Sample], rewards: Sequence[TurnReward]) -> list[Sample]:
-    """Add the rewards of turns to the rows that train these turns. Rewards of turns that no row trains are in no row."""
+    """Add the rewards of turns to the rows that train these turns. Rewards of turns that no row trains are left out."""
     rewards_of: dict[int | None, list[TurnReward]] = {}
     for reward in rewards:
         rewards_of.setdefault(reward.turn, []).append(reward)

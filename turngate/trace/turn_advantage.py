@@ -1,7 +1,7 @@
 """Compute the advantages of individual turns from the rewards of turns and rollouts.
 
 The trained turns of a rollout are numbered from 1 in the order in which they were recorded. Turn t of rollout i earns r(i,t), the sum of
-its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already share it out. The rewards of
+its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already distribute it. The rewards of
 a turn that is not trained count for the trained turn before it. The return of a turn discounts what it and later turns earn:
 
     G(i,t) = r(i,t) + gamma · G(i,t+1)
@@ -58,7 +58,7 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> list[int]:
-        """The node ids of its trained turns that have tokens, in the order in which they were recorded."""
+        """The node ids of the rollout's trained turns that have tokens, in the order in which they were recorded."""
         spans = (span for row in self.rows for span in row.spans)
         return sorted(span.node for span in spans if span.trained and span.end > span.start)
 
@@ -96,7 +96,7 @@ def compute_turn_advantages(
 
 
 def _explain_missing(rollout: ScoredRollout) -> str:
-    """Return why a rollout's turns have no advantages, or an empty string if they have."""
+    """Return why a rollout's turns have no advantages, or an empty string if they do."""
     if rollout.reward is None:
         return "it has no reward that counts"
     if rollout.turn_rewards is None:

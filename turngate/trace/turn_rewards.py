@@ -30,7 +30,7 @@ _Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_NODE)]
 class TurnReward(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The reward of one turn, or of a span of its sampled tokens.
 
-    The turn is named by its node id, or by a call of a host tool that it made.
+    The turn is identified by its node id, or by the number of a host-tool call that it made.
     """
 
     value: float
@@ -73,7 +73,7 @@ class ToolCallRecord(msgspec.Struct, frozen=True):
 
 
 def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> None:
-    """Check the values of turn rewards, and that the parts add up to `reward`. Raise `BadRequest`, with the name of the field."""
+    """Raise `BadRequest`, with the name of the field, if a turn reward is invalid or the parts do not add up to `reward`."""
     if rewards and reward is None:
         raise _invalid("", "must be empty if reward is null")
     for n, one in enumerate(rewards):

@@ -261,7 +261,7 @@ class _CauseCheck:
     def _contains_question(self, root: StoredContext) -> bool:
         """Return whether a user message before the first answer contains all lines of an earlier conversation's first user message.
 
-        The lines must be in one piece. Long messages are ignored, because the gateway does not compare all their parts.
+        The lines must be contiguous. Long messages are ignored, because the gateway does not compare all their parts.
         """
         theirs = _first_user(self._messages.of(root))
         if theirs is None or not theirs.content.strip():

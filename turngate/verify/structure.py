@@ -142,7 +142,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 
 def _has_consistent_runs(turn: StoredTurn) -> bool:
-    """Return whether the policy versions that the engine reported per token cover all tokens, increase, and match the turn's.
+    """Return whether the policy versions that the engine reported per token cover all tokens, increase, and match those of the turn.
 
     Also return True if the engine did not report them.
     """

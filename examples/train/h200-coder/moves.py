@@ -1,7 +1,7 @@
 """The answers of an expert that knows a task's solution: read the function, change the wrong line, run the tests, finish.
 
-An expert that is always right does not show what to do when tests still fail. So it can be given other changes to try first: mutations of
-the same function, found as those of the tasks are.
+An expert that is always right does not show what to do when tests still fail. So it can be given other changes to try first:
+mutations of the same function, found in the same way as the bugs of the tasks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _answer(thought: str, command: str) -> str:
 
 
 def find_difference(old: str, new: str) -> tuple[str, str]:
-    """Find the shortest piece of words to replace, such that its first occurrence in the line is the right one."""
+    """Find the shortest sequence of words to replace whose first occurrence in the line is the right one."""
     before, after = (_WORDS.findall(text) for text in (old, new))
     first = 0
     while first < min(len(before), len(after)) and before[first] == after[first]:
@@ -107,5 +107,5 @@ def find_difference(old: str, new: str) -> tuple[str, str]:
 
 
 def escape(text: str) -> str:
-    """Escape a text for both sides of sed's command s."""
+    """Escape text for either side of sed's `s` command."""
     return re.sub(r"([\\/.*\[\]^$&])", r"\\\1", text)

@@ -31,7 +31,7 @@ _NO_LABEL = -100
 def write_review(package: Package, bug: Bug, control: random.Random | None = None) -> list[tuple[str, str]] | None:
     """Write the messages of a review, as (role, text). Return None if the bug is not in one line of a function of readable length.
 
-    With `control`, the change is a random one of the same function, and not the right one.
+    With `control`, the change is a random change to the same function instead of the right one.
     """
     mutation = bug.mutation
     lines, right = bug.text.split("\n"), package.files[bug.path].split("\n")
@@ -77,7 +77,7 @@ def find_reviews(
     known: set[tuple[str, str, str]],
     control: random.Random | None = None,
 ) -> Iterator[list[tuple[str, str]]]:
-    """Yield reviews of a package, without those of functions that are known (package, path, function)."""
+    """Yield reviews of a package, but not of functions in `known` (package, path, function)."""
     for bug in list_bugs(package, seed):
         if count and (package.name, bug.path, bug.mutation.function) not in known:
             review = write_review(package, bug, control)

@@ -5,7 +5,7 @@
     0  with --sft, fine-tune on an expert's traces first (`expert.py`, `reviews.py`)
     1  evaluate the held-out packages: several samples of each task
     2  train with GRPO: gateway, engine (bfloat16) and trainer (float32) in this process, the agents' runner in another one; with
-       --shuffle, the advantages of each step are dealt out at random, which must not help
+       --shuffle, the advantages of each step are shuffled, as a control that must not help
     3  evaluate the held-out packages again
 
 FOLDER of --tasks is the output of `turngate tasks make repairs`. Measurements are written as soon as they are known: `metrics.jsonl` (a
@@ -122,7 +122,7 @@ class Progress:
         print(
             f"step {step.step:3d}  {self.seconds:6.1f} s  passed {step.passed or 0:.2f}  rows {measured.rows}  "
             f"tokens {measured.tokens}  stale {step.stale}  wait {step.seconds['wait']:.1f}  train {step.seconds['train']:.1f}  "
-            f"entropy {measured.entropy:.2f}  apart {measured.difference}  gradient {step.gradient:.2f}  "
+            f"entropy {measured.entropy:.2f}  difference {measured.difference}  gradient {step.gradient:.2f}  "
             f"excluded {step.excluded} {list(step.why)[:2]}  refused {len(measured.refused)}",
             flush=True,
         )

@@ -88,7 +88,7 @@ def run_gateway(model: Path, data: Path, engine: Engine) -> AbstractContextManag
 
 
 def build_expert(model: Path) -> Scripted:
-    """Build a scripted engine that knows the commands for each instruction, and reads what it must find out from the conversation.
+    """Build a scripted engine that knows the commands for each instruction, and reads the output of earlier commands.
 
     Nothing is sampled, so there are no log-probabilities.
     """
@@ -208,7 +208,7 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         print(
             f"step {step.step:3d}  {line['at']:6.1f} s  reward {step.reward or 0:.2f}  passed {step.passed or 0:.2f}  "
             f"stale {step.stale}  wait {step.seconds['wait']:.1f}  train {step.seconds['train']:.1f}  "
-            f"apart {step.measured.difference}",
+            f"difference {step.measured.difference}",
             flush=True,
         )
 

@@ -27,7 +27,7 @@ class ScoredRow(NamedTuple):
 
 @contextmanager
 def open_scores(data: Path | str, choices: ExportChoices, watch: Watch) -> Iterator[Teacher | None]:
-    """Have the teacher score all rows that the export selects, and yield it. Yield None if the export has no teacher.
+    """Have the teacher score all rows that the export selects, then yield the teacher. Yield None if the export has no teacher.
 
     Scores that are cached are not computed again. Raise an error if the teacher fails or scores no row.
     """

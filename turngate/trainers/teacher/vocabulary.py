@@ -22,7 +22,7 @@ class VocabularyMismatch(ConfigError):
 
 
 class VocabularyCheck:
-    """The check of one teacher. `tokenizer` is the teacher's own, if it is known."""
+    """Checks the vocabulary of one teacher. `tokenizer` is the teacher's own, if it is known."""
 
     def __init__(self, engine: ScoringEngine, model: str, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
