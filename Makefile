@@ -11,7 +11,7 @@
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
 # make sbom       write a bill of materials of Turngate and its agents to dist/sbom.cdx.json (OSV=FOLDER: look up known vulnerabilities)
 # make bench      measure the overhead of the gateway
-# make gauntlet   put Turngate and its peers through the Gauntlet (an hour; FAST=1: three minutes, writes nothing)
+# make gauntlet   put Turngate and its peers through the Gauntlet (over an hour; FAST=1: some minutes, writes nothing; FEATURES=1: what rows carry)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -116,7 +116,7 @@ fuzz: $(READY)
 # Peers are installed on first use, each into its own environment under $$TURNGATE_CACHE/gauntlet.
 gauntlet: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers
-	@$(BIN)/python -m gauntlet $(if $(FAST),--dialect chat --load 4x10 --repeats 1,--results docs/gauntlet-results.md --readme README.md)
+	@$(BIN)/python -m gauntlet $(if $(FAST),--dialect chat --load 4x10 --repeats 1,$(if $(FEATURES),--only-features) --results docs/gauntlet-results.md --readme README.md)
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

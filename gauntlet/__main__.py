@@ -17,9 +17,11 @@ import aiohttp
 from gauntlet import publish, report
 from gauntlet.clients import CLIENTS
 from gauntlet.costs import Shape
+from gauntlet.feature_report import describe_features, feature_section
 from gauntlet.gateways import GATEWAYS
 from gauntlet.gateways.base import CannotStart, Gateway
 from gauntlet.gateways.external import Address, External, explain_unusable
+from gauntlet.probes import probe_features
 from gauntlet.run import Result, measure_all_costs, run_scenarios
 from gauntlet.scenarios import BY_NAME
 from gauntlet.tokens import tokenizer_folder
@@ -81,6 +83,11 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--readme", type=Path, help=f"write the summary into this file, between {publish.BEGIN} and {publish.END}"
     )
+    parser.add_argument(
+        "--only-features",
+        action="store_true",
+        help="test only what rows carry besides tokens; --results and --readme then update only these columns",
+    )
     parser.add_argument("--list", action="store_true", help="list the scenarios and gateways")
     return parser
 
@@ -94,6 +101,10 @@ def _find_usage_error(args: argparse.Namespace) -> str:
         return "--load cannot be combined with --url: costs are measured only for gateways that are started here"
     if args.repeats < 1:
         return "--repeats must be at least 1"
+    if args.only_features and (args.url or args.scenario or args.json or load):
+        return "--only-features cannot be combined with --url, --scenario, --json or --load"
+    if args.only_features and args.results and not args.results.with_suffix(".json").is_file():
+        return f"--results {args.results}: not found; --only-features updates a page that exists"
     if args.url and args.gateway:
         return "--url and --gateway cannot be combined"
     if args.url and not args.url.startswith(("http://", "https://")):
@@ -116,6 +127,10 @@ def _find_usage_error(args: argparse.Namespace) -> str:
 
 def _print_results(args: argparse.Namespace, results: list[Result]) -> None:
     about = publish.describe_run("make gauntlet" if args.results else " ".join(["python -m gauntlet", *sys.argv[1:]]))
+    if args.only_features:
+        publish.update_features(args.results, args.readme, results, about)
+        print(feature_section(results))
+        return
     if args.results:
         publish.write_page(args.results, results, about, args.compare)
     if args.readme:
@@ -152,9 +167,17 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     ):
         for gateway in _select_gateways(args, dialects):
             began = time.monotonic()
-            results.append(await run_scenarios(gateway, http, mock, scenarios, dialects))
-            # Print each result immediately, so that a run that is stopped early has printed its results.
-            _log(f"{report.describe_result(results[-1])} ({time.monotonic() - began:.0f} s)")
+            if args.only_features:
+                results.append(Result(gateway.name, gateway.about, gateway.dialects, gateway.trains))
+            else:
+                results.append(await run_scenarios(gateway, http, mock, scenarios, dialects))
+                # Print each result immediately, so that a run that is stopped early has printed its results.
+                _log(f"{report.describe_result(results[-1])} ({time.monotonic() - began:.0f} s)")
+            if not args.url and not args.scenario and not results[-1].error:
+                results[-1].features = await probe_features(type(gateway), http, mock)
+                _log(f"{gateway.name}: rows also carry {describe_features(results[-1])}")
+        if args.only_features:
+            return results
         if shapes and not args.url:  # the costs of an external gateway cannot be read from /proc
             await measure_all_costs(
                 results, lambda name: GATEWAYS[name](), http, mock, shapes, dialects, args.repeats, _log

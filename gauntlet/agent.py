@@ -31,6 +31,7 @@ from gauntlet.scenario import (
     Fault,
     Habit,
     Results,
+    Rewind,
     Say,
     Scenario,
     Start,
@@ -124,7 +125,7 @@ class Agent:
             else:
                 self._apply(step)
 
-    def _apply(self, step: Start | Say | Results | System | Tools | Edit) -> None:
+    def _apply(self, step: Start | Say | Results | System | Tools | Edit | Rewind) -> None:
         if isinstance(step, Start):
             self._lines[step.line] = Conversation(step.system, _list_tools(step), [Message("user", step.task)])
             return
@@ -139,6 +140,9 @@ class Agent:
             answers = [message for message in line.messages if message.role == "assistant"]
             answers[step.turn].text = step.text
             answers[step.turn].reasoning = ""
+        elif isinstance(step, Rewind):
+            while line.messages.pop().role != "assistant":
+                pass
         else:
             calls = line.messages[-1].calls
             if len(calls) != len(step.texts):

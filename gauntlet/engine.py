@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 
 from gauntlet import native_apis
 from gauntlet.replies import ChatReply, CompletionReply, GenerateReply, Reply, SglangReply
-from gauntlet.sampler import MODEL, UNSERVED_MODEL, ConnectionDropped, Engine, RequestRefused
+from gauntlet.sampler import MODEL, UNSERVED_MODEL, ConnectionDropped, Engine, Extras, RequestRefused
 from gauntlet.tokens import Json, Model, model_folder
 
 MAX_MODEL_LEN = 262_144
@@ -58,6 +58,13 @@ class Api:
                 web.get("/v1/models", self.models),
                 web.get("/health", self.health),
                 web.get("/version", self.version),
+                web.post("/pause", self.pause),
+                web.post("/resume", self.resume),
+                web.post("/update_weight_version", self.update_weight_version),
+                web.post("/collective_rpc", self.acknowledge),
+                web.post("/reset_prefix_cache", self.acknowledge),
+                web.get("/weight_info", self.weight_info),
+                web.post("/gauntlet/extras", self.set_extras),
                 web.post("/gauntlet/steps", self.add_steps),
                 web.get("/gauntlet/log", self.log),
                 web.delete("/gauntlet/log", self.forget),
@@ -172,6 +179,29 @@ class Api:
 
     async def version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})
+
+    async def pause(self, _: web.Request) -> web.Response:
+        self._engine.running.clear()
+        return web.json_response({})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        self._engine.running.set()
+        return web.json_response({})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        self._engine.version = orjson.loads(await request.read())["new_version"]
+        return web.json_response({})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self._engine.version})
+
+    async def acknowledge(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def set_extras(self, request: web.Request) -> web.Response:
+        self._engine.extras = Extras(**orjson.loads(await request.read()))
+        self._engine.version = "default"
+        return web.json_response({})
 
     async def add_steps(self, request: web.Request) -> web.Response:
         self._engine.add_steps(orjson.loads(await request.read()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import ClassVar
 
+from gauntlet.extras import encode_experts, sampling_masks, score_prompt, version_spans
 from gauntlet.reply_format import ParsedReply, parse_reply
 from gauntlet.sampler import MODEL, Engine, Sample
 from gauntlet.tokens import Json
@@ -82,6 +83,7 @@ class CompletionReply(Reply):
             "stop_reason": None,
             "token_ids": ids if asked else None,
             "prompt_token_ids": sample.prompt if asked and start == 0 else None,
+            **({} if self.body.get("prompt_logprobs") is None else {"prompt_logprobs": score_prompt(sample.prompt)}),
         }
 
 
@@ -105,12 +107,20 @@ class GenerateReply(Reply):
             {"token": f"token_id:{token}", "token_id": token, "logprob": value, "bytes": None, "top_logprobs": []}
             for token, value in zip(self.sample.ids[start:end], self.sample.logprobs[start:end], strict=True)
         ]
-        return {
+        choice: Json = {
             "index": 0,
             "token_ids": self.sample.ids[start:end],
             "logprobs": {"content": content},
             "finish_reason": self.sample.finish if last else None,
         }
+        if self.engine.extras.masks:
+            choice["sampling_mask"] = sampling_masks(self.sample)[start:end]
+        if last:
+            choice["weight_versions"] = version_spans(self.sample.generation.versions)
+            if self.engine.extras.experts:
+                first = (self.body.get("sampling_params") or {}).get("routed_experts_prompt_start") or 0
+                choice["routed_experts"] = encode_experts(self.sample, first, self.engine.extras.experts)
+        return choice
 
 
 class ChatReply(Reply):

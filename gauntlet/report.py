@@ -9,11 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from gauntlet.costs import LATER_S, NOISE_MB, Cell, Cost, Costs
+from gauntlet.feature_report import COLUMN, describe_features, feature_section
 from gauntlet.run import Result
 from gauntlet.score import Score, sum_scores
+from gauntlet.table import DASH, format_table
 from gauntlet.trial import Rollout
 
-DASH = "–"
+FEATURES_BEGIN, FEATURES_END = "<!-- features -->", "<!-- /features -->"  # around their section in the page
 MARKS = (
     "turns captured",
     "tokens exact",
@@ -40,14 +42,15 @@ def table(results: Sequence[Result]) -> str:
     if shapes:
         head += ["added ms p50 / p99"]
     head += [f"MB/session, {turns} turns" for turns in _turns(results)]
-    return _markdown(head, [_row(result, results, len(head)) for result in results])
+    return format_table(head, [_row(result, results, len(head)) for result in results])
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Six columns for a README: the longest load, and everything that was trained but should not have been."""
+    """A few columns for a README: the longest load, everything that was trained but should not have been, and what rows carry."""
     shapes, turns = _shapes(results)[-1:], _turns(results)[-1:]
     head = ["gateway", "dialects", "turns captured", "tokens exact", "turns trained wrongly"]
     head += [f"CPU ms/turn ({shape})" for shape in shapes] or [f"MB/session ({count} turns)" for count in turns]
+    head += [COLUMN] if any(result.features for result in results) else []
     rows = []
     for result in results:
         if result.error:
@@ -63,8 +66,9 @@ def summary(results: Sequence[Result]) -> str:
         row += [
             _mean([cost.cpu for cost in _successful(costs) if str(cost.cell.shape) == shape]) for shape in shapes
         ] or [f"{costs.session_mb[count]:.2f}" if count in costs.session_mb else DASH for count in turns]
+        row += [describe_features(result)] if COLUMN in head else []
         rows.append(row)
-    return _markdown(head, rows)
+    return format_table(head, rows)
 
 
 def describe_result(result: Result) -> str:
@@ -94,7 +98,7 @@ def by_dialect(results: Sequence[Result]) -> str:
             score = sum_scores(rollout.score for rollout in result.rollouts if rollout.dialect == dialect)
             if score.rollouts:
                 rows.append([result.gateway, dialect, *_marks(result, score)])
-    return _markdown(("gateway", "dialect", *MARKS), rows)
+    return format_table(("gateway", "dialect", *MARKS), rows)
 
 
 def by_scenario(results: Sequence[Result]) -> str:
@@ -107,7 +111,7 @@ def by_scenario(results: Sequence[Result]) -> str:
         for result in working:
             cells.append(_cell(result, [rollout for rollout in result.rollouts if rollout.scenario == name]))
         rows.append(cells)
-    return _markdown(("scenario", *(result.gateway for result in working)), rows)
+    return format_table(("scenario", *(result.gateway for result in working)), rows)
 
 
 def list_errors(results: Sequence[Result]) -> list[str]:
@@ -212,7 +216,7 @@ def memory_table(results: Sequence[Result]) -> str:
         rows.append([f"a session of {turns} turns", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
         cells = [_costs_of(result).later(turns) for result in working]
         rows.append([f"the same, {LATER_S:.0f} s later", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
-    return _markdown(("MB", *(result.gateway for result in working)), rows)
+    return format_table(("MB", *(result.gateway for result in working)), rows)
 
 
 def compare(results: Sequence[Result], ours: str) -> list[str]:
@@ -293,7 +297,7 @@ def _cost_table(results: Sequence[Result], show: Any) -> str:
     for cell in _cells(results):
         found = [_costs_of(result).cell(cell) for result in working]
         rows.append([str(cell), *(DASH if cost is None else show(cost) for cost in found)])
-    return _markdown(("load", *(result.gateway for result in working)), rows)
+    return format_table(("load", *(result.gateway for result in working)), rows)
 
 
 # ── full report ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,7 +305,10 @@ def _cost_table(results: Sequence[Result], show: Any) -> str:
 
 def full_report(results: Sequence[Result], ours: str) -> str:
     """Format all tables with their headings."""
-    parts = [table(results), "### By dialect", by_dialect(results), "### By scenario", by_scenario(results)]
+    parts = [table(results)]
+    if any(result.features for result in results):
+        parts += [FEATURES_BEGIN, feature_section(results), FEATURES_END]
+    parts += ["### By dialect", by_dialect(results), "### By scenario", by_scenario(results)]
     if _cells(results):
         parts += ["### CPU milliseconds per turn", cpu_table(results)]
         parts += ["### Added milliseconds, p50 / p99", latency_table(results)]
@@ -332,11 +339,16 @@ def to_json(results: Sequence[Result], about: dict[str, str], *, rollouts: bool 
             "later_mb": {str(turns): round(mb, 3) for turns, mb in _costs_of(result).later_mb.items()},
             "session_mb": {str(turns): round(mb, 3) for turns, mb in _costs_of(result).session_mb.items()},
             "costs": [_cost_entry(cost) for cost in _costs_of(result).cells],
+            "features": features_entry(result),
         }
         if rollouts:
             entry["rollouts"] = [_rollout_entry(rollout) for rollout in result.rollouts]
         out.append(entry)
     return json.dumps({"about": about, "gateways": out}, indent=1, ensure_ascii=False) + "\n"
+
+
+def features_entry(result: Result) -> dict[str, Any]:
+    return {feature: asdict(verdict) for feature, verdict in result.features.items()}
 
 
 def _rollout_entry(rollout: Rollout) -> dict[str, Any]:
@@ -362,8 +374,3 @@ def _share(part: int, whole: int) -> str:
         return DASH
     share = 100 * part / whole
     return "100 %" if part == whole else f"{min(share, 99.9):.1f} %"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -11,6 +11,7 @@ import aiohttp
 
 from gauntlet.costs import Costs, Shape, measure_costs
 from gauntlet.gateways.base import CannotStart, Gateway
+from gauntlet.gateways.delivery import Feature, Verdict
 from gauntlet.gateways.external import CommandFailed
 from gauntlet.scenario import Scenario
 from gauntlet.score import Score, sum_scores
@@ -32,6 +33,7 @@ class Result:
     rollouts: list[Rollout] = field(default_factory=list)
     costs: Costs | None = None
     ready_s: float = 0.0
+    features: dict[Feature, Verdict] = field(default_factory=dict)  # empty if they were not tested
     error: str = ""
     misused: bool = False  # every rollout failed because of `--open` or `--record`
 

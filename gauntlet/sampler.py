@@ -49,6 +49,7 @@ class Generation:
     state: str = "open"  # later: whole, cut, aborted or refused
     unseen: list[str] = field(default_factory=list)
     temperature: float = 1.0
+    versions: list[str] = field(default_factory=list)  # the engine's weight version at each sampled token
     seconds: float = 0.0  # the engine's own time, including rendering and parsing
 
 
@@ -62,6 +63,14 @@ class Sample:
     finish: str
     behaviour: Behaviour
     generation: Generation
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What replies of `/inference/v1/generate` contain besides ids and log-probabilities."""
+
+    experts: str = ""  # "npy": as vLLM sends routed experts; "raw": as prime-rl's server sends them; empty: none
+    masks: bool = False  # sampling masks
 
 
 class RequestRefused(Exception):
@@ -83,6 +92,10 @@ class Engine:
         self._ids: dict[Behaviour, list[int]] = {}
         self._names: dict[int, str] = {}
         self._serial = itertools.count(1)
+        self.extras = Extras()
+        self.version = "default"  # the label of the weights that sample now
+        self.running = asyncio.Event()  # cleared while the engine is paused for an update of its weights
+        self.running.set()
 
     # -- the script and the log ----------------------------------------------------
 
@@ -160,7 +173,9 @@ class Engine:
                 if behaviour.cut_after is not None and n >= behaviour.cut_after:
                     generation.state = "cut"
                     raise ConnectionDropped
+                await self.running.wait()
                 generation.ids.append(sample.ids[n])
+                generation.versions.append(self.version)
                 yield n
             generation.state = "whole"
         finally:

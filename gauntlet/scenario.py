@@ -118,6 +118,13 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Rewind:
+    """The agent discards the last answer, and what came after it."""
+
+    line: str = "main"
+
+
+@dataclass(frozen=True)
 class Call:
     """A model call, with one entry per attempt. The agent retries after a fault unless it gives up."""
 
@@ -145,7 +152,7 @@ class Together:
     lists: tuple[tuple[Step, ...], ...]
 
 
-Step = Start | Say | Results | System | Tools | Edit | Call | Together
+Step = Start | Say | Results | System | Tools | Edit | Rewind | Call | Together
 
 
 @dataclass(frozen=True)

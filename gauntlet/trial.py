@@ -50,6 +50,11 @@ class MockEngine:
         async with self._http.post(f"{self.url}/gauntlet/steps", json=steps) as response:
             response.raise_for_status()
 
+    async def set_extras(self, extras: dict[str, Any]) -> None:
+        """Set what replies contain besides ids and log-probabilities (`sampler.Extras`), and reset the weights."""
+        async with self._http.post(f"{self.url}/gauntlet/extras", json=extras) as response:
+            response.raise_for_status()
+
     async def log(self, rollout: str) -> list[dict[str, Any]]:
         async with self._http.get(f"{self.url}/gauntlet/log", params={"rollout": rollout}) as response:
             log: list[dict[str, Any]] = await response.json()

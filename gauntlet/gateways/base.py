@@ -13,14 +13,18 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 from gauntlet.tokens import cache_folder
+
+if TYPE_CHECKING:
+    from gauntlet.gateways.delivery import Absence, Delivery, Feature
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INSTALL_LIMIT_S = 1800.0
@@ -72,10 +76,14 @@ class Gateway(ABC):
     reports_refusals: bool = False  # its record says that the agent was refused a call
     by_default: bool = True  # run if no gateway is named
     requirements: tuple[str, ...] = ()  # PyPI packages, installed into a separate environment
+    lacks: Mapping[Feature, Absence] = {}  # what its rows do not carry, and where that can be seen
+    untested: Mapping[Feature, str] = {}  # what was not tested here, and why
+    expert_format: str = "npy"  # of the engine that it is made for; see `sampler.Extras`
 
     def __init__(self) -> None:
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self.feature: Feature | None = None  # what is tested, if it needs other settings; set before `start`
 
     @property
     def url(self) -> str:
@@ -89,6 +97,11 @@ class Gateway(ABC):
     @property
     def python(self) -> Path:
         return self.home / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        """The folder of the packages in a peer's environment."""
+        return next(self.home.glob("lib/python3*/site-packages"), self.home)
 
     async def install(self) -> None:
         """Create the environment, unless it exists."""
@@ -118,6 +131,19 @@ class Gateway(ABC):
     @abstractmethod
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
         """Return the record of a session whose agent has ended."""
+
+    async def update_weights(self, http: aiohttp.ClientSession, version: int) -> None:
+        """Have the gateway load new weights into the engine while a turn is being sampled."""
+        raise NotImplementedError
+
+    async def deliver(
+        self, http: aiohttp.ClientSession, session: Session, turns: Sequence[Sequence[int]], rewards: Sequence[float]
+    ) -> Delivery:
+        """Return what `feature` is about, for a session whose agent has ended.
+
+        `turns` are the sampled ids of its turns, and `rewards` their rewards, which add up to the reward of the rollout.
+        """
+        raise NotImplementedError
 
     async def start(self, http: aiohttp.ClientSession, engine_url: str, folder: Path, limit_s: float = 120.0) -> None:
         command, added = self.command(engine_url, folder)

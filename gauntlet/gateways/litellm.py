@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from gauntlet.gateways.base import PACKAGE, Gateway, Record, Session, Turn, merge_calls
+from gauntlet.gateways.delivery import Absence
 from gauntlet.sampler import MODEL
 
 _CUE = re.compile(r"\[cue ([0-9a-z]+)\.")
@@ -38,12 +39,25 @@ general_settings:
   master_key: sk-gauntlet
 """
 
+_TYPES = "litellm/types/utils.py"
+_NO_FIELD = "the replies that its callbacks receive have no field for it"
+_NO_ROWS = "its callbacks receive single calls"
+
 
 class LiteLLM(Gateway):
     name = "litellm"
     about = "litellm 1.106.2 proxy, in front of vLLM's chat endpoint"
     dialects = ("chat", "responses", "messages", "gemini")
     requirements = ("litellm[proxy]==1.106.2",)
+    lacks = {
+        "experts": Absence(_NO_FIELD, _TYPES, without="routed_experts"),
+        "masks": Absence(_NO_FIELD, _TYPES, without="sampling_mask"),
+        "tree": Absence(_NO_ROWS, _TYPES, without="loss_mask|training_row"),
+        "turn rewards": Absence(_NO_FIELD, _TYPES, without="reward"),
+        "teacher": Absence(_NO_FIELD, _TYPES, without="teacher|ref_log"),
+        "versions": Absence(_NO_FIELD, _TYPES, without="(policy|weight)_version"),
+        "loaders": Absence(_NO_ROWS, _TYPES, without="loss_mask|training_row"),
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,12 @@ from pathlib import Path
 import aiohttp
 
 from gauntlet.gateways.base import Gateway, Record, Row, Session, trained_spans
+from gauntlet.gateways.delivery import Absence
 from gauntlet.sampler import MODEL
+
+_TRAINING = "openenv/core/harness/training.py"
+_STRICT = 'extra="forbid"'
+_NO_FIELD = "no field of a turn for training is for it, and unknown fields are forbidden"
 
 
 class OpenEnv(Gateway):
@@ -18,6 +23,21 @@ class OpenEnv(Gateway):
     about = "openenv 0.10.0 capture, in front of vLLM's chat endpoint"
     dialects = ("chat", "responses", "messages", "gemini")
     requirements = ("openenv==0.10.0",)
+    lacks = {
+        "experts": Absence(_NO_FIELD, _TRAINING, says=_STRICT, without="expert"),
+        "masks": Absence(_NO_FIELD, _TRAINING, says=_STRICT, without="sampling_mask|kept_ids"),
+        "tree": Absence(
+            "each sequence is a whole path of its graph",
+            "openenv/core/harness/capture/export.py",
+            says="one per root-to-leaf path",
+        ),
+        "turn rewards": Absence(
+            "rewards belong to a whole session", _TRAINING, says="come from the session's `verify()` method"
+        ),
+        "teacher": Absence(_NO_FIELD, _TRAINING, says=_STRICT, without="teacher|reference|ref_log"),
+        "versions": Absence(_NO_FIELD, _TRAINING, says=_STRICT, without="(policy|weight|model)_version"),
+    }
+    untested = {"loaders": "TRL reads its turns only inside a training run"}
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         command = [str(self.python), "-m", "openenv.core.harness.capture.server", "--llm-url", engine_url]

@@ -8,6 +8,11 @@ from pathlib import Path
 import aiohttp
 
 from gauntlet.gateways.base import Gateway, Record, Session, Turn, merge_calls
+from gauntlet.gateways.delivery import Absence
+
+_MODELS = "rllm_model_gateway/models.py"
+_SINGLE = "A single captured LLM call"
+_NO_FIELD = "the record of a call has no field for it"
 
 
 class Rllm(Gateway):
@@ -15,6 +20,17 @@ class Rllm(Gateway):
     about = "rllm-model-gateway 0.1.0, in front of vLLM's chat endpoint"
     dialects = ("chat",)
     requirements = ("rllm-model-gateway==0.1.0",)
+    lacks = {
+        "experts": Absence(_NO_FIELD, _MODELS, without="expert"),
+        "masks": Absence(_NO_FIELD, _MODELS, without="sampling_mask|kept_ids"),
+        "tree": Absence("it returns single calls", _MODELS, says=_SINGLE),
+        "turn rewards": Absence(_NO_FIELD, _MODELS, without="reward"),
+        "teacher": Absence(_NO_FIELD, _MODELS, without="teacher|reference|ref_log"),
+        "versions": Absence(_NO_FIELD, _MODELS, without="(policy|weight|model)_version"),
+        "loaders": Absence(
+            "it returns single calls; rLLM, which makes rows of them, is not on PyPI", _MODELS, says=_SINGLE
+        ),
+    }
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         program = str(self.home / "bin" / "rllm-model-gateway")

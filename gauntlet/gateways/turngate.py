@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 
 from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
+from gauntlet.gateways.delivery import Delivery, Feature
+from gauntlet.gateways.turngate_export import deliver
 from gauntlet.sampler import MODEL
 from gauntlet.tokens import model_folder
 
@@ -36,6 +38,11 @@ _CAUSES = {  # Turngate's names of causes → the Gauntlet's; `turngate verify` 
     "asked at the same time": "",
     "begun at the same time": "",
 }
+_FEATURE_OPTIONS: dict[Feature | None, tuple[str, ...]] = {
+    "experts": ("--engine-api", "generate", "--routed-experts", "auto"),
+    "masks": ("--engine-api", "generate", "--sampling-masks"),
+    "versions": ("--engine-api", "generate"),  # which reports the version of each token
+}
 
 
 class Turngate(Gateway):
@@ -50,11 +57,14 @@ class Turngate(Gateway):
         self._data = folder / "data"
         command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self._data)]
         command += ["--engine", "vllm", "--engine-url", engine_url, "--model", MODEL]
-        command += ["--tokenizer", str(model_folder())]
+        command += ["--tokenizer", str(model_folder()), *_FEATURE_OPTIONS.get(self.feature, ())]
+        self._engine_url = engine_url
         return command, {"TURNGATE_ADMIN_KEY": _KEY, "PYTHONPATH": _ROOT}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
-        body = {"id": rollout, **self.settings}
+        # Sampling masks say which ids a truncated distribution has.
+        settings = {"sampling": {"temperature": 1.0, "top_k": 20}} if self.feature == "masks" else self.settings
+        body = {"id": rollout, **settings}
         async with http.post(f"{self.url}/admin/sessions", json=body, headers=_ADMIN) as response:
             response.raise_for_status()
             opened = await response.json()
@@ -73,6 +83,30 @@ class Turngate(Gateway):
         rows = [Row(sample["ids"], sample["mask"], sample["logprobs"]) for sample in samples]
         refused = trace["refused"]["count"] if "refused" in trace else 0
         return Record(turns, rows, await self.causes(session, nodes), refused)
+
+    async def update_weights(self, http: aiohttp.ClientSession, version: int) -> None:
+        body = {"version": version, "path": f"/weights/{version}", "mode": "keep"}
+        async with http.post(f"{self.url}/admin/weights", json=body, headers=_ADMIN) as response:
+            if response.status != 200:
+                raise ValueError(f"POST /admin/weights: {await response.text()}")
+
+    async def deliver(
+        self, http: aiohttp.ClientSession, session: Session, turns: Sequence[Sequence[int]], rewards: Sequence[float]
+    ) -> Delivery:
+        assert self.feature is not None
+        path = f"{self.url}/admin/sessions/{session.id}"
+        async with http.post(f"{path}/seal", json={}, headers=_ADMIN) as response:
+            response.raise_for_status()
+        async with http.get(f"{path}/trace", headers=_ADMIN) as response:
+            nodes = (await response.json())["nodes"]
+        ids = {tuple(node["ids"]): node["id"] for node in nodes if node["kind"] == "sampled"}
+        given = zip(turns, rewards, strict=True)
+        parts = [{"turn": ids[tuple(turn)], "value": reward, "kind": "part"} for turn, reward in given]
+        outcome = {"kind": "graded", "reward": sum(rewards), "turn_rewards": parts}
+        async with http.put(f"{path}/outcome", json=outcome, headers=_ADMIN) as response:
+            if response.status != 200:
+                raise ValueError(f"PUT …/outcome: {await response.text()}")
+        return await deliver(self.feature, self._data, self._engine_url)
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
         """Return the recorded cause of every turn at which the tree forks."""

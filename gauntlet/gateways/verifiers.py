@@ -7,13 +7,18 @@ runs it as a rollout does, and adds a port for sessions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import aiohttp
 
 from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, Turn, trained_spans
+from gauntlet.gateways.delivery import Absence, Delivery, Feature, Segment
 from gauntlet.sampler import MODEL
 from gauntlet.tokens import model_folder
+
+_TRACE, _GRAPH = "verifiers/v1/trace.py", "verifiers/v1/graph.py"
 
 
 class Verifiers(Gateway):
@@ -22,6 +27,17 @@ class Verifiers(Gateway):
     dialects: tuple[str, ...] = ("chat",)
     requirements = ("verifiers==0.4.0",)
     client = "train"
+    expert_format = "raw"
+    lacks = {
+        "turn rewards": Absence("rewards belong to a whole trace", _TRACE, says="rewards: dict[str, Reward | None]"),
+        "teacher": Absence(
+            "a message has a field for them, which its trainer fills in; the package scores nothing",
+            _GRAPH,
+            says="reference_logprobs: list[float] | None = None",
+        ),
+        "versions": Absence("a message has no field for it", _GRAPH, without="(policy|weight|model)_version"),
+    }
+    untested = {"loaders": "its trainer, prime-rl, is not on PyPI"}
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         program = str(PACKAGE / "inside" / "verifiers_serve.py")
@@ -42,6 +58,18 @@ class Verifiers(Gateway):
         rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in data["rows"]]
         return Record(list({turn for row in rows for turn in trained_spans(row)}), rows)
 
+    async def deliver(
+        self, http: aiohttp.ClientSession, session: Session, turns: Sequence[Sequence[int]], rewards: Sequence[float]
+    ) -> Delivery:
+        async with http.post(f"{self.url}/finish/{session.id}") as response:
+            response.raise_for_status()
+            data = await response.json()
+        rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in data["rows"]]
+        if self.feature == "tree":
+            segments = [Segment(node["parent"], node["ids"]) for node in data["nodes"]]
+            return Delivery(rows, segments=segments, leaves=[row["leaf"] for row in data["rows"]])
+        return Delivery(rows, [row[str(self.feature)] for row in data["rows"] if row[str(self.feature)] is not None])
+
 
 class VerifiersRelay(Verifiers):
     name = "verifiers-relay"
@@ -49,3 +77,8 @@ class VerifiersRelay(Verifiers):
     dialects = ("chat", "responses", "messages")
     trains = False
     client = "eval"
+    lacks = {
+        feature: Absence("it relays, and keeps no ids", "verifiers/v1/clients/eval.py", without="token_ids|TurnTokens")
+        for feature in get_args(Feature)
+    }
+    untested = {}

@@ -30,6 +30,12 @@ def main(port: int, engine_url: str, folder: str, mode: str) -> None:
         records = await gateway.finish_session(request.match_info["id"])
         return web.json_response([row(record) for record in records])
 
+    async def load_session(request: web.Request) -> web.Response:
+        records = [each for each in await gateway.finish_session(request.match_info["id"]) if any(each.loss_mask)]
+        rows, loaded = [row(record) for record in records], [load_with_tinker(record) for record in records]
+        return web.json_response({"rows": rows, "loaded": loaded})
+
+    gateway.app.router.add_post("/gauntlet/load/{id}", load_session)
     gateway.app.router.add_post("/gauntlet/open/{id}", open_session)
     gateway.app.router.add_post("/gauntlet/finish/{id}", finish_session)
     web.run_app(gateway.app, host="127.0.0.1", port=port, print=None, access_log=None, handler_cancellation=True)
@@ -43,6 +49,17 @@ def row(record) -> dict:
         "mask": [0] * before + record.loss_mask,
         "logprobs": [0.0] * before + record.logprobs,
     }
+
+
+def load_with_tinker(record) -> dict:
+    """Convert a record to tinker's `Datum` as its trainer does, and read it back. Its advantage is 1, so that it shows what is trained."""
+    from agentcore_rl_toolkit.backends.tinker_api.data import trace_to_datum
+
+    datum = trace_to_datum(record, 1.0)
+    values = {name: data.tolist() for name, data in datum.loss_fn_inputs.items()}
+    ids = [*datum.model_input.to_ints()[:1], *values["target_tokens"]]
+    mask = [0, *(int(advantage) for advantage in values["advantages"])]
+    return {"ids": ids, "mask": mask, "logprobs": [0.0, *values["logprobs"]]}
 
 
 if __name__ == "__main__":

@@ -41,13 +41,39 @@ class Sessions:
     async def finish(self, request: web.Request) -> web.Response:
         session, model_secret, state_secret = self.open_sessions.pop(request.match_info["id"])
         self.server.unregister(model_secret, state_secret)
+        nodes = session.trace.nodes
+        numbers = {id(node): n for n, node in enumerate(nodes)}
         rows = [
-            {"ids": branch.token_ids, "mask": [int(m) for m in branch.sampled_mask], "logprobs": branch.logprobs}
+            {
+                "ids": branch.token_ids,
+                "mask": [int(m) for m in branch.sampled_mask],
+                "logprobs": branch.logprobs,
+                "leaf": numbers[id(branch.nodes[-1])],
+                "experts": list_experts(branch),
+                "masks": list_masks(branch),
+            }
             for branch in session.trace.branches
             if branch.trainable
         ]
         answered = sum(call.node is not None for call in session.trace.calls)
-        return web.json_response({"rows": rows, "answered": answered})
+        tree = [{"parent": node.parent, "ids": node.token_ids} for node in nodes]
+        return web.json_response({"rows": rows, "answered": answered, "nodes": tree})
+
+
+def list_experts(branch) -> list | None:
+    """Return the routed experts of each token, over all layers."""
+    return None if branch.routed_experts is None else [token.ravel().tolist() for token in branch.routed_experts]
+
+
+def list_masks(branch) -> list | None:
+    """Return the ids of each token's sampling mask, or None for tokens without one."""
+    if branch.sampling_mask is None:
+        return None
+    ids, at, masks = branch.sampling_mask.ids.tolist(), 0, []
+    for count in branch.sampling_mask.counts.tolist():
+        masks.append(ids[at : at + count] or None)
+        at += count
+    return masks
 
 
 async def main(port: int, engine_url: str, folder: str, model: str, client: str) -> None:

@@ -53,7 +53,7 @@ class StandInApi(Api):
             [
                 web.post("/v1/load_lora_adapter", self.load_adapter),
                 web.post("/v1/unload_lora_adapter", self.unload_adapter),
-                *(web.post(path, self.accept) for path in ("/pause", "/resume", "/abort_requests")),
+                web.post("/abort_requests", self.acknowledge),
             ]
         )
         return app
@@ -77,9 +77,6 @@ class StandInApi(Api):
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         self._served.remove((await request.json())["lora_name"])
-        return web.Response()
-
-    async def accept(self, _: web.Request) -> web.Response:
         return web.Response()
 
 

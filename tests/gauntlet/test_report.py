@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from gauntlet import publish, report
 from gauntlet.__main__ import main
 from gauntlet.costs import Cell, Cost, Costs, Shape
+from gauntlet.features import FEATURES
+from gauntlet.gateways.delivery import Verdict
 from gauntlet.run import Result
 from gauntlet.score import Score
+from gauntlet.table import DASH
 from gauntlet.trial import Rollout
 
 CHAT, STREAMED = Cell("chat", False, Shape(16, 20)), Cell("chat", True, Shape(16, 20))
@@ -35,7 +39,7 @@ def test_record_level_of_each_gateway() -> None:
         "exact tokens",
         "exact tokens",
         "relays only",
-        report.DASH,
+        DASH,
     ]
 
 
@@ -51,7 +55,7 @@ def test_refusals_are_shown_only_of_a_gateway_that_reports_them() -> None:
         one = Result("one", "", ("chat",), True, reports_refusals=reports, rollouts=[Rollout("x", "chat", True, score)])
         cells.append(report.describe_result(one))
     assert "greedy answers trained 2; errors reported –; refusals reported 0/2" in cells[0]
-    assert f"refusals reported {report.DASH}" in cells[1]
+    assert f"refusals reported {DASH}" in cells[1]
 
 
 def test_compare_uses_best_repeat_and_worst_cell() -> None:
@@ -125,6 +129,8 @@ def test_results_page_has_json_file(tmp_path: Path) -> None:
         (["--engine-port", "70000"], "must be a port number, not 70000"),
         (["--readme", "/nowhere/README.md"], "<!-- gauntlet -->"),
         (["--results", "/nowhere/results.md"], "folder not found"),
+        (["--only-features", "--url", "http://here"], "cannot be combined with --url"),
+        (["--only-features", "--results", "/nowhere/results.md"], "updates a page that exists"),
     ],
 )
 def test_invalid_option_is_rejected_at_start(
@@ -142,3 +148,43 @@ def test_summary_has_six_columns_and_a_line_per_gateway() -> None:
     assert {line.count("|") for line in lines} == {7}
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["turngate", "rllm", "litellm", "openenv"]
     assert "| openenv | did not run |" in lines[-1]
+
+
+def with_features(result: Result, *carried: str) -> Result:
+    features = {name: Verdict("yes") if name in carried else Verdict("no", "it has no field") for name in FEATURES}
+    return replace(result, features=features)
+
+
+def test_summary_names_what_rows_carry() -> None:
+    lines = report.summary([with_features(OURS, "experts", "tree"), with_features(RELAY), ABSENT]).splitlines()
+    assert {line.count("|") for line in lines} == {8}
+    assert lines[0].endswith("| rows also carry |") and lines[2].endswith("| experts, tree |")
+    assert lines[3].endswith(f"| {DASH} |") and lines[4].endswith(f"| {DASH} |")
+
+
+def test_features_are_updated_without_the_other_results(tmp_path: Path) -> None:
+    readme, page = tmp_path / "README.md", tmp_path / "results.md"
+    readme.write_text(f"# Ours\n\n{publish.BEGIN}\n{publish.END}\n\nThe end.\n")
+    publish.write_readme(readme, ALL, ABOUT)
+    publish.write_page(page, ALL, ABOUT, "turngate")
+    before = readme.read_text(), page.read_text()
+    for carried in ("experts", "tree"):
+        tested = [with_features(OURS, carried), with_features(EXACT)]
+        publish.update_features(page, readme, tested, ABOUT)
+    lines = readme.read_text().splitlines()
+    assert [
+        line.replace(" tree |", "").replace(f" {DASH} |", "") for line in lines if line.startswith("| turngate")
+    ] == [line.replace(f" {DASH} |", "") for line in before[0].splitlines() if line.startswith("| turngate")]
+    assert len(lines) == len(before[0].splitlines())
+    assert page.read_text().count("### What rows carry") == 1 and "Tested on 2026-01-01" in page.read_text()
+    assert (
+        "- `rllm`, experts, masks, tree, turn rewards, teacher, versions, loaders: no: it has no field"
+        in page.read_text()
+    )
+    start, end = (
+        page.read_text().split(report.FEATURES_BEGIN)[0],
+        page.read_text().split(f"{report.FEATURES_END}\n\n")[1],
+    )
+    assert start + end == before[1]
+    output = json.loads(page.with_suffix(".json").read_text())["gateways"]
+    assert output[0]["features"]["tree"] == {"mark": "yes", "detail": ""} and output[2]["features"] == {}

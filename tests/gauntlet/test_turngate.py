@@ -19,7 +19,9 @@ import pytest
 
 from gauntlet.clients import CLIENTS
 from gauntlet.gateways.base import Gateway, free_port
+from gauntlet.gateways.delivery import Feature, Verdict
 from gauntlet.gateways.turngate import Turngate, TurngateDrop
+from gauntlet.probes import probe_features
 from gauntlet.run import Result, run_scenarios
 from gauntlet.scenarios import BY_NAME, SCENARIOS
 from gauntlet.score import sum_scores
@@ -93,6 +95,20 @@ def test_dropped_reasoning_forks_name_their_cause(dropped: Result, name: str) ->
     score = sum_scores(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)
     assert score.exact == score.trained == score.learned == score.wanted > 0
     assert score.forks_right == score.forks > 0
+
+
+async def probe(gateway: type[Gateway]) -> dict[Feature, Verdict]:
+    async with aiohttp.ClientSession() as http, run_engine(http) as mock:
+        return await probe_features(gateway, http, mock)
+
+
+@pytest.mark.needs("trainers")
+def test_rows_carry_every_feature() -> None:
+    real_tokenizer("qwen3")
+    verdicts = asyncio.run(probe(Turngate))
+    loaders = verdicts.pop("loaders")
+    assert loaders == Verdict("yes", "verl, miles, areal, tinker")
+    assert {feature: verdict for feature, verdict in verdicts.items() if verdict != Verdict("yes")}.keys() <= {"masks"}
 
 
 @contextmanager
