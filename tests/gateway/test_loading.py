@@ -260,3 +260,29 @@ async def test_session_sealed_during_load_is_not_loaded() -> None:
         await g.app.sessions.seal(session.id)
         await load
         assert session.is_evicted and not session.busy
+
+
+@pytest.mark.parametrize("action", ["seal", "cancel"])
+async def test_ending_an_evicted_session_loads_its_trace_in_slices(action: str) -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        g.app.slicer._slice_s = 0  # one node per slice
+        slices = SliceLog(g)
+        slices.watch(g.app.store)
+        reply = (await g.admin.post(f"/admin/sessions/{session.id}/{action}", json={})).json()
+        assert (reply["status"], reply["turns"], reply["roles"]) == (session.status, TURNS, {"main": TURNS})
+        assert len(set(slices.iterations)) == len(slices.iterations) > NODES
+
+
+async def test_ending_an_evicted_session_reads_a_damaged_trace_once() -> None:
+    async with evicted_sessions(1) as (g, [session]):
+        g.app.slicer._slice_s = 0
+        slices = SliceLog(g)
+        slices.watch(g.app.store)
+        with g.app.store._writing() as db:
+            db.execute("UPDATE nodes SET checksum=checksum+1 WHERE id=4")
+        reply = (await g.admin.post(f"/admin/sessions/{session.id}/seal", json={})).json()
+        assert (reply["status"], reply["turns"], reply["tokens"]) == ("sealed", TURNS, None)
+        assert "node 4 is damaged" in reply["unreadable"]
+        assert len(set(slices.iterations)) == len(slices.iterations) == 4
+        with g.app.store._writing() as db:
+            db.execute("UPDATE nodes SET checksum=checksum-1 WHERE id=4")

@@ -21,6 +21,7 @@ from turngate.errors import NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
+from turngate.gateway.loading import TimeSlicer, TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.sqlite import Store
@@ -104,7 +105,9 @@ def test_read_only_access_does_not_migrate(data: Path) -> None:
     view, _ = load_from_store(data, "ended")
     assert view.summary.turns == 2 and view.summary.outcome is None
     store = Store.reading(data)
-    directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))
+    directory = SessionDirectory(
+        store, Sessions(store, Events(store)), SessionViews(store), TraceLoader(store, TimeSlicer())
+    )
     assert [row.id for row in directory.list_sessions()] == ["ended", "still-open"]
     store.close()
     with SessionReader(data) as folder:
@@ -137,7 +140,7 @@ def test_read_only_access_does_not_add_feeds(data_before_feeds: Path) -> None:
     store = Store.reading(data_before_feeds)
     events = Events(store)
     feeds, sessions, views = Feeds(store, events, Fence(0)), Sessions(store, events), SessionViews(store)
-    directory = SessionDirectory(store, sessions, views)
+    directory = SessionDirectory(store, sessions, views, TraceLoader(store, TimeSlicer()))
     assert feeds.list_feeds() == [] and directory.list_sessions()[0].id == "still-open"
     assert directory.describe(sessions.find("ended-1")).outcome is not None
     with pytest.raises(NotFound):

@@ -2,6 +2,8 @@
 
     a call of an evicted session ─► slice ─► other calls ─► slice ─► … ─► the trace is in memory, and the call continues
 
+Requests that end an evicted session load its trace in the same way, because they reply with a description of it.
+
 Slices run on the event loop. In each of its iterations, the slices of all projects take about 5 ms of CPU time together, however many
 traces are being loaded. In a thread, each row of a trace could wait 5 ms for the interpreter lock while the loop is busy.
 """
@@ -53,6 +55,7 @@ class _Load:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.revision = session.revision
+        self.status = session.status
         self.loading: SessionLoading | None = None
 
 
@@ -65,14 +68,15 @@ class TraceLoader:
         self._on_load = on_load
         self._results: dict[Session, asyncio.Future[None]] = {}  # of the loads in progress
 
-    async def load(self, session: Session) -> None:
+    async def load(self, session: Session, *, even_if_ended: bool = False) -> None:
         """Return when the trace is in memory, or when the session has ended. Calls that wait for the same trace share one load.
 
-        Raise `StoreError` if the trace cannot be read. The next call tries again.
+        With `even_if_ended`, also load the trace of a session that has ended. Raise `StoreError` if the trace cannot be read. The next call
+        tries again.
         """
         session.waiting_for_trace += 1  # otherwise, it might be evicted again before this call continues
         try:
-            while session.is_evicted and session.status == "open":
+            while session.is_evicted and (even_if_ended or session.status == "open"):
                 if session not in self._results:
                     self._results[session] = asyncio.get_running_loop().create_future()
                     self._slicer.add(partial(self._continue, _Load(session)))
@@ -102,8 +106,8 @@ class TraceLoader:
             load.loading = SessionLoading(self._find_row(session), self._store.refusals.find(session.key))
         if not self._store.continue_loading(load.loading, seconds):
             return False
-        # Drop the trace if the session has ended or was loaded elsewhere. If it has changed, `load` starts again.
-        if session.status == "open" and session.is_evicted and session.revision == load.revision:
+        # Drop the trace if the session has ended meanwhile or was loaded elsewhere. If it has changed, `load` starts again.
+        if session.status == load.status and session.is_evicted and session.revision == load.revision:
             # The slices are separate transactions. If the session was deleted between them, only a part was read.
             self._find_row(session)
             session.restore(load.loading.session.trace)

@@ -211,12 +211,12 @@ class AdminRoutes:
         if "\0" in body.stop:
             raise BadRequest("stop must not contain null characters", param="stop")
         session = await self._sessions.seal(request.path_params["id"], body.stop)
-        return json_response(self._directory.describe(session))
+        return json_response(await self._directory.describe_ended(session))
 
     async def cancel(self, request: Request) -> JsonReply[Description]:
         """End a session, and mark it as cancelled."""
         session = await self._sessions.cancel(request.path_params["id"])
-        return json_response(self._directory.describe(session))
+        return json_response(await self._directory.describe_ended(session))
 
     async def delete(self, request: Request) -> JsonReply[DeletedSession]:
         """End a session and delete everything that was recorded for it."""

@@ -156,9 +156,9 @@ class ProjectGateway:
         )
         self.stale = StaleSessions(self.store, self.sessions, self.feeds, self.fence)
         self.session_views = SessionViews(self.store)
-        self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s, config.max_loaded_mb)
         self.trace_loader = TraceLoader(self.store, self.slicer, on_load=self.evictor.count_loaded)
+        self.directory = SessionDirectory(self.store, self.sessions, self.session_views, self.trace_loader)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
         self._housekeeper = Housekeeper(
             self.sessions, self.attempts, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400

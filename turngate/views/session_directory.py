@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from turngate.client.protocol import Fork, SessionDescription, SessionSummary
 from turngate.errors import NotFound, StoreError
+from turngate.gateway.loading import TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
@@ -25,10 +26,11 @@ Description = SessionDescription[SessionConfig, RecordedOutcome]
 class SessionDirectory:
     """Lists and describes the sessions of a running gateway."""
 
-    def __init__(self, store: Store, sessions: Sessions, session_views: SessionViews) -> None:
+    def __init__(self, store: Store, sessions: Sessions, session_views: SessionViews, loader: TraceLoader) -> None:
         self._store = store
         self._sessions = sessions
         self._session_views = session_views
+        self._loader = loader
 
     def list_sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[Summary]:
         rows = self._store.sessions(status=status, before=before, limit=limit)
@@ -48,36 +50,51 @@ class SessionDirectory:
             return self.describe(live)
         try:
             stored = await self._session_views.build(session_id, lambda view: view.session)
-        except StoreError:
+        except StoreError as error:
             if (live := find_live(session_id)) is None:
                 raise
-            return self.describe(live)
+            return self.describe(live, unreadable=error.message if live.is_evicted else "")
         live = find_live(session_id)
         if live is not None and (not live.is_evicted or live.key != stored.key):
             # In the meantime, a call has loaded the trace and may have extended it, or a new session has reused the id.
             return self.describe(live)
         return self.describe(live or stored, stored.trace)
 
-    def describe(self, session: Session, trace: Trace | None = None) -> Description:
-        """Describe a session. Pass `trace` if the session's trace is not in memory."""
-        return describe_session(self._store, session, trace, self._sessions.find_live(session.id))
+    async def describe_ended(self, session: Session) -> Description:
+        """Describe a session that has just ended. If its trace was evicted, it is loaded in slices."""
+        try:
+            await self._loader.load(session, even_if_ended=True)
+        except StoreError as error:
+            return self.describe(session, unreadable=error.message)
+        return self.describe(session)
+
+    def describe(self, session: Session, trace: Trace | None = None, *, unreadable: str = "") -> Description:
+        """Describe a session. If its trace is not in memory, pass `trace`, or in `unreadable` why the trace cannot be read."""
+        live = self._sessions.find_live(session.id)
+        return describe_session(self._store, session, trace, live, unreadable=unreadable)
 
 
 def describe_session(
-    store: Store, session: Session, trace: Trace | None = None, live: Session | None = None
+    store: Store,
+    session: Session,
+    trace: Trace | None = None,
+    live: Session | None = None,
+    *,
+    unreadable: str = "",
 ) -> Description:
-    """Describe a session with its counters, roles and forks. If its trace cannot be read, `unreadable` says why.
+    """Describe a session with its counters, roles and forks. If its trace cannot be read, the description says why.
 
-    Pass `trace` if the session's trace is not in memory, and `live` if the session is live.
+    If the session's trace is not in memory, pass `trace`, or in `unreadable` why the trace cannot be read. Pass `live` if the session is
+    live.
     """
     row = store.find(session.id)
     if row is None:
         raise NotFound(f"unknown session {redact_known(session.id)!r}")
-    unreadable = ""
-    try:
-        trace = trace or session.trace
-    except StoreError as error:
-        trace, unreadable = None, error.message
+    if trace is None and not unreadable:
+        try:
+            trace = session.trace
+        except StoreError as error:
+            unreadable = error.message
     role_of = {} if trace is None else assign_roles(trace)
     excluded = store.attempts.find_exclusion(session.key)
     outcome = store.outcomes.find(session.key)
