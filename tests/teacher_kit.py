@@ -34,6 +34,7 @@ class TeacherServer:
         self.scored: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.fail_after: int | None = None  # answer with 503 after this many scoring calls
+        self.redirect_to = ""  # answer every call with a redirect to this URL
         self.decodes = True
         self.shift = 0  # a vocabulary with other ids
         self.change: Callable[[list[Any]], None] = lambda scores: None
@@ -95,7 +96,9 @@ def serve_teacher() -> Iterator[TeacherServer]:
             state.keys.add(self.headers.get("authorization"))
             status, answer = state.answer(self.path, body)
             payload = json.dumps(answer).encode()
-            self.send_response(status)
+            self.send_response(307 if state.redirect_to else status)
+            if state.redirect_to:
+                self.send_header("location", state.redirect_to + self.path.removeprefix("/v1"))
             self.send_header("content-length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)

@@ -221,6 +221,20 @@ def test_system_node_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert install.find_node() is None
 
 
+def test_node_without_its_binary_is_installed_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_node(new: Path, report: install.Report) -> None:
+        (new / "bin").mkdir()
+        (new / "bin" / "node").touch()
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(install, "build_node", build_node)
+    node = install.ensure_node(ignore)
+    assert node.is_file() and install.find_node() == node
+    node.unlink()
+    assert install.find_node() is None
+    assert install.ensure_node(ignore) == node and node.is_file()
+
+
 def test_python_agent_is_compiled_for_its_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(

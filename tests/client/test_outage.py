@@ -15,8 +15,26 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.outage import OutageReport
 from turngate.client.protocol import FeedConfig
 from turngate.client.retry import retry_while_unreachable
+from turngate.client.transport import GatewayReplyLost, GatewayUnreachable
 
 NOWHERE = "http://127.0.0.1:9"
+
+
+async def test_retry_is_safe_only_if_the_request_was_not_sent() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with GatewayClient(f"http://127.0.0.1:{port}", "x") as client:
+            with pytest.raises(GatewayReplyLost) as raised:
+                await client.cancel("s")
+        assert not raised.value.retry_safe
+    async with GatewayClient(NOWHERE, "x") as client:
+        with pytest.raises(GatewayUnreachable) as refused:
+            await client.cancel("s")
+    assert refused.value.retry_safe
 
 
 def test_warnings_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:

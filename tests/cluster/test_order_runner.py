@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import ConfigError
+from turngate.rollout.cluster import order_runner
 from turngate.rollout.cluster.order_runner import claim_folder
 
 URL = "postgresql://turngate@db/one"
@@ -17,6 +18,13 @@ def test_cells_have_folders_of_their_own_for_each_store(tmp_path: Path) -> None:
     other = claim_folder(str(tmp_path), "postgresql://turngate@db/two")
     assert (first.name, second.name, other.name) == ("cell-1", "cell-2", "cell-1")
     assert first.parent == second.parent != other.parent, "nothing is shipped to another store"
+
+
+def test_limit_on_folders_is_reached_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_runner, "_MAX_FOLDERS", 2)
+    assert [claim_folder(str(tmp_path), URL).name for _ in range(2)] == ["cell-1", "cell-2"]
+    with pytest.raises(ConfigError, match="all 2 folders for cells are in use"):
+        claim_folder(str(tmp_path), URL)
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -326,6 +326,22 @@ def test_invalid_message_names_its_position(wire: Json, param: str) -> None:
     assert error.param == param and error.message.startswith("messages.0")
 
 
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "tool_result", "content": "x"}], "messages.2.content.0.tool_use_id"),
+        (["x"], "messages.2"),
+        ({"text": "x"}, "messages.2"),
+    ],
+)
+def test_invalid_message_after_others_of_its_role_names_its_own_position(content: Json, param: str) -> None:
+    option = {"role": "system", "content": [], "output_config": {"effort": "low"}}
+    wrong = {"role": "user", "content": content}
+    for skipped in (option, HI):
+        error = decode_error(messages=[HI, skipped, wrong])
+        assert error.param == param and error.message.startswith("messages.2")
+
+
 def test_duplicate_role_is_refused() -> None:
     body = b'{"messages": [{"role":"user","content":"x","role":"assistant"}, {"role":"user","content":"y"}]}'
     with pytest.raises(BadRequest, match=r"messages\.0\.role"):

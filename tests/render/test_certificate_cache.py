@@ -68,6 +68,14 @@ def test_changed_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: s
     assert len(records(tmp_path)) == 3
 
 
+def test_stop_tokens_in_generation_config_are_certified_again(folder: Path, tmp_path: Path) -> None:
+    before, _ = load_renderer(folder)
+    other = next(token for token in before.tokenizer.special_ids if token not in before.stop_ids)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [other]}))
+    after, _ = load_renderer(folder)
+    assert other in after.stop_ids and len(records(tmp_path)) == 2
+
+
 def test_damaged_record_is_ignored(folder: Path, tmp_path: Path) -> None:
     _, certificate = load_renderer(folder)
     (record,) = records(tmp_path)

@@ -63,8 +63,9 @@ async def test_proxy_error_is_unreachable_but_other_reply_is_config_error() -> N
             unreachable = (
                 f"returned status {status}, but the reply is not from a turngate gateway: .* the address is wrong"
             )
-            with pytest.raises(GatewayUnreachable, match=unreachable):
+            with pytest.raises(GatewayUnreachable, match=unreachable) as raised:
                 await client.check()
+            assert raised.value.retry_safe == (status == 503), "with the others, it may have sent the request"
         for status in (200, 404, 500):
             proxy.own_statuses = [status]
             with pytest.raises(ConfigError, match="is not a turngate gateway"):

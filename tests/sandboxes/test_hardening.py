@@ -22,8 +22,8 @@ from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, make_tar
 from tests.sandboxes.upstream import send_raw, upstream
 from tests.speed import scaled
 from turngate.agents import install
-from turngate.errors import AgentError, SandboxError
-from turngate.sandboxes import archive, door, owner, relay, seccomp, supervisor, tunnel
+from turngate.errors import AgentError, SandboxError, SandboxGone
+from turngate.sandboxes import archive, docker, door, owner, relay, seccomp, supervisor, tunnel
 from turngate.sandboxes.base import Resources, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
@@ -144,6 +144,45 @@ def test_command_that_stops_its_guard_at_once_is_reported_as_started() -> None:
         ready, _, _ = select.select([guard.stdout], [], [], scaled(10))
         guard.kill()
         assert ready and guard.stdout.read() == supervisor.STARTED
+
+
+SIGNALLED_COMMAND = """
+import os, runpy, signal, sys
+supervisor = runpy.run_path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the supervisor does
+
+def run(order, *streams):
+    os.kill(os.getpid(), signal.SIGTERM)  # the command was reported as started, but has not prepared its process
+    supervisor["exec_command"](order, *streams)
+
+reading, order = os.pipe()
+os.write(order, b'{"command": ["true"], "env": {"PATH": "/usr/bin:/bin"}, "cwd": "/"}')
+os.close(order)
+supervisor["run_guard"]([reading, *(os.open(os.devnull, os.O_RDWR) for _ in range(3)), 1], run)
+"""
+
+
+def test_sigterm_ends_a_command_that_is_just_starting() -> None:
+    command = [sys.executable, "-c", SIGNALLED_COMMAND, supervisor.__file__]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=scaled(30))
+    assert done.stdout == supervisor.STARTED + b"%d\n" % (128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("events", "is_gone"),
+    [("die\ndestroy\n", True), ("kill\ndie\ndestroy\n", False), ("stop\ndie\n", False), ("", False)],
+)
+async def test_only_a_container_stopped_from_outside_is_a_fault(
+    root: Path, monkeypatch: pytest.MonkeyPatch, events: str, is_gone: bool
+) -> None:
+    """Docker removes a container that has ended, so its event "destroy" does not show who ended it."""
+
+    async def list_events(*arguments: str) -> str:
+        return events
+
+    monkeypatch.setattr(docker, "run_docker", list_events)
+    error = await docker.DockerSandbox(root / "one", {}, root)._explain_end()
+    assert isinstance(error, SandboxGone) == is_gone
 
 
 # ── downloads ──

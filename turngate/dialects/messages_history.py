@@ -97,18 +97,20 @@ class MessagesHistory:
         self.items = items
         self._tools = tools
         self._system = system
-        self._first: list[int | None] = []  # index of each turn's first message; None for the system prompt
+        self._indexes: list[
+            tuple[int, ...]
+        ] = []  # of the messages of each turn in the request; none for the system prompt
         self._roles: list[str] = []
         self.raws: list[bytes] = []
         self.last = ""  # role of the last message
         if isinstance(before, MessagesHistory) and before._system == system:
-            self._first, self._roles, self.raws = before._first.copy(), before._roles.copy(), before.raws.copy()
+            self._indexes, self._roles, self.raws = before._indexes.copy(), before._roles.copy(), before.raws.copy()
             self.last = before.last
             self._add(len(before.items))
             return
         if system:
             self.raws.append(orjson.dumps({"role": "system", "content": system}))
-            self._first.append(None)
+            self._indexes.append(())
             self._roles.append("system")
         self._add(0)
 
@@ -118,6 +120,7 @@ class MessagesHistory:
     def _add(self, start: int) -> None:
         """Add messages to the turns, starting with the message at index `start`."""
         turn = self.raws[-1:]  # the messages of the last turn
+        added: list[int] = []  # the indexes of the messages that were added to it
         for index in range(start, len(self.items)):
             raw = self.items[index]
             role = _read_role(raw, index)
@@ -125,35 +128,38 @@ class MessagesHistory:
                 continue
             if role == self.last and role != "system":
                 turn.append(raw)
+                added.append(index)
             else:
-                self._end(turn)
-                turn = [raw]
+                self._end(turn, added)
+                turn, added = [raw], []
                 self.raws.append(raw)
-                self._first.append(index)
+                self._indexes.append((index,))
                 self._roles.append(role)
             self.last = role
-        self._end(turn)
+        self._end(turn, added)
 
-    def _end(self, turn: list[bytes]) -> None:
-        if len(turn) > 1:
+    def _end(self, turn: list[bytes], added: list[int]) -> None:
+        if added:
             self.raws[-1] = b",".join(turn)
+            self._indexes[-1] += tuple(added)
 
     def decode(self, index: int) -> tuple[Message, ...]:
-        first = self._first[index]
-        where = "system" if first is None else f"messages.{first}"
+        places = [f"messages.{n}" for n in self._indexes[index]] or ["system"]
         try:
             wires = _messages.decode(b"[" + self.raws[index] + b"]")
         except DECODE_ERRORS as error:
+            where = places[_find_item(error)]
             raise BadRequest(f"{where}: {_describe_item_error(error)}", param=where) from None
         blocks = [
-            (block, f"messages.{(first or 0) + n}.content.{m}")
-            for n, wire in enumerate(wires)
+            (block, f"{where}.content.{m}")
+            for wire, where in zip(wires, places, strict=True)
             for m, block in enumerate(_blocks_of(wire))
         ]
         role = self._roles[index]
         # If a message has two `role` fields, `_read_role` reads the first and the decoder reads the last.
-        if any(wire.role != role for wire in wires):
-            raise BadRequest(f"{where}.role is set twice", param=f"{where}.role")
+        for wire, where in zip(wires, places, strict=True):
+            if wire.role != role:
+                raise BadRequest(f"{where}.role is set twice", param=f"{where}.role")
         if role == "assistant":
             return (_decode_assistant(blocks),)
         return tuple(_decode_user(blocks, self._tools)) if role == "user" else (_decode_system(blocks, self._tools),)
@@ -194,6 +200,12 @@ class MessagesTools:
                 known[wire.name] = _decode_tool(wire, f"tools.{n}"), bool(wire.defer_loading)
             self._known = known
         return self._known
+
+
+def _find_item(error: Exception) -> int:
+    """Return the index of the item that a decoding error is about. It is 0 if the error does not name an item."""
+    found = re.match(r"\[(\d+)\]", describe_error(error))
+    return int(found[1]) if found else 0
 
 
 def _describe_item_error(error: Exception) -> str:

@@ -128,6 +128,13 @@ class _Generated(msgspec.Struct):
     meta_info: _ScoredPrompt
 
 
+class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
+    """Treats redirects as errors. Following one would send the API key to another server."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
 class _ScoringServer:
     """A server that scores over HTTP."""
 
@@ -135,6 +142,7 @@ class _ScoringServer:
         self.name = name
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model, self._key, self._timeout_s = model, key, timeout_s
+        self._opener = urllib.request.build_opener(_RefuseRedirects)
 
     def find_model(self) -> str:
         served = [card.id for card in self._request("/v1/models", _Models).data]
@@ -157,11 +165,16 @@ class _ScoringServer:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  # the engine that the user named
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:  # noqa: S310
+            with self._opener.open(request, timeout=self._timeout_s) as reply:
                 answer: bytes = reply.read()
         except urllib.error.HTTPError as error:
             if error.code == 401:
                 raise EngineError(f"{self.name} at {self._url} rejected the API key") from None
+            if 300 <= error.code < 400:
+                raise EngineError(
+                    f"{self.name} at {self._url} answered with a redirect ({error.code}), which is not followed; "
+                    "set the URL of the server itself"
+                ) from None
             sent = error.read(2000)
             message = f"status {error.code}: {extract_message(sent)[:500]}"
             raise error_from_status(self.name, error.code, message, sent.decode("utf-8", "replace")) from None

@@ -20,7 +20,13 @@ from turngate.render.tokenizer import TOOL_TEMPLATE_FILE
 from turngate.render.vocabulary import Vocabulary
 
 _VERSION = 2  # of the record format; increase it when the meaning of a record changes
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", TOOL_TEMPLATE_FILE)
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",  # its stop tokens may close a turn
+    "chat_template.jinja",
+    TOOL_TEMPLATE_FILE,
+)
 _MAX_RECORDS = 64  # a record with a large vocabulary has about 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 

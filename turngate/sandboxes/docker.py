@@ -215,7 +215,8 @@ class DockerSandbox(PosixSandbox):
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
         output = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
         events = {line.strip() for line in output.splitlines()}
-        if "die" in events and not events & {"kill", "stop", "destroyed"}:
+        # "destroy" says nothing: Docker removes the container whenever it ends, because of --rm.
+        if "die" in events and not events & {"kill", "stop"}:
             return SandboxGone("the sandbox's container ended, and was not stopped from outside")
         return SandboxError("the sandbox's container was stopped from outside")
 

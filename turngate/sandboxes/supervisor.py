@@ -36,6 +36,7 @@ FD_COUNT = 5  # descriptors sent with a command: its order, stdin, stdout, stder
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not define
 CANNOT_RUN, NOT_FOUND = 126, 127  # exit codes, as in a shell
 OWNER_FILE = "owner"  # the file in a sandbox's folder that names its owner
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the supervisor ignores them
 ORPHANS_S = 5.0  # how long to wait for killed orphans to disappear
 
 Guards = Dict[str, Tuple[int, int]]  # for each job: the guard's process id and our copy of its status pipe
@@ -55,7 +56,7 @@ def supervise(control: socket.socket, life_s: float, folders: list[str], run: Ru
     os.umask(0o022)
     _prctl(SET_CHILD_SUBREAPER, 1)
     _prctl(SET_DUMPABLE, 0)  # commands run as the same user, and must not inspect this process
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -210,6 +211,8 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
     with os.fdopen(order_fd, "rb") as file:
         order = json.load(file)
     reported, report = os.pipe()
+    # The command inherits that these signals are ignored. One that arrives before `prepare_process` resets this must not be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     command = _fork(stderr, status)
     if command < 0:
         return
@@ -222,6 +225,7 @@ def run_guard(fds: list[int], run: RunCommand) -> None:
             run(order, stdin, stdout, stderr)
 
         _call_and_exit(become_command, CANNOT_RUN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     os.close(reported)
     os.write(status, STARTED)
     os.close(report)
@@ -254,8 +258,11 @@ def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session
     """Set up the session, signal handlers, resource limits, standard descriptors and working folder of a command."""
     if session:
         os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+    for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, ENDING_SIGNALS
+    )  # ends this process if one has arrived since `run_guard` blocked them
     for what, name in ((resource.RLIMIT_FSIZE, "file_bytes"), (resource.RLIMIT_NOFILE, "open_files")):
         if name in order:
             _lower_limit(what, order[name])
@@ -285,11 +292,7 @@ def _exit_with_error(why: str, code: int) -> None:
 def run_led_command(command: list[str]) -> None:
     """Run a command and exit with its exit code. Kill it when stdin closes, which also happens if the owner is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # signals to our process group are meant for the command
+    for number in ENDING_SIGNALS:  # signals to our process group are meant for the command
         signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)

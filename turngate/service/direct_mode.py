@@ -1,9 +1,9 @@
 """Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
 A sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one endpoint and
-returns the replies unchanged. It adds no key, removes the agent's key headers, and does not follow redirects. It also counts completed
-generations, and records errors and silence of the endpoint. As in the other modes, the agent is not at fault if its endpoint is down, fails
-or stops responding. The rollout uses `DirectModeClient` in place of a gateway's client.
+returns the replies unchanged. It adds no key, removes the agent's key headers and the session's key from the query, and does not follow
+redirects. It also counts completed generations, and records errors and silence of the endpoint. As in the other modes, the agent is not at
+fault if its endpoint is down, fails or stops responding. The rollout uses `DirectModeClient` in place of a gateway's client.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Forwarder:
             for name, value in request.headers.items()
             if name.lower() not in (*_CREDENTIAL_HEADERS, *_HOP_HEADERS) and not name.lower().startswith("x-turngate")
         }
-        body, query = await request.read(), request.rel_url.raw_query_string
+        body, query = await request.read(), _remove_session_key(request.rel_url.raw_query_string)
         # The URL is already quoted, and quoting it again would change it.
         url = URL(self.target_url(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
         try:
@@ -172,6 +172,11 @@ class Forwarder:
                 yield f"http://{host}:{port}"
             finally:
                 await runner.cleanup()
+
+
+def _remove_session_key(query: str) -> str:
+    """Remove the key that the session gave the agent from a query such as `alt=sse&key=none`. Gemini clients may send it there."""
+    return "&".join(field for field in query.split("&") if field != f"key={PLACEHOLDER}")
 
 
 def _error_response(status: int, message: str) -> web.Response:

@@ -237,7 +237,7 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
         why.append("no log-probabilities")
     elif len(turn.logprobs) != len(turn.ids):
         why.append(f"{len(turn.logprobs)} log-probabilities for {len(turn.ids)} tokens")
-    elif np.isnan(turn.logprobs).any():
+    elif not np.isfinite(turn.logprobs).all():
         why.append("missing log-probabilities")
     if role not in policy.roles:
         why.append(f"role {role}")

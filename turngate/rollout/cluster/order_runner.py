@@ -154,7 +154,7 @@ def claim_folder(place: str, shared: str) -> Path:
     shared store has separate folders, so that every session is shipped to the store of its batch.
     """
     root = Path(place).expanduser() / parse_database_url(shared).folder.name
-    for number in range(1, _MAX_FOLDERS):
+    for number in range(1, _MAX_FOLDERS + 1):
         folder = root / f"cell-{number}"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -168,7 +168,9 @@ def claim_folder(place: str, shared: str) -> Path:
             return folder
         except OSError:
             os.close(lock)
-    raise ConfigError(f"{root}: all folders for cells are in use on this machine; stop cells that are no longer needed")
+    raise ConfigError(
+        f"{root}: all {_MAX_FOLDERS} folders for cells are in use on this machine; stop cells that are no longer needed"
+    )
 
 
 def _write_config(settings: RunnerSettings, folder: Path) -> Path:
