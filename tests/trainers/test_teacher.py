@@ -6,10 +6,13 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,16 +24,19 @@ from turngate.cli.export import export_rollouts
 from turngate.cli.options import ExportOptions
 from turngate.client.feed import Feed, FeedConfig
 from turngate.client.gateway import GatewayClient
-from turngate.errors import ConfigError, EngineError
+from turngate.engines.scoring import Span, TokenScores, VLLMScoring
+from turngate.errors import ConfigError, EngineError, EngineUnavailable
 from turngate.store.pruning import prune
 from turngate.store.score_cache import CACHE_FILE, digest_turns
 from turngate.store.sqlite import Store
+from turngate.trace.sample import RowSpan
 from turngate.trainers.export import ExportResult
 from turngate.trainers.export.side_data import decode_columns
 from turngate.trainers.teacher import FeedTeacher, TeacherConfig
 from turngate.trainers.teacher import scoring as scoring_module
-from turngate.trainers.teacher.scoring import TeacherUnavailable
+from turngate.trainers.teacher.scoring import Teacher, TeacherUnavailable
 from turngate.trainers.teacher.vocabulary import VocabularyMismatch
+from turngate.types import Ids
 from turngate.verify import SessionReader, VerifyFinding, VerifyOptions, verify
 
 
@@ -409,6 +415,43 @@ async def test_feed_delivers_scores(recording: Recording, server: TeacherServer,
         assert column.values.tolist() == [np.float32(scores[place]) for place in places]
         assert row.side["teacher_top_ids"].values.shape == (len(places), 1)
         assert np.array_equal(column.values, other.side["teacher_logprobs"].values)
+
+
+def test_failure_of_an_earlier_attempt_does_not_end_the_next(server: TeacherServer) -> None:
+    is_waiting, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Engine(VLLMScoring):
+        def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
+            if may_end.is_set():
+                return super().score(ids, spans, top_k)
+            if not is_waiting.is_set():
+                is_waiting.set()
+                may_end.wait()
+                has_ended.set()
+            raise EngineUnavailable("the engine is dead")
+
+    class ShortRow(msgspec.Struct):
+        ids: Ids
+        spans: tuple[RowSpan, ...]
+
+    rows = [
+        ShortRow(np.arange(n, n + 4, dtype=np.int32), (RowSpan(1, 2, 4, "main", True, "", 0, 0),)) for n in (10, 20)
+    ]
+    with Teacher(config(server, concurrency=2), engine=Engine("vllm", server.url, "teacher")) as teacher:
+        for row in rows:
+            teacher.submit("s", [row], tokenizer())
+            is_waiting.wait()
+        while teacher._failure is None:
+            time.sleep(0.01)
+        reset = threading.Thread(target=teacher.reset)
+        reset.start()
+        reset.join(0.2)  # it waits until the first call has ended
+        may_end.set()
+        has_ended.wait()
+        reset.join()
+        teacher.submit("s", rows, tokenizer())
+        teacher.wait()
+        assert all(not isinstance(teacher.columns(row), str) for row in rows)
 
 
 async def test_feed_marks_unscored_rows(recording: Recording, server: TeacherServer) -> None:  # noqa: F811

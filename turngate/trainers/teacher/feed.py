@@ -8,6 +8,7 @@ with FeedTeacher(TeacherConfig(engine="vllm", url=…, model=…), policy_tokeni
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,6 +40,7 @@ class FeedTeacher:
         self._teacher = Teacher(config, cache, engine=engine)
         self._policy = Tokenizer(Path(policy_tokenizer))
         self._keeps = cache is not None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +56,11 @@ class FeedTeacher:
 
     async def score(self, delivery: Delivery) -> Delivery:
         """Return the delivery with the teacher's scores. Raise `TeacherUnavailable` if the teacher fails; the call can be repeated."""
-        return await asyncio.to_thread(self._score, delivery)
+        return await asyncio.to_thread(self._score_alone, delivery)
+
+    def _score_alone(self, delivery: Delivery) -> Delivery:
+        with self._lock:  # if a call of `score` is cancelled, its thread continues
+            return self._score(delivery)
 
     def _score(self, delivery: Delivery) -> Delivery:
         self._teacher.reset()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +148,9 @@ class Teacher:
         self._raise_failure()
 
     def reset(self) -> None:
-        """Forget failures and rejected turns, so that they are tried again."""
+        """Forget failures and rejected turns, so that they are tried again. First wait until all running calls have ended."""
+        futures.wait(self._running)
+        self._running = []
         self._failure = None
         self._refused.clear()
         self._in_flight.clear()
