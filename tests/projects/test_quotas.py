@@ -86,6 +86,21 @@ def test_live_sessions_of_a_dead_holder_come_back(store: Store, monkeypatch: pyt
     assert second.quota.max_sessions == 1
 
 
+def test_a_holder_that_cannot_read_its_limits_keeps_them(store: Store) -> None:
+    holder = Holder(store.quotas, Quotas(tokens_per_day=200))
+    holder.refresh()
+
+    def fail(project: str) -> Quotas:
+        raise StoreError("the store cannot be read")
+
+    read_limits, holder.keeper._read_limits = holder.keeper._read_limits, fail
+    holder.refresh()  # an error would end the keeper's thread
+    assert holder.quota.limits == Quotas(tokens_per_day=200) and holder.quota.has_tokens
+    holder.keeper._read_limits, holder.limits = read_limits, Quotas(tokens_per_day=100)
+    holder.refresh()
+    assert holder.quota.limits == Quotas(tokens_per_day=100)
+
+
 def test_a_cut_off_holder_keeps_to_what_it_has(store: Store) -> None:
     holder = Holder(store.quotas, Quotas(tokens_per_day=200))
     holder.refresh()

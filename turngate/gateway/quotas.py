@@ -191,8 +191,8 @@ class QuotaKeeper:
 
     def refresh(self, quota: ProjectQuota, part: _Parts) -> None:
         """Take the next parts of a project's quotas if it needs them. If the store does not answer, the project keeps the parts it has."""
-        quota.limits = limits = self._read_limits(quota.project)
         try:
+            quota.limits = limits = self._read_limits(quota.project)
             self._refresh_tokens(quota, part, limits.tokens_per_day)
             self._refresh_sessions(quota, part, limits.live_sessions)
             self._refresh_bytes(quota, part, limits.stored_bytes)
