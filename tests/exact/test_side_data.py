@@ -32,6 +32,7 @@ from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.trainers.export.files import encode_json
 from turngate.trainers.export.side_data import decode_columns
 from turngate.trainers.export.tree import rebuild_rows
+from turngate.trainers.tree_batch import read_trees
 from turngate.types import SideArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import load_session_view
@@ -154,6 +155,9 @@ def check_export(folder: Path, expected: Expected) -> None:
     export(folder, out, ExportChoices(format="tree", side=NAMES))
     [tree] = map(json.loads, out.read_text().splitlines())
     assert [json.loads(encode_json(row)) for row in rebuild_rows(tree)] == rows
+    [loaded] = read_trees(out)
+    for row in loaded.tree.rebuild_rows():
+        expected.check(row.branch, row.ids, row.side)
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.full)])

@@ -29,18 +29,18 @@ from tests.exact.agent import Reply, read_stream
 from tests.exact.test_router_replay import MODELS, route
 from tests.speed import scaled
 from tests.workers.test_processes import ServeProcess, start_serve
-from turngate.client.feed import Feed, FeedConfig, FeedForm, Row
+from turngate.client.feed import Delivery, Feed, FeedConfig, FeedForm, Row
 from turngate.client.gateway import GatewayClient
 from turngate.common.sharding import slot_of
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.export import ExportChoices, export
 from turngate.trainers.export.side_data import decode_columns
-from turngate.trainers.tree_batch import list_rows, read_trees
+from turngate.trainers.tree_batch import list_rows, pack_trees, read_trees
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
-pytestmark = [pytest.mark.process, pytest.mark.full]
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("torch")]
 
 NAME = "routed_experts"
 STEPS = ("go on", "go on", "retry", "back", "compact", "aborted", "truncated", "killed", "killed in a reply")
@@ -214,7 +214,27 @@ async def deliver(serve: ServeProcess, session: str) -> dict[str, list[Row]]:
                 delivery = await feed.next(scaled(20))
                 assert delivery is not None
                 rows[form] = delivery.rows()
+                if form == "tree":
+                    check_batch(delivery)
     return rows
+
+
+def check_batch(delivery: Delivery) -> None:
+    """Check that a batch for PyTorch has each value at the tokens that rows have it at."""
+    batch = pack_trees(delivery.trees)
+    packed = batch.side[NAME]
+    value_of = dict(zip(packed.tokens.tolist(), packed.values.numpy(), strict=True))
+    offset = 0
+    for delivered in delivery.trees:
+        for row in delivered.rebuild_rows():
+            assert row.path is not None
+            parts = [delivered.tree.segments[index] for index in row.path.segments]
+            places = [offset + place for part in parts for place in range(part.start, part.end)]
+            assert batch.ids[places].tolist() == row.ids.tolist()
+            tokens = [token for span in row.side[NAME].spans for token in range(*span)]
+            assert [token for token, place in enumerate(places) if place in value_of] == tokens
+            assert np.array_equal([value_of[places[token]] for token in tokens], row.side[NAME].values)
+        offset += len(delivered.tree.ids)
 
 
 def check_exports(data: Path, engine: Engine, rows: int) -> None:

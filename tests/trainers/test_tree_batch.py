@@ -16,6 +16,7 @@ from turngate.errors import ConfigError
 from turngate.trace.prefix_tree import build_tree, find_shared_prefixes
 from turngate.trace.roles import ROLES
 from turngate.trace.sample import Sample, TrainingPolicy, build_samples
+from turngate.trace.side_data import SideColumn
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trace
 from turngate.trainers.export.tree import ExportedTree
 from turngate.trainers.local.grpo import GrpoSettings, Learner, attend_densely, attend_flexibly
@@ -219,6 +220,35 @@ def test_block_mask_has_the_blocks_of_pytorch(size: int) -> None:
 def test_flex_attention_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"flex_attention needs a CUDA device, but the model is on cpu"):
         Learner(model(), GrpoSettings(flex_attention=True))
+
+
+def add_side_data(rows: list[Sample], dtype: str) -> list[Sample]:
+    """Return rows that have a number for every token except the first, which depends on the tokens before it."""
+    return [
+        row.with_side({"sums": SideColumn(((1, len(row.ids)),), np.cumsum(row.ids)[1:, None].astype(dtype))})
+        for row in rows
+    ]
+
+
+def test_batch_has_side_data_of_all_trees() -> None:
+    rows = [add_side_data(made().rows(), "int32") for made in (forks, compaction)]
+    plain = eight_sub_agents().export(1.0)
+    with_side = [ExportedTree("s", 1.0, 1.0, build_tree(each)) for each in rows]
+    trees = [with_side[0], plain, with_side[1]]
+    batch = pack_trees(trees)
+    packed = batch.side["sums"]
+    value_of = dict(zip(packed.tokens.tolist(), packed.values[:, 0].tolist(), strict=True))
+    offset = 0
+    for exported, expected in zip(trees, (rows[0], [], rows[1]), strict=True):
+        for path, row in zip(exported.tree.rows, expected, strict=False):
+            parts = [exported.tree.segments[index] for index in path.segments]
+            places = [offset + place for part in parts for place in range(part.start, part.end)]
+            assert [value_of.get(place) for place in places] == [None, *np.cumsum(row.ids)[1:].tolist()]
+        offset += len(exported.tree.ids)
+    assert not pack_trees([plain]).side
+    other = ExportedTree("s", 1.0, 1.0, build_tree(add_side_data(forks().rows(), "float32")))
+    with pytest.raises(ConfigError, match="one type and shape of sums, but these have 2; pack them separately"):
+        pack_trees([trees[0], other])
 
 
 def test_unknown_advantage_is_rejected() -> None:

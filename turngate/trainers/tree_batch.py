@@ -12,7 +12,7 @@ PyTorch's FlexAttention has no backward pass on CPUs. Functions import torch whe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,8 +35,15 @@ if TYPE_CHECKING:
     from turngate.trainers.tree_attention import MaskMod
 
 
+class PackedSide(msgspec.Struct, frozen=True, eq=False):
+    """Side data of a batch under one name, for the tokens that have a value."""
+
+    tokens: Tensor  # indices of these tokens in the batch, in ascending order
+    values: Tensor  # one for each of them
+
+
 class TreeBatch(msgspec.Struct, frozen=True, eq=False):
-    """The tokens of one or more trees as one sequence. Each tensor except `row_tokens` has one value per token."""
+    """The tokens of one or more trees as one sequence. Each tensor except `row_tokens` and those of `side` has one value per token."""
 
     ids: Tensor
     positions: Tensor
@@ -50,6 +57,7 @@ class TreeBatch(msgspec.Struct, frozen=True, eq=False):
     weights: Tensor  # of the row that trains it, 1/K if the rollout has K rows; NaN for tokens that no row trains
     rows: Tensor  # index of the row that trains it, in the order of the trees and their rows; -1: none does
     row_tokens: Tensor  # by row: the number of trained tokens
+    side: Mapping[str, PackedSide] = {}
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -124,7 +132,29 @@ def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu
         weights=join("weights", np.float32),
         rows=join("rows", np.int64),
         row_tokens=torch.tensor(counts, device=device),
+        side=_pack_side([one.tree for one in trees], device),
     )
+
+
+def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide]:
+    import torch
+
+    offsets = [0, *np.cumsum([len(tree.ids) for tree in trees]).tolist()]
+    packed = {}
+    for name in dict.fromkeys(name for tree in trees for name in tree.side):
+        found = [(offset, tree.side[name]) for offset, tree in zip(offsets, trees, strict=False) if name in tree.side]
+        kinds = {(column.values.dtype, column.values.shape[1:]) for _, column in found}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"trees must have one type and shape of {name}, but these have {len(kinds)}; pack them separately",
+                param="trees",
+            )
+        tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]
+        packed[name] = PackedSide(
+            tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *tokens])).to(device),
+            values=torch.from_numpy(np.concatenate([column.values for _, column in found])).to(device),
+        )
+    return packed
 
 
 class _Columns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
