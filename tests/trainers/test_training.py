@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from tests import kit
 from tests.batch.kit import plan
 from tests.engines.local_kit import model  # skips if torch is missing
 from tests.speed import scaled
+from turngate.client.feed import Row
 from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import GatewayConnector
 from turngate.trainers.local import checkpoint
-from turngate.trainers.local.grpo import GrpoSettings, Step
+from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, UpdateMetrics
 from turngate.trainers.local.training import (
     StepTime,
     TimedEngine,
@@ -71,6 +72,28 @@ async def test_finished_run_continues_with_more_steps(root: Path) -> None:
     async with training_environment(root / "data") as environment:
         more = await train(environment, goal(root, 3, "well-0"), root / "out", "")
     assert delivery_ranges(more) == [(1, 1), (2, 2), (3, 3)] and more[0] == first[0]
+
+
+async def test_run_continues_on_trees(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed is the same; only its rows are delivered in another form."""
+    trained: list[Row] = []
+    gradients = Learner.gradients
+
+    def note_rows(learner: Learner, rows: Sequence[Row], version: int) -> UpdateMetrics:
+        trained.extend(rows)
+        return gradients(learner, rows, version)
+
+    monkeypatch.setattr(Learner, "gradients", note_rows)
+    on_trees = GrpoSettings(groups=1, prefix_tree=True)
+    async with training_environment(root / "data") as environment:
+        await train(environment, goal(root, 1, "well-0"), root / "out", "")
+        flat = len(trained)
+        more = msgspec.structs.replace(goal(root, 2, "well-0"), settings=on_trees)
+        steps = await train(environment, more, root / "out", "")
+    assert delivery_ranges(steps) == [(1, 1), (2, 2)]
+    assert [row.path is not None for row in trained] == [False] * flat + [True] * (len(trained) - flat)
+    assert 0 < flat < len(trained)
+    assert all(step.measured.difference is not None and step.measured.difference < 1e-4 for step in steps)
 
 
 async def test_data_folder_of_other_run_is_rejected(root: Path) -> None:
