@@ -380,6 +380,8 @@ async def test_chunks_carry_weight_versions() -> None:
         [only] = await whole
         seen = [chunk.versions for chunk in await streamed]
         assert only.versions == (4, 6) and len(only.ids) == 200
+        assert only.version_runs is not None and [version for version, _ in only.version_runs] == [4, 5, 6]
+        assert sum(tokens for _, tokens in only.version_runs) == 200
         assert seen[0] is None and seen[-1] == (6, 6) and (5, 5) in seen  # None: the version the call started with
         with pytest.raises(RuntimeError, match="the trainer failed"):
             async with engine.updating(7):

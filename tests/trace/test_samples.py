@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.trace.kit import Call, Recorder, assistant, system, user
+from turngate.trace.prefix_tree import build_tree
 from turngate.trace.roles import ROLES
 from turngate.trace.sample import TrainingPolicy, build_samples
 from turngate.trace.tree import path_ids
@@ -131,3 +133,25 @@ def test_logprobs_align_with_their_tokens() -> None:
     values = [None if math.isnan(value) else value for value in sample.logprobs.tolist()]
     assert values == [None, -1.0, -2.0, None, -0.5, -0.5]
     assert sample.mask.tolist() == [False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("versions", "runs", "expected"),
+    [
+        ((3, 3), (), [3, 3]),
+        ((3, 3), ((3, 2),), [3, 3]),
+        ((3, 5), ((3, 1), (5, 1)), [3, 5]),
+        ((3, 5), (), [-1, -1]),  # the weights changed, and the engine did not report where
+    ],
+)
+def test_each_token_has_the_version_that_sampled_it(
+    versions: tuple[int, int], runs: tuple[tuple[int, int], ...], expected: list[int]
+) -> None:
+    recorder = Recorder(WORK)
+    turn = recorder.turns[0]
+    turn.info = msgspec.structs.replace(
+        turn.info, version_start=versions[0], version_end=versions[1], version_runs=runs
+    )
+    rows = build_samples(recorder.trace)
+    for row in (*rows, *build_tree(rows).rebuild_rows()):
+        assert row.token_versions().tolist() == [-1, *expected, -1, 0, 0]

@@ -30,6 +30,7 @@ from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, tinker
 from turngate.trainers.export.files import UnwritableRecord, encode_json
+from turngate.trainers.export.rows import describe_versions
 from turngate.types import encode_array
 from turngate.views.verdict import open_row_source
 
@@ -616,11 +617,21 @@ def test_areal_has_the_versions_that_the_engine_reported() -> None:
     recorder = Recorder([first, second])
     changed, plain = recorder.turns
     changed.info = msgspec.structs.replace(changed.info, version_end=2, version_runs=((0, 1), (2, 2)))
-    turns = {turn.id: turn for turn in recorder.turns}
-    versions = {
-        row.branch: areal.list_versions(row, turns.__getitem__).tolist() for row in build_samples(recorder.trace)
-    }
+    versions = {row.branch: areal.list_versions(row).tolist() for row in build_samples(recorder.trace)}
     assert versions == {changed.id: [-1, 0, 2, 2], plain.id: [-1, 0, 0]}
+
+
+def test_version_runs_of_trained_tokens() -> None:
+    first, second = [trace_kit.user("Fix it.")], [trace_kit.user("And?")]
+    then = [*first, trace_kit.assistant("Done."), *second]
+    recorder = Recorder([Call(first, trace_kit.assistant("Done."), size=3), Call(then, size=2)])
+    changed, unknown = recorder.turns
+    changed.info = msgspec.structs.replace(changed.info, version_end=2, version_runs=((0, 1), (2, 2)))
+    unknown.info = msgspec.structs.replace(unknown.info, version_start=2, version_end=3)
+    [row] = build_samples(recorder.trace)
+    assert row.mask.tolist() == [False, True, True, True, False, True, True]
+    found = describe_versions(row, 1, len(row.ids))
+    assert found == {"version_start": 0, "version_end": 3, "token_versions": [[0, 1, 0], [1, 3, 2], [4, 6, None]]}
 
 
 async def test_similar_session_ids_get_separate_files(recording: Recording) -> None:

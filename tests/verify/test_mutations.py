@@ -893,6 +893,12 @@ ROW_CHANGES: dict[str, tuple[str, Callable[[list[Sample]], list[Sample]]]] = {
     "a mask too short": ("rows", change_first(lambda r: replace_fields(r, mask=r.mask[:-1]))),
     "a turn at another place": ("rows", change_first(lambda r: replace_span(r, 0, start=r.spans[0].start + 1))),
     "another policy version": ("rows", change_first(lambda r: replace_span(r, 0, version_end=7))),
+    "other versions within a turn": (
+        "rows",
+        change_first(
+            lambda r: replace_span(r, 0, version_runs=((0, 1), (1, r.spans[0].end - r.spans[0].start - 1))),
+        ),
+    ),
     "a row is missing": ("rows", lambda rows: rows[1:]),
     "a duplicate row": ("rows", lambda rows: [*rows, rows[0]]),
     "a row of another branch": ("rows", change_first(lambda r: replace_fields(r, branch=2))),

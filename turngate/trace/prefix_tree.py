@@ -164,7 +164,7 @@ def _path(node: _Node) -> list[_Node]:
 # ── the tree of a rollout ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class SegmentTurn(msgspec.Struct, frozen=True):
+class SegmentTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """The turn that a segment belongs to."""
 
     node: int
@@ -173,6 +173,7 @@ class SegmentTurn(msgspec.Struct, frozen=True):
     reason: str  # why no row trains it; empty if one does
     version_start: int
     version_end: int
+    version_runs: tuple[tuple[int, int], ...] = ()  # of the whole turn, as in `RowSpan`
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -361,7 +362,8 @@ def _find_turn(row: Sample, part: RowRange, trained_in: int | None) -> SegmentTu
     if span is None:
         return None
     reason = span.reason if trained_in is None else ""
-    return SegmentTurn(span.node, span.role, trained_in, reason, span.version_start, span.version_end)
+    versions = span.version_start, span.version_end, span.version_runs
+    return SegmentTurn(span.node, span.role, trained_in, reason, *versions)
 
 
 def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
@@ -373,7 +375,8 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
         if turn is not None and (new is None or new.node != turn.node):
             trained = turn.trained_in == index
             reason = "" if trained else turn.reason or TRAINED_ELSEWHERE
-            yield RowSpan(turn.node, start, end, turn.role, trained, reason, turn.version_start, turn.version_end)
+            versions = turn.version_start, turn.version_end, turn.version_runs
+            yield RowSpan(turn.node, start, end, turn.role, trained, reason, *versions)
             turn = None
         if segment is not None:
             if turn is None:

@@ -18,6 +18,7 @@ from turngate.types import LOGPROB_DTYPE, Ids, Logprobs, SideArray
 
 REFUSED = "the agent was refused a model call"
 TRAINED_ELSEWHERE = "trained in another row"
+UNKNOWN_VERSION = -1
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -28,7 +29,7 @@ class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     refused: bool = False  # also train sessions in which a model call was refused
 
 
-class RowSpan(msgspec.Struct, frozen=True):
+class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """The position of one turn's sampled tokens in a row, and whether they are trained."""
 
     node: int
@@ -39,6 +40,25 @@ class RowSpan(msgspec.Struct, frozen=True):
     reason: str  # why the turn is not trained; empty if it is
     version_start: int
     version_end: int
+    # (policy version, tokens) of all tokens of the turn, if the weights changed during the turn and the engine reported where.
+    version_runs: tuple[tuple[int, int], ...] = ()
+
+
+def list_token_versions(tokens: int, spans: Sequence[RowSpan]) -> np.ndarray:
+    """Return the policy version that sampled each of a row's tokens, as int64.
+
+    It is `UNKNOWN_VERSION` for tokens that were not sampled, and for those of a turn during which the weights changed if the engine did not
+    report where.
+    """
+    versions = np.full(tokens, UNKNOWN_VERSION, np.int64)
+    for span in spans:
+        start = span.start
+        for version, count in span.version_runs:
+            versions[start : start + count] = version
+            start += count
+        if not span.version_runs and span.version_start == span.version_end:
+            versions[span.start : span.end] = span.version_start
+    return versions
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,6 +78,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
+
+    def token_versions(self) -> np.ndarray:
+        """Return the policy version that sampled each token. See `list_token_versions`."""
+        return list_token_versions(len(self.ids), self.spans)
 
     def with_side(self, columns: Mapping[str, SideColumn]) -> Sample:
         """Return the row with more side data."""
@@ -176,6 +200,7 @@ def _build_row(leaf: Sampled, role_of: Mapping[int, TurnRole], reasons: Mapping[
                     reason,
                     node.info.version_start,
                     node.info.version_end,
+                    node.info.version_runs if len(node.info.version_runs) > 1 else (),
                 )
             )
         start = end

@@ -39,6 +39,8 @@ class TrainerSpan(Protocol):
     def version_start(self) -> int: ...
     @property
     def version_end(self) -> int: ...
+    @property
+    def version_runs(self) -> Sequence[tuple[int, int]]: ...
 
 
 class TrainerRow(Protocol):
@@ -139,9 +141,11 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
     at, due = 0, []
     for node in path(leaf):
         if isinstance(node, StoredTurn):
-            due.append((node.id, at, at + len(node.ids), node.info.version_start, node.info.version_end))
+            info = node.info
+            runs = tuple(info.version_runs) if len(info.version_runs) > 1 else ()
+            due.append((node.id, at, at + len(node.ids), info.version_start, info.version_end, runs))
         at += len(node.ids)
-    found = [(s.node, s.start, s.end, s.version_start, s.version_end) for s in row.spans]
+    found = [(s.node, s.start, s.end, s.version_start, s.version_end, tuple(s.version_runs)) for s in row.spans]
     check.expect(found == due, f"its spans are {found}, but its turns are at {due}", node=leaf.id)
 
 

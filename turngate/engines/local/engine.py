@@ -18,13 +18,14 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from turngate.engines.base import Chunk, Generate, Health, refuse_top_logprobs
+from turngate.engines.base import Chunk, Generate, Health, VersionRuns, refuse_top_logprobs
 from turngate.engines.local.cache import KeyValues, Slots
 from turngate.engines.local.decode import Decoder
 from turngate.engines.local.model import Model
@@ -327,6 +328,7 @@ class LocalGeneration:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: tuple[int | None, int | None] = (None, None)
+        self._runs: list[tuple[int | None, int]] = []  # (version, tokens) of all tokens so far; None: not known
         self._end: End | None = None
         self._done = False  # whether the last chunk was returned
         self._waiter: asyncio.Future[None] | None = None
@@ -362,6 +364,10 @@ class LocalGeneration:
         if not self._ids:
             self._versions = (version, version)
         self._versions = (self._versions[0], version)
+        if self._runs and self._runs[-1][0] == version:
+            self._runs[-1] = (version, self._runs[-1][1] + len(ids))
+        elif ids:
+            self._runs.append((version, len(ids)))
         self._ids += ids
         self._logprobs += logprobs
         if self._in_pieces:
@@ -382,12 +388,22 @@ class LocalGeneration:
         self._done = finish is not None
         prompt = self._request.prompt.tolist() if self._echo else None
         self._echo = False
-        return Chunk(ids, logprobs, finish, prompt, self._span())
+        return Chunk(ids, logprobs, finish, prompt, self._span(), version_runs=self._list_runs())
 
     def _span(self) -> tuple[int, int] | None:
         """Return the policy versions of the chunk's first and last token. If the first is unknown, use the request's version."""
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
+
+    def _list_runs(self) -> VersionRuns | None:
+        """Return the policy versions of all tokens so far, if the weights changed and all versions are known. See `_span` for the first."""
+        if len(self._runs) < 2:
+            return None
+        (first, tokens), *later = self._runs
+        known = tuple((version, count) for version, count in later if version is not None)
+        runs = ((self._request.version if first is None else first, tokens), *known)
+        is_valid = len(known) == len(later) and all(one[0] < other[0] for one, other in pairwise(runs))
+        return runs if is_valid else None
 
 
 def _choose_device(device: str) -> str:

@@ -5,13 +5,12 @@ AReaL expects tensors with a batch dimension: `{name: torch.tensor([record[name]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from turngate.trace.advantage import row_weight
-from turngate.trace.sample import Sample
-from turngate.trace.tree import Sampled
+from turngate.trace.sample import UNKNOWN_VERSION, Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
@@ -63,7 +62,7 @@ class Areal:
                     "input_ids": row.ids,
                     "loss_mask": row.mask.astype(np.int8),
                     "logprobs": np.where(row.mask, row.logprobs, np.float32(0)),
-                    "versions": list_versions(row, rollout.turn),
+                    "versions": list_versions(row),
                     "attention_mask": np.ones(row.ids.size, np.int8),
                     "rewards": rollout.reward,
                     "metadata": {
@@ -75,15 +74,10 @@ class Areal:
                 }
 
 
-def list_versions(row: Sample, find_turn: Callable[[int], Sampled]) -> np.ndarray:
-    """Return the policy version of each trained token. The other tokens have `NO_VERSION`."""
-    versions = np.full(row.ids.size, NO_VERSION, np.int32)
+def list_versions(row: Sample) -> np.ndarray:
+    """Return the policy version of each trained token, or the first of its turn's if it is unknown. The other tokens have `NO_VERSION`."""
+    versions = row.token_versions()
     for span in row.spans:
-        if span.trained:
-            start = span.start
-            for version, tokens in find_turn(span.node).info.version_runs or (
-                (span.version_start, span.end - span.start),
-            ):
-                versions[start : start + tokens] = version
-                start += tokens
-    return versions
+        own = versions[span.start : span.end]
+        own[own == UNKNOWN_VERSION] = span.version_start
+    return np.where(row.mask, versions, NO_VERSION).astype(np.int32)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 from turngate.trace.advantage import compute_advantages, row_weight
-from turngate.trace.sample import Sample
+from turngate.trace.sample import UNKNOWN_VERSION, Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import TOO_LARGE, has_too_large_reward
@@ -158,3 +160,20 @@ def version_range(row: Sample) -> dict[str, int]:
         "version_start": min(span.version_start for span in trained),
         "version_end": max(span.version_end for span in trained),
     }
+
+
+def describe_versions(row: Sample, start: int, end: int) -> dict[str, Json]:
+    """Return the policy versions of the trained tokens from `start` to `end`, for formats without a field for each token.
+
+    `token_versions` lists runs of trained tokens as [start, end, version], with positions counted from `start`. The version is None if it
+    is unknown.
+    """
+    versions, trained = row.token_versions()[start:end], row.mask[start:end]
+    edges = np.flatnonzero(np.diff(versions) | np.diff(trained.astype(np.int8))) + 1
+    runs = pairwise([0, *edges.tolist(), len(versions)])
+    known = [
+        [first, last, None if versions[first] == UNKNOWN_VERSION else int(versions[first])]
+        for first, last in runs
+        if first < last and trained[first]
+    ]
+    return {**version_range(row), "token_versions": known}

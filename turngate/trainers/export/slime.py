@@ -13,7 +13,7 @@ from turngate.trace.advantage import row_weight
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
-from turngate.trainers.export.rows import describe_rollout, version_range
+from turngate.trainers.export.rows import describe_rollout, describe_versions
 from turngate.trainers.export.side_data import check_experts, encode_experts
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
@@ -94,7 +94,7 @@ class Slime:
                         **describe_rollout(rollout),
                         "branch": row.branch,
                         "weight": row_weight(len(rollout.rows)),
-                        **version_range(row),
+                        **describe_versions(row, start, start + len(parts.response)),
                         **rewards,
                     },
                 }

@@ -16,7 +16,7 @@ from turngate.trace.advantage import row_weight
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
-from turngate.trainers.export.rows import compute_group_advantages, describe_rollout, version_range
+from turngate.trainers.export.rows import compute_group_advantages, describe_rollout, describe_versions
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS
 
@@ -35,7 +35,7 @@ class Tinker:
         return RecordLayout(what="tinker data", columns=_COLUMNS)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return (FILLED_LOGPROBS, ROW_WEIGHTS, "policy versions of individual turns")
+        return (FILLED_LOGPROBS, ROW_WEIGHTS)
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["metadata"]["session"])
@@ -65,6 +65,6 @@ class Tinker:
                         "advantage": advantage,
                         "weight": row_weight(len(rollout.rows)),
                         "truncated": rollout.truncated,
-                        **version_range(row),
+                        **describe_versions(row, 1, len(row.ids)),
                     },
                 }
