@@ -64,6 +64,12 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
                 "advantages is 'turn', but the feed does not deliver advantages of turns; set FeedConfig(credit=TurnCredit())",
                 param="advantages",
             )
+        if self.settings.teacher_kl:
+            raise ConfigError(
+                "teacher_kl must be 0 here, because the feed of a TrainingGoal has no teacher; open the feed yourself with a teacher, and "
+                "pass it to Trainer.run (docs/training.md)",
+                param="teacher_kl",
+            )
         for task in self.batch.tasks:
             if task.grader is None:
                 raise ConfigError(
