@@ -5,6 +5,7 @@ Settings are read from a TOML file, and command-line flags override them. Keys a
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,6 +39,22 @@ LIMITS, OUTPUT, CHECKS, CELL = "Limits", "Output", "Checks", "Cell"
 def _about(description: str, panel: str) -> msgspec.Meta:
     """Return the metadata of a setting: its description, for `--help` and docs/configuration.md, and its heading in `--help`."""
     return msgspec.Meta(description=description, extra={"panel": panel})
+
+
+# Differences between log-probabilities, in nats, at which their histogram has an edge.
+MISMATCH_STEPS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class MismatchLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits above which a trainer's report about log-probabilities causes an alarm. 0 turns an alarm off."""
+
+    difference: float = 0.2  # one of `MISMATCH_STEPS`
+    share: float = 0.05  # of tokens that differ by more, with the same weights
+    kl: float = 0.01  # between trainer and engine with the same weights, in nats per token
+    stale_kl: float = 0.1  # between the trainer and older weights that sampled
+
+
+_LIMITS = MismatchLimits()
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,6 +198,32 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = False
     verify_every: Annotated[int, _about("Verify every n-th session when it ends; 0 verifies none.", CHECKS)] = 0
+    mismatch_difference: Annotated[
+        float,
+        _about(
+            "Count tokens whose log-probability in the trainer differs by more than this from the engine's, with the same weights: "
+            + ", ".join(f"{step:g}" for step in MISMATCH_STEPS)
+            + ".",
+            CHECKS,
+        ),
+    ] = _LIMITS.difference
+    mismatch_share: Annotated[
+        float, _about("Raise an alarm if a larger share of tokens has such a difference; 0 turns it off.", CHECKS)
+    ] = _LIMITS.share
+    mismatch_kl: Annotated[
+        float,
+        _about(
+            "Raise an alarm if trainer and engine diverge by more nats per token with the same weights; 0 turns it off.",
+            CHECKS,
+        ),
+    ] = _LIMITS.kl
+    stale_kl: Annotated[
+        float,
+        _about(
+            "Raise an alarm if the trainer's policy diverges by more nats per token from older weights that sampled; 0 turns it off.",
+            CHECKS,
+        ),
+    ] = _LIMITS.stale_kl
     echo_prompt: Annotated[
         bool, _about("Ask the engine to echo each prompt, and compare the echo with the ids sent.", CHECKS)
     ] = False
@@ -203,6 +246,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def is_shared(self) -> bool:
         """Whether the data is in a shared store. A gateway on a shared store opens no sessions."""
         return is_database_url(self.data)
+
+    @property
+    def mismatch_limits(self) -> MismatchLimits:
+        return MismatchLimits(
+            difference=self.mismatch_difference,
+            share=self.mismatch_share,
+            kl=self.mismatch_kl,
+            stale_kl=self.stale_kl,
+        )
 
     @property
     def has_pool(self) -> bool:
@@ -275,6 +327,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"workers must be between 1 and 256, not {self.workers}; more than one per core does not help",
                 param="workers",
             )
+        self._check_mismatch()
         for name in ("event_days", "session_days"):
             if not getattr(self, name) >= 0:
                 kept = name.removesuffix("_days") + "s"
@@ -295,6 +348,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"max_unshipped must be 1 or more, not {self.max_unshipped}", param="max_unshipped")
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context must be at least 1, not {self.max_context}", param="max_context")
+
+    def _check_mismatch(self) -> None:
+        if self.mismatch_difference not in MISMATCH_STEPS:
+            steps = ", ".join(f"{step:g}" for step in MISMATCH_STEPS)
+            raise ConfigError(
+                f"mismatch_difference must be one of {steps}, not {self.mismatch_difference:g}",
+                param="mismatch_difference",
+            )
+        for name in ("mismatch_share", "mismatch_kl", "stale_kl"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be 0 (no alarm) or greater, not {getattr(self, name)}", param=name)
 
     def _check_shared(self) -> None:
         parse_database_url(self.data)

@@ -226,6 +226,13 @@ def wire(**change: Any) -> WireDelivery:
     return WireDelivery(number=1, group="g", task="t", version=0, rollouts=(made,))
 
 
+def test_row_has_the_version_of_each_token() -> None:
+    span = RowSpan(2, 2, 4, "main", True, "", 3, 5, ((3, 1), (5, 1)))
+    raw = msgspec.msgpack.encode(wire(spans=(span,)))
+    [row] = decode_delivery(raw).rows()
+    assert row.token_versions().tolist() == [-1, -1, 3, 5]
+
+
 def column(**change: Any) -> WireColumn:
     """Side data of two tokens of a row."""
     fields = {"name": "experts", "dtype": "uint8", "shape": (2,), "spans": ((1, 3),), "data": memoryview(b"abcd")}
@@ -249,6 +256,7 @@ def test_side_data_is_decoded_without_a_copy() -> None:
         ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match the trained turns"),
         ({"spans": ()}, "log-probabilities, which does not match the length of its spans"),
         ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn spans tokens 2 to 4, but the row has 3 tokens"),
+        ({"spans": (RowSpan(2, 2, 4, "main", True, "", 3, 5, ((3, 1), (5, 2))),)}, "versions of turn 2 do not cover"),
         ({"advantage": None}, "no advantage"),
         ({"side": (column(dtype="float64"),)}, "experts has the unknown type 'float64'"),
         ({"side": (column(spans=((1, 5),)),)}, "experts has values for tokens .*, but there are 4 tokens"),

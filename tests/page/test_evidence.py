@@ -96,6 +96,27 @@ async def test_group_and_comparison_of_two_rollouts(tmp_path: Path, shots: Path)
         await web.screenshot("page-compare")
 
 
+async def test_training_shows_mismatch_and_alarms(tmp_path: Path, shots: Path) -> None:
+    async with open_page(tmp_path, shots) as (g, web):
+        counts = [0] * 21
+        counts[9:12] = [10, 70, 10]
+        counts[16] = 10
+        same = {"lag": 0, "tokens": 100, "counts": counts, "mean": 0.05, "largest": 0.4, "k1": -0.04, "k3": 0.004}
+        data = {"feed": "grpo", "number": 12, "version": 16, "lags": [same, {**same, "lag": 1}]}
+        await web.go("#/training")
+        await web.wait_for(".chart-svg .chart-line")
+        assert not await web.find(".banner").count()
+        alarm = {"kind": "difference", "message": "10 of 100 tokens differ; check the data type"}
+        g.app.events.add("", "mismatch", {**data, "alarms": [alarm]})
+        await web.wait_for(".banner.is-bad", "Alarm (grpo, delivery 12): 10 of 100 tokens differ; check the data type")
+        await web.wait_for(".chart-title", "Log-probabilities: trainer − engine, same weights")
+        await web.wait_for(".chart-title", "Importance ratios by version lag")
+        await web.wait_for(".chart-legend li", "1 version behind")
+        await web.wait_for(".chart-title", "Mismatch by update, same weights")
+        g.app.events.add("", "mismatch", {**data, "number": 13, "alarms": []})
+        await web.wait_until_gone(".banner")
+
+
 async def test_training_and_failures(tmp_path: Path, shots: Path) -> None:
     async with open_page(tmp_path, shots) as (_, web):
         await web.wait_for(".list-row .badge.is-live", "running")

@@ -11,7 +11,9 @@ import typer
 
 from turngate.cli.option_command import BATCH, WHAT
 from turngate.cli.option_command import describe_flag as _flag
+from turngate.config import MismatchLimits
 
+_LIMITS = MismatchLimits()
 ALL_SETTINGS = ("*",)
 SERVE_SETTINGS = ("*", "-cell")  # all settings except those of a cell
 DEFAULT_AGENT = "mini-swe-agent"
@@ -20,7 +22,7 @@ RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "toke
 
 SAMPLING, SANDBOX, GATEWAY = "Sampling", "Sandbox", "Gateway"
 LIMITS, GRADING, OUTPUT = "Limits", "Grading", "Output"
-CLUSTER = "Cluster"
+CLUSTER, ALARMS = "Cluster", "Alarms"
 SELECTION, FORMAT, SCORING, TRAINING, TEACHER = "Which rollouts", "Format", "Scoring", "Training", "Teacher"
 
 
@@ -288,6 +290,26 @@ class TrainOptions:
             default="the address of the default route",
         ),
     ] = ""
+    mismatch_difference: Annotated[
+        float, _flag("Count tokens whose log-probability differs by more than this with the same weights.", ALARMS)
+    ] = _LIMITS.difference
+    mismatch_share: Annotated[
+        float, _flag("Raise an alarm if a larger share of tokens has such a difference; 0 turns it off.", ALARMS)
+    ] = _LIMITS.share
+    mismatch_kl: Annotated[
+        float,
+        _flag(
+            "Raise an alarm if trainer and engine diverge by more nats per token with the same weights; 0 turns it off.",
+            ALARMS,
+        ),
+    ] = _LIMITS.kl
+    stale_kl: Annotated[
+        float,
+        _flag(
+            "Raise an alarm if the policy diverges by more nats per token from older weights that sampled; 0 turns it off.",
+            ALARMS,
+        ),
+    ] = _LIMITS.stale_kl
     data: Annotated[
         str,
         _flag("Folder for all recorded data; with --ray, URL of a PostgreSQL database.", OUTPUT, default="OUT/data"),

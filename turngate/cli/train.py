@@ -18,6 +18,7 @@ from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_sig
 from turngate.common.database_url import is_database_url, refuse_password_flag
 from turngate.common.terminal import console as new_console
 from turngate.common.terminal import sanitize_line, say
+from turngate.config import MismatchLimits
 from turngate.errors import ConfigError, TaskError
 from turngate.rollout import ledger
 from turngate.rollout.cluster.placement import parse_labels
@@ -144,6 +145,12 @@ def _build_run(options: TrainOptions) -> TrainingRun:
         max_context=options.context_tokens,
         held_out=held_out,
         held_out_n=options.held_out_n,
+        limits=MismatchLimits(
+            difference=options.mismatch_difference,
+            share=options.mismatch_share,
+            kl=options.mismatch_kl,
+            stale_kl=options.stale_kl,
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from turngate.client.protocol import WireColumn, WireDelivery, WireRollout, Wire
 from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.prefix_tree import InvalidTree, PrefixTree, RowPath, Segment, TreePath, check_tree, list_attended
-from turngate.trace.sample import RowSpan
+from turngate.trace.sample import RowSpan, list_token_versions
 from turngate.trace.side_data import DTYPES, SideColumn
 from turngate.trace.turn_advantage import spread_advantages
 from turngate.trace.turn_rewards import RowReward, spread_rewards
@@ -44,6 +44,13 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     turn_advantages: tuple[float | None, ...] = ()
     unscored: str = ""  # why the teacher's scores are missing; empty if they are not, or if the feed has no teacher
     path: TreePath | None = None  # the row in its tree; None if rows are not delivered as trees
+
+    def token_versions(self) -> np.ndarray:
+        """Return the policy version that sampled each token, as int64. It is -1 for tokens that were not sampled.
+
+        It is also -1 for the tokens of a turn during which the weights changed, if the engine did not report where.
+        """
+        return list_token_versions(len(self.ids), self.spans)
 
     def token_rewards(self) -> np.ndarray:
         """Return the reward at each token, as float32: each turn reward at the last of its tokens, and 0 elsewhere."""
@@ -187,6 +194,8 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
             raise DamagedDelivery(
                 f"{where}: a turn spans tokens {span.start} to {span.end}, but the row has {len(ids)} tokens"
             )
+        if span.version_runs and sum(tokens for _, tokens in span.version_runs) != span.end - span.start:
+            raise DamagedDelivery(f"{where}: the policy versions of turn {span.node} do not cover its tokens")
         logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
         trained[span.start : span.end] = span.trained
         at += span.end - span.start

@@ -22,17 +22,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from turngate.client.delivery import DamagedDelivery, DeliveredRollout, DeliveredTree, Delivery, Row, decode_delivery
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.group_sizes import GroupSizeWatch
-from turngate.client.protocol import MAX_WAIT_S, FeedConfig, FeedForm, check_feed_name, remove_history
+from turngate.client.protocol import MAX_WAIT_S, FeedConfig, FeedForm, MismatchReport, check_feed_name, remove_history
 from turngate.client.retry import Backoff, retry_while_unreachable
-from turngate.errors import TurngateError
+from turngate.errors import BadRequest, TurngateError
+from turngate.trace.mismatch import LagMismatch, MismatchAlarm, MismatchMeter
 from turngate.trace.sample import RowSpan
 
 __all__ = [
@@ -197,6 +200,30 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, committed)
 
+    async def report_mismatch(
+        self, number: int, version: int, rows: Sequence[Row], logprobs: Sequence[np.ndarray]
+    ) -> tuple[MismatchAlarm, ...]:
+        """Report the log-probabilities that the trainer computed, and return the alarms that they cause.
+
+        `logprobs` has for each row one value for each trained token (where `row.mask` is set). They must be computed with the weights of
+        policy version `version`, before the update. `number` is the last delivery of the update. Only statistics are sent.
+        """
+        if len(rows) != len(logprobs):
+            raise BadRequest(
+                f"logprobs has {len(logprobs)} arrays for {len(rows)} rows; pass one for each row", param="logprobs"
+            )
+        meter = MismatchMeter()
+        for row, computed in zip(rows, logprobs, strict=True):
+            meter.add(np.asarray(computed), row.logprobs[row.mask], row.token_versions()[row.mask], version)
+        return await self.report_lags(number, version, meter.summarize())
+
+    async def report_lags(self, number: int, version: int, lags: tuple[LagMismatch, ...]) -> tuple[MismatchAlarm, ...]:
+        """Like `report_mismatch`, with statistics that the caller has computed. Without any, nothing is reported."""
+        if not lags:
+            return ()
+        report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags)
+        return await _retry_as_reader(lambda: self._gateway.report_mismatch(self.name, report))
+
     async def _fetch(self, wait_s: float) -> None:
         page = await _as_reader(
             self._gateway.fetch_deliveries(
@@ -333,6 +360,11 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
     def commit(self, number: int) -> None:
         self._run(self._opened.commit(number))
+
+    def report_mismatch(
+        self, number: int, version: int, rows: Sequence[Row], logprobs: Sequence[np.ndarray]
+    ) -> tuple[MismatchAlarm, ...]:
+        return self._run(self._opened.report_mismatch(number, version, rows, logprobs))
 
     def close(self) -> None:
         if self._loop.is_closed():

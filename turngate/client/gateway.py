@@ -10,18 +10,13 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from turngate.client.feed_client import FeedClient, IgnoredReply
 from turngate.client.protocol import (
     AnsweredToolCall,
     AttemptList,
     DecodedTrace,
-    DeliveryPage,
     EnginesView,
     EventReceipt,
-    FeedConfig,
-    FeedForm,
-    FeedList,
-    FeedReader,
-    FeedView,
     FenceView,
     ModelList,
     OpenedSession,
@@ -36,7 +31,7 @@ from turngate.client.protocol import (
     ToolCallPage,
     ToolCallView,
 )
-from turngate.client.transport import GatewayTransport, GatewayUnreachable, InvalidReply, RequestRejected
+from turngate.client.transport import GatewayUnreachable, InvalidReply, RequestRejected
 from turngate.store.attempts import AttemptRow
 from turngate.store.events import GatewayEvent
 from turngate.store.outcomes import RecordedOutcome
@@ -46,15 +41,10 @@ from turngate.types import Json
 __all__ = ["GatewayClient", "GatewayUnreachable", "InvalidReply", "RequestRejected"]
 
 _PAGE = 100  # tool calls per request
-_BUILD_S = 120  # how long a gateway may be silent while it builds the rows of a large group
 _event_decoder = msgspec.json.Decoder(GatewayEvent)
 
 
-class _Ignored(msgspec.Struct, frozen=True):
-    """A reply whose content is ignored."""
-
-
-class GatewayClient(GatewayTransport):
+class GatewayClient(FeedClient):
     """A client for the admin API, with one method per operation."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
@@ -132,7 +122,7 @@ class GatewayClient(GatewayTransport):
 
     async def delete(self, session: str) -> None:
         """Delete a session and everything that was recorded for it."""
-        await self._request("DELETE", f"/admin/sessions/{quote(session)}", _Ignored)
+        await self._request("DELETE", f"/admin/sessions/{quote(session)}", IgnoredReply)
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
         """Add an event of a session to the event log, and return its number. The session need not be open yet."""
@@ -161,58 +151,6 @@ class GatewayClient(GatewayTransport):
         body = {"rollout": rollout, "attempt": attempt, "session": session}
         reply = SupersededAttempt[SessionOutcome]
         return await self._request("POST", "/admin/attempts/supersede", reply, body)
-
-    async def close_group(self, group: str) -> None:
-        """Declare a group complete, even if it has fewer rollouts than expected. Safe to repeat."""
-        await self._request("POST", f"/admin/groups/{quote(group, safe='')}/close", _Ignored)
-
-    # ── feeds; use `client/feed.py` to read one ───────────────────────────────────────────────────────────────────
-
-    async def feeds(self) -> list[FeedView]:
-        return (await self._request("GET", "/admin/feeds", FeedList)).feeds
-
-    async def show_feed(self, name: str) -> FeedView:
-        """Return the state of a feed, including its incomplete groups."""
-        return await self._request("GET", _feed_path(name), FeedView)
-
-    async def open_feed(self, name: str, config: FeedConfig) -> FeedView:
-        """Open a feed, creating it if necessary. Raise `RequestRejected` (409) if it exists with different settings."""
-        return await self._request("PUT", _feed_path(name), FeedView, msgspec.to_builtins(config))
-
-    async def delete_feed(self, name: str) -> None:
-        await self._request("DELETE", _feed_path(name), _Ignored)
-
-    async def take_over_feed(self, name: str, after: int | None = None, mark: str = "") -> str:
-        """Become the reader of a feed. Return the token for fetching and committing deliveries.
-
-        The previous reader's token stops working. `after` and `mark` come from the trainer's checkpoint, if it has one.
-        """
-        start = "" if after is None else f"?after={after}&mark={quote(mark, safe='')}"
-        return (await self._request("POST", f"{_feed_path(name)}/reader{start}", FeedReader)).reader
-
-    async def fetch_deliveries(
-        self,
-        name: str,
-        reader: str,
-        *,
-        after: int | None = None,
-        wait: float = 0,
-        limit: int = 1,
-        form: FeedForm = "rows",
-    ) -> DeliveryPage:
-        """Return the deliveries after a number (default: the last committed one), oldest first.
-
-        Wait up to `wait` seconds for the first one.
-        """
-        path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
-        start = ("" if after is None else f"&after={after}") + ("" if form == "rows" else f"&form={form}")
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILD_S)
-        return await self._request("GET", path + start, DeliveryPage, msgpack=True, within=limits)
-
-    async def commit_feed(self, name: str, reader: str, number: int) -> int:
-        """Commit all deliveries up to a number. Return the last committed number, which may be higher."""
-        body = {"reader": reader, "number": number}
-        return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
         """Return all host tool calls of a session, oldest first."""
@@ -260,7 +198,3 @@ class GatewayClient(GatewayTransport):
             except (aiohttp.ClientError, TimeoutError, ValueError):  # ValueError: a line too long to be a gateway event
                 self._outage.add_failure()
             await asyncio.sleep(0.5)
-
-
-def _feed_path(name: str) -> str:
-    return f"/admin/feeds/{quote(name, safe='')}"

@@ -20,6 +20,7 @@ from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.projects import Quotas, ScopeName
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
+from turngate.trace.mismatch import LagMismatch, MismatchAlarm
 from turngate.trace.prefix_tree import SegmentTurn
 from turngate.trace.sample import RowSpan
 from turngate.trace.session import CacheUse, CallError, Status
@@ -509,6 +510,21 @@ class DeliveryPage(msgspec.Struct, frozen=True, kw_only=True):
     committed: int
     version: int
     deliveries: tuple[msgspec.Raw, ...]  # each a WireDelivery
+
+
+class MismatchReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the log-probabilities of a trainer differ from the recorded ones, over the rows of an update."""
+
+    reader: str  # the token of the feed's reader
+    number: Annotated[int, msgspec.Meta(ge=1, le=2**62)]  # the last delivery of the update
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # of the weights with which the trainer computed them
+    lags: tuple[LagMismatch, ...]
+
+
+class MismatchReply(msgspec.Struct, frozen=True):
+    """The alarms that a report caused."""
+
+    alarms: tuple[MismatchAlarm, ...]
 
 
 class FeedList(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ earlier outcomes is filled in steps.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 
 import msgspec
@@ -21,9 +22,11 @@ from turngate.client.protocol import (
     FeedConfig,
     FeedForm,
     FeedView,
+    MismatchReport,
     check_feed_name,
     parse_history,
 )
+from turngate.config import MismatchLimits
 from turngate.errors import Conflict
 from turngate.gateway.deliveries import build_delivery, missing_feed, read_config
 from turngate.gateway.events import Events
@@ -31,7 +34,10 @@ from turngate.gateway.fence import Fence
 from turngate.store.feeds import FeedRow, IncompleteGroup
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
+from turngate.telemetry.metrics import Metrics
+from turngate.trace.mismatch import MismatchAlarm, check_lags, find_alarms
 
+log = logging.getLogger("turngate")
 MAX_DELIVERIES = 64  # per page
 PAGE_BYTES = 32_000_000  # no delivery is added to a page that has reached this size; a single delivery may be larger
 _FILL_STEP = 100  # outcomes added per step when a feed is filled
@@ -45,11 +51,13 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 class Feeds:
     """The gateway's feeds. Call `close` when the gateway stops."""
 
-    def __init__(self, store: Store, events: Events, fence: Fence) -> None:
+    def __init__(self, store: Store, events: Events, fence: Fence, metrics: Metrics, limits: MismatchLimits) -> None:
         self._log = store.feeds
         self._restores = store.restores
         self._events = events
         self._fence = fence
+        self._metrics = metrics
+        self._limits = limits  # above which a trainer's report causes an alarm
         self._reader = StoreReader(store, "feeds")
 
     def close(self) -> None:
@@ -209,6 +217,44 @@ class Feeds:
             feed=name, newest=row.newest, committed=row.committed, version=version, deliveries=tuple(deliveries)
         )
         return msgspec.msgpack.encode(page)
+
+    def report_mismatch(self, name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
+        """Store a trainer's report as an event, count it in the metrics, and return the alarms that it causes."""
+        check_lags(report.lags)
+        row = self._find(name)
+        if row.reader != report.reader:
+            raise self._not_the_reader(name)
+        if report.number > row.handed:
+            raise Conflict(
+                f"number {report.number} was never handed out; the highest number that feed {name!r} handed out is {row.handed}",
+                param="number",
+            )
+        alarms = find_alarms(report.lags, self._limits)
+        for one in report.lags:
+            label = "unknown" if one.lag is None else "same" if one.lag == 0 else "older"
+            self._metrics.count("turngate_mismatch_tokens_total", label, by=one.tokens)
+            over = one.count_over(self._limits.difference)
+            self._metrics.count("turngate_mismatch_over_total", label, by=over)
+        for alarm in alarms:
+            self._metrics.count("turngate_mismatch_alarms_total", alarm.kind)
+        if alarms:
+            kinds = ", ".join(alarm.kind for alarm in alarms)
+            hint = "the page and the event `mismatch` say what to change"
+            log.warning(
+                "feed %s, delivery %d: alarm about log-probabilities (%s); %s", name, report.number, kinds, hint
+            )
+        self._events.add(
+            "",
+            "mismatch",
+            {
+                "feed": name,
+                "number": report.number,
+                "version": report.version,
+                "lags": msgspec.to_builtins(report.lags),
+                "alarms": msgspec.to_builtins(alarms),
+            },
+        )
+        return alarms
 
     def _find(self, name: str) -> FeedRow:
         row = self._log.find(name)

@@ -12,7 +12,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from turngate.client.protocol import DeliveryPage, FeedConfig, FeedForm, FeedList, FeedView
+from turngate.client.protocol import (
+    DeliveryPage,
+    FeedConfig,
+    FeedForm,
+    FeedList,
+    FeedView,
+    MismatchReply,
+    MismatchReport,
+)
 from turngate.errors import BadRequest
 from turngate.gateway.feeds import Feeds
 from turngate.server.auth import Auth
@@ -78,6 +86,7 @@ class FeedRoutes:
             (f"{feed}/reader", "POST", self.take_over),
             (f"{feed}/deliveries", "GET", self.deliveries),
             (f"{feed}/commit", "POST", self.commit),
+            (f"{feed}/mismatch", "POST", self.report_mismatch),
             ("/admin/groups/{group:path}/close", "POST", self.close_group),
         ]
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]
@@ -118,6 +127,10 @@ class FeedRoutes:
     async def commit(self, request: Request, body: CommitBody) -> JsonReply[FeedView]:
         """Commit all deliveries up to a number."""
         return json_response(self._feeds.commit(request.path_params["name"], body.reader, body.number))
+
+    async def report_mismatch(self, request: Request, body: MismatchReport) -> JsonReply[MismatchReply]:
+        """Report how the log-probabilities that a trainer computed differ from the recorded ones."""
+        return json_response(MismatchReply(self._feeds.report_mismatch(request.path_params["name"], body)))
 
     async def close_group(self, request: Request) -> JsonReply[ClosedGroup]:
         """Deliver a group even though it is incomplete."""

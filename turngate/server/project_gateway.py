@@ -144,7 +144,7 @@ class ProjectGateway:
         )
         announced = None if self.cell is None else AnnouncementWait(self.store.outbox, self.cell.wake_shippers).wait
         self.attempts = Attempts(self.store.attempts, self.sessions, self.events, announced)
-        self.feeds = Feeds(self.store, self.events, self.fence)
+        self.feeds = Feeds(self.store, self.events, self.fence, self.metrics, config.mismatch_limits)
         self.host_tools = HostTools(self.store, self.events)
         self.outcomes = OutcomeRecorder(
             self.store,

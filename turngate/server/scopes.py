@@ -47,6 +47,7 @@ SCOPES: Mapping[tuple[str, str], Scopes] = {
     ("POST", "/admin/feeds/{name}/reader"): _FEED,
     ("GET", "/admin/feeds/{name}/deliveries"): _FEED,
     ("POST", "/admin/feeds/{name}/commit"): _FEED,
+    ("POST", "/admin/feeds/{name}/mismatch"): _FEED,
     ("POST", "/admin/groups/{group:path}/close"): frozenset({"sessions", "feed", "admin"}),
     # shared by all projects
     ("GET", "/admin/fence"): _ANY,

@@ -137,6 +137,10 @@ class RolloutQueries:
         """Return the events of these kinds that belong to no session, oldest first."""
         return self._facts(f"session='' AND kind IN ({_placeholders(kinds)}) ORDER BY seq", values=kinds)
 
+    def last_gateway_events(self, kind: str, limit: int) -> list[RawEvent]:
+        """Return the newest `limit` events of a kind that belong to no session, oldest first."""
+        return self._facts("session='' AND kind=? ORDER BY seq DESC LIMIT ?", values=(kind, limit))[::-1]
+
     def list_deleted(self) -> list[str]:
         """Return the ids of deleted sessions. A new session may reuse such an id."""
         with self._reading() as db:

@@ -222,6 +222,7 @@ class SharedOverview:
             ],
             "versions": trends.list_versions(versions),
             "feeds": trends.list_feeds(store),
+            "mismatch": trends.list_mismatches(store),
         }
 
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:

@@ -6,14 +6,31 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import is_too_large
+from turngate.trace.mismatch import MISMATCH_EDGES, LagMismatch, MismatchAlarm
 from turngate.types import Json
 from turngate.views.groups import mean
-from turngate.views.rollout_entry import RolloutEntry, RolloutRow
+from turngate.views.rollout_entry import RolloutEntry, RolloutRow, decode_or
 from turngate.views.rollout_index import BUCKET_S, CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
 MOST_DELIVERIES = 500
+MOST_REPORTS = 200
+
+
+class MismatchEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer's report, as the event `mismatch` has it."""
+
+    feed: str
+    number: int
+    version: int
+    lags: tuple[LagMismatch, ...]
+    alarms: tuple[MismatchAlarm, ...]
+
+
+_mismatch_decoder = msgspec.json.Decoder(MismatchEvent)
 
 
 def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
@@ -47,6 +64,7 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
         "deliveries": _list_deliveries(index, prefix),
         "versions": list_versions(index.versions),
         "feeds": list_feeds(store),
+        "mismatch": list_mismatches(store),
     }
 
 
@@ -66,6 +84,31 @@ def list_feeds(store: Store) -> list[Json]:
         }
         for feed in store.feeds.listing()
     ]
+
+
+def list_mismatches(store: Store) -> dict[str, Json]:
+    """Return what trainers reported about log-probabilities (`trace/mismatch.py`).
+
+    `newest` has the last report of each feed. `trend` has the statistics of tokens with lag 0 for the newest reports, None without any.
+    """
+    newest: dict[str, dict[str, Json]] = {}
+    trend: list[Json] = []
+    for event in store.queries.last_gateway_events("mismatch", MOST_REPORTS):
+        report = decode_or(_mismatch_decoder, event.data, None)
+        if report is None:
+            continue
+        newest[report.feed] = {"at": event.time, **msgspec.to_builtins(report)}
+        same = next((one for one in report.lags if one.lag == 0), None)
+        trend.append(
+            {
+                "feed": report.feed,
+                "number": report.number,
+                "mean": None if same is None else same.mean,
+                "k3": None if same is None else same.k3,
+                "alarms": len(report.alarms),
+            }
+        )
+    return {"edges": MISMATCH_EDGES, "newest": list(newest.values()), "trend": trend}
 
 
 def compute_throughput(

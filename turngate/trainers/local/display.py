@@ -64,6 +64,8 @@ class TrainingDisplay(LiveDisplay):
         self._done = step.step
         self._printed = time.monotonic()
         self.say(describe_step(step, share))
+        for alarm in step.alarms:
+            self.say(f"alarm  step {step.step}: {alarm.message}", style="yellow")
 
     def print_evaluation(self, name: str, result: BatchResult) -> None:
         self.say(f"{name + ':':24}{_describe_score(result)}")
@@ -174,6 +176,9 @@ def print_result(result: TrainingResult, console: Console) -> None:
             f"Recomputed {rows} rows with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
             f"average; {rejected} rows of any version rejected",
         )
+    if alarmed := [step.step for step in result.steps if step.alarms]:
+        count = f"{len(alarmed)} of {len(result.steps)} steps"
+        say(console, f"Alarms about log-probabilities in {count}, last in step {alarmed[-1]}; see steps.json", "yellow")
     if not any(step.measured.signal for step in result.steps):
         say(
             console,

@@ -35,6 +35,7 @@ from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
+from turngate.trace.mismatch import LagMismatch, MismatchAlarm, MismatchMeter
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.distillation import (
@@ -107,6 +108,7 @@ class LogprobMismatch(TurngateError):
     """Recomputed and recorded log-probabilities differ for many rows, so the setup is wrong."""
 
     kind = "logprobs_differ"
+    lags: tuple[LagMismatch, ...] = ()  # statistics of the differences, by version lag
 
 
 class NonFiniteGradient(TurngateError):
@@ -139,6 +141,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     teacher_divergence: float | None = (
         None  # reverse KL divergence from the teacher per token; None if `teacher_kl` is 0
     )
+    # Differences between recomputed and recorded log-probabilities of all rows, by version lag, including rejected rows.
+    mismatch: tuple[LagMismatch, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +162,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     gradient: float  # norm, before scaling
     seconds: dict[str, float]  # wait: for deliveries; train: from rows to new weights
     sampled_tokens: int
+    alarms: tuple[MismatchAlarm, ...] = ()  # about differences between log-probabilities
 
 
 class Learner:
@@ -263,8 +268,12 @@ class Learner:
         now, entropy = self.logprobs(rows)
         counts = np.array([int(row.mask.sum()) for row in rows])
         place = np.repeat(np.arange(len(rows)), counts)
-        then = torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])).to(device)
-        differences = (now.detach() - then).abs().cpu().numpy()
+        recorded = np.concatenate([row.logprobs[row.mask] for row in rows])
+        then = torch.from_numpy(recorded).to(device)
+        computed = now.detach().cpu().numpy()
+        versions = np.concatenate([row.token_versions()[row.mask] for row in rows])
+        totals.meter.add(computed, recorded, versions, version)
+        differences = np.abs(computed - recorded)
         kept = np.ones(len(rows), np.bool_)
         for n, row in enumerate(rows):
             own, same = differences[place == n], is_of_version(row, version)
@@ -319,17 +328,20 @@ class _UpdateTotals:
         self.mean_kl = 0.0  # reverse KL divergence from the teacher, of all rows with scores
         self.tokens = 0
         self.signal = False
+        self.meter = MismatchMeter()
         self.compared: list[np.ndarray] = []
         self.differ: list[str] = []  # compared rows that were rejected
         self.refused: list[str] = []
 
     def summarize(self, rows: Sequence[Row], tokens: int, *, has_teacher: bool) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
-            raise LogprobMismatch(
+            error = LogprobMismatch(
                 f"the log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, although "
                 f"the weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
                 "and that the gateway's engine samples from this model"
             )
+            error.lags = self.meter.summarize()
+            raise error
         differences = np.concatenate(self.compared) if self.compared else None
         count = max(1, self.tokens)
         return UpdateMetrics(
@@ -345,6 +357,7 @@ class _UpdateTotals:
             refused=tuple(self.refused),
             signal=self.signal,
             teacher_divergence=self.teacher_divergence / count if has_teacher else None,
+            mismatch=self.meter.summarize(),
         )
 
 
@@ -482,13 +495,7 @@ class Trainer:
         stale = max((version - span.version_start for row in rows for span in row.spans if span.trained), default=0)
         number = deliveries[-1].number
         step = self.state.step + 1
-        try:
-            measured = await asyncio.to_thread(self.learner.gradients, rows, version)
-        except NonFiniteGradient as error:  # the fence is still open, so no call is waiting, and nothing was committed
-            raise NonFiniteGradient(
-                f"step {step} failed: {error.message}; the weights are still those of step {self.state.step}, and deliveries "
-                f"{deliveries[0].number} to {number} of feed {feed.name} will be delivered again after a restart"
-            ) from None
+        measured, alarms = await self._compute_gradients(rows, deliveries, feed)
         if measured.signal:
             version += 1
             await self._gateway.pause(self._pause_mode)
@@ -517,6 +524,7 @@ class Trainer:
             gradient=gradient,
             seconds={"wait": waited, "train": trained},
             sampled_tokens=sum(one.sampled_tokens for one in rolled),
+            alarms=alarms,
         )
         self.state = TrainerState(
             step=step,
@@ -531,6 +539,26 @@ class Trainer:
             await feed.commit(number)
         elif last or step - self._saved >= self._every:
             await self.save(feed)
+
+    async def _compute_gradients(
+        self, rows: Sequence[Row], deliveries: Sequence[Delivery], feed: Feed
+    ) -> tuple[UpdateMetrics, tuple[MismatchAlarm, ...]]:
+        """Compute the gradients of a step, and report its differences between log-probabilities. Return the alarms that they cause.
+
+        If this fails, the fence is still open, so no call is waiting, and nothing was committed.
+        """
+        number, version = deliveries[-1].number, self.state.version
+        try:
+            measured = await asyncio.to_thread(self.learner.gradients, rows, version)
+        except NonFiniteGradient as error:
+            raise NonFiniteGradient(
+                f"step {self.state.step + 1} failed: {error.message}; the weights are still those of step {self.state.step}, and "
+                f"deliveries {deliveries[0].number} to {number} of feed {feed.name} will be delivered again after a restart"
+            ) from None
+        except LogprobMismatch as error:
+            await feed.report_lags(number, version, error.lags)
+            raise
+        return measured, await feed.report_lags(number, version, measured.mismatch)
 
     async def save(self, feed: Feed) -> None:
         """Write a checkpoint of the current step, unless it already exists, and commit its deliveries. Do not call this during a step."""

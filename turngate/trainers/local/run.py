@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.config import ServeConfig
+from turngate.config import MismatchLimits, ServeConfig
 from turngate.errors import ConfigError
 from turngate.rollout.batch import BatchResult
 from turngate.rollout.plan import BatchPlan
@@ -46,6 +46,7 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     held_out: tuple[Task, ...] = ()
     held_out_n: int = 1
+    limits: MismatchLimits = MismatchLimits()  # for alarms about differences between log-probabilities
 
     def __post_init__(self) -> None:
         if self.held_out_n < 1:
@@ -131,6 +132,10 @@ def open_run(
         tokenizer=str(run.tokenizer),
         model=run.goal.batch.model,
         max_context=run.max_context,
+        mismatch_difference=run.limits.difference,
+        mismatch_share=run.limits.share,
+        mismatch_kl=run.limits.kl,
+        stale_kl=run.limits.stale_kl,
     ).check()
     engine = TimedEngine(run.model_folder, max_context=run.max_context, served=run.goal.batch.model)
     return open_environment(config, engine) if cluster is None else open_cluster_environment(config, engine, cluster)

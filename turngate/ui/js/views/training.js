@@ -1,10 +1,11 @@
-/** Training progress: rewards by time, version or step; staleness; throughput; and the state of each feed. */
+/** Training progress: rewards by time, version or step; staleness; throughput; log-probabilities of trainers; and the state of each feed. */
 
 import * as api from "../api.js";
 import { chart } from "../chart.js";
 import { el, fill } from "../dom.js";
 import { chips, searchField } from "../filters.js";
 import { deliveries, feeds } from "../feedtables.js";
+import { alarms, mismatchCharts } from "../mismatch.js";
 import { empty, failed, loading } from "../notice.js";
 import { Paced } from "../paced.js";
 import { href, note } from "../router.js";
@@ -96,6 +97,7 @@ function drawn(got, by) {
   }
   const clockText = timeText(got.first ?? got.now, got.now);
   return [
+    ...alarms(got.mismatch),
     el(
       "div.charts",
       null,
@@ -160,6 +162,7 @@ function drawn(got, by) {
             },
           ],
         }),
+      ...(got.mismatch.newest.length > 0 ? mismatchCharts(got.mismatch) : []),
     ),
     got.feeds.length > 0 && feeds(got.feeds),
     got.deliveries.length > 0 && deliveries(got.deliveries),

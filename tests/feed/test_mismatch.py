@@ -1,0 +1,115 @@
+"""Test how trainers report their log-probabilities: over the feed client and HTTP, into events, metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.feed.kit import training
+from tests.server.test_page import fetch, log_in
+from turngate.client.feed import BlockingFeed, Feed, FeedConfig, Row, TakenOver
+from turngate.client.gateway import RequestRejected
+from turngate.config import ServeConfig
+from turngate.errors import BadRequest, ConfigError
+
+
+def recorded(rows: list[Row], shift: float) -> list[np.ndarray]:
+    return [row.logprobs[row.mask] + np.float32(shift) for row in rows]
+
+
+async def test_report_causes_alarms_events_metrics_and_page() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=2)) as feed:
+        for reward in (0.0, 1.0):
+            await t.rollout(reward)
+        delivery = await feed.next(10)
+        assert delivery is not None
+        rows = delivery.rows()
+        assert await feed.report_mismatch(1, 0, rows, recorded(rows, 0.0)) == ()
+        assert await feed.report_lags(1, 0, ()) == ()  # nothing was compared, so nothing is reported
+        alarms = await feed.report_mismatch(1, 0, rows, recorded(rows, -0.3))
+        assert [alarm.kind for alarm in alarms] == ["difference", "kl"]
+        later = await feed.report_mismatch(1, 2, rows, recorded(rows, -0.3))  # with the weights of two versions later
+        assert later == ()
+
+        reports = [event async for event in t.client.events(wait=False) if event.kind == "mismatch"]
+        assert [len(event.data["alarms"]) for event in reports] == [0, 2, 0]
+        assert [[one["lag"] for one in event.data["lags"]] for event in reports] == [[0], [0], [2]]
+        assert {(event.session, event.data["feed"], event.data["number"]) for event in reports} == {("", "f", 1)}
+        tokens = sum(int(row.mask.sum()) for row in rows)
+        metrics = (await t.g.admin.get("/metrics")).text
+        assert f'turngate_mismatch_tokens_total{{weights="same"}} {2 * tokens}' in metrics
+        assert f'turngate_mismatch_over_total{{weights="same"}} {tokens}' in metrics
+        assert 'turngate_mismatch_alarms_total{kind="difference"} 1' in metrics
+
+        page = (await fetch(await log_in(t.g), "training"))["mismatch"]
+        [newest] = page["newest"]
+        assert (newest["version"], newest["alarms"], newest["lags"][0]["lag"]) == (2, [], 2)
+        assert len(newest["lags"][0]["counts"]) == len(page["edges"]) + 1
+        assert [one["alarms"] for one in page["trend"]] == [0, 2, 0]
+        assert page["trend"][0]["mean"] == 0.0 and page["trend"][1]["mean"] == pytest.approx(0.3, abs=1e-3)
+        assert page["trend"][2]["mean"] is None  # no token was sampled with the trainer's own weights
+
+
+async def test_limits_are_settings() -> None:
+    async with (
+        training(mismatch_difference=0.5, mismatch_kl=0.0) as t,
+        await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed,
+    ):
+        await t.rollout(1.0)
+        delivery = await feed.next(10)
+        assert delivery is not None
+        rows = delivery.rows()
+        assert await feed.report_mismatch(1, 0, rows, recorded(rows, -0.3)) == ()
+        [alarm] = await feed.report_mismatch(1, 0, rows, recorded(rows, -0.7))
+        assert "more than 0.5 nats" in alarm.message
+
+
+async def test_wrong_reports_are_rejected() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        await t.rollout(1.0)
+        delivery = await feed.next(10)
+        assert delivery is not None
+        rows = delivery.rows()
+        with pytest.raises(BadRequest, match="pass one for each trained token"):
+            await feed.report_mismatch(1, 0, rows, [np.zeros(1)])
+        with pytest.raises(RequestRejected, match="number 2 was never handed out"):
+            await feed.report_mismatch(2, 0, rows, recorded(rows, 0.0))
+        reply = await t.g.admin.post(
+            "/admin/feeds/f/mismatch",
+            json={"reader": feed._reader, "number": 1, "version": 0, "lags": [{"lag": 0, "tokens": 1}]},
+        )
+        assert reply.status_code == 400 and "counts" in reply.text
+        await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none"))
+        with pytest.raises(TakenOver):
+            await feed.report_mismatch(1, 0, rows, recorded(rows, 0.0))
+        assert not [event async for event in t.client.events(wait=False) if event.kind == "mismatch"]
+
+
+async def test_blocking_feed_reports() -> None:
+    async with training() as t:
+        await t.rollout(1.0)
+        config = FeedConfig(n=1, advantage="none", from_start=True)
+
+        def train() -> list[str]:
+            with BlockingFeed(t.g.root, t.g.app.admin_key, "f", config) as feed:
+                delivery = feed.next(10)
+                assert delivery is not None
+                rows = delivery.rows()
+                return [alarm.kind for alarm in feed.report_mismatch(1, 0, rows, recorded(rows, -0.3))]
+
+        assert await asyncio.to_thread(train) == ["difference", "kl"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"mismatch_difference": 0.3}, "mismatch_difference must be one of 0.001, 0.01, .*, 5, not 0.3"),
+        ({"mismatch_share": -0.1}, r"mismatch_share must be 0 \(no alarm\) or greater, not -0.1"),
+        ({"stale_kl": float("nan")}, "stale_kl must be 0"),
+    ],
+)
+def test_invalid_limits_are_rejected(setting: dict[str, float], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ServeConfig(**setting).check()

@@ -1,0 +1,191 @@
+"""Compare the log-probabilities that a trainer computes with those that the engine reported when it sampled the tokens.
+
+For each trained token, d = log-probability under the trainer's current weights − recorded log-probability, and exp(d) is its importance
+ratio. Tokens are grouped by lag: how many policy versions lie between the weights that sampled them and the trainer's.
+
+    lag 0   the weights are the same, so d is the mismatch between engine and trainer and should be 0
+    lag n   d also contains n policy updates
+    None    the engine did not report which version sampled the token
+
+No I/O.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.config import MISMATCH_STEPS, MismatchLimits
+from turngate.errors import BadRequest
+from turngate.trace.sample import UNKNOWN_VERSION
+from turngate.types import Count
+
+# Edges of the histogram of d, in nats. Each bucket includes its upper edge.
+MISMATCH_EDGES = (*(-step for step in reversed(MISMATCH_STEPS)), *MISMATCH_STEPS)
+MAX_LAG = 16  # stands for this lag and all greater ones
+_MAX_LOG_RATIO = 20.0  # exp(d) is computed with |d| limited to this
+
+AlarmKind = Literal["difference", "kl", "stale_kl", "not_finite"]
+
+
+class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Statistics of d over the trained tokens of one lag. They are None if d is finite for none of these tokens."""
+
+    lag: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAG)] | None
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    not_finite: Count = 0  # tokens for which the trainer computed NaN or an infinite value
+    counts: tuple[Count, ...]  # tokens per bucket of `MISMATCH_EDGES`, without those that are not finite
+    mean: float | None  # of |d|
+    largest: float | None  # of |d|
+    k1: (
+        float | None
+    )  # mean of −d: unbiased estimate of the KL divergence of the trainer's policy from the sampling policy
+    k3: float | None  # mean of exp(d) − 1 − d: estimate of the same that is never negative
+
+    def count_over(self, difference: float) -> int:
+        """Return the number of tokens with |d| > `difference`, which must be one of `MISMATCH_STEPS`. Includes those not finite."""
+        inside = bisect_left(MISMATCH_EDGES, -difference), bisect_left(MISMATCH_EDGES, difference)
+        return self.tokens - sum(self.counts[inside[0] + 1 : inside[1] + 1])
+
+
+class MismatchAlarm(msgspec.Struct, frozen=True):
+    kind: AlarmKind
+    message: str  # what was measured, and what to change
+
+
+class MismatchMeter:
+    """Collects d over the rows of an update."""
+
+    def __init__(self) -> None:
+        self._differences: list[np.ndarray] = []
+        self._lags: list[np.ndarray] = []
+
+    def add(self, trainer: np.ndarray, recorded: np.ndarray, versions: np.ndarray, version: int) -> None:
+        """Add tokens. `version` is the version of the weights with which the trainer computed its log-probabilities.
+
+        `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
+        """
+        if not len(trainer) == len(recorded) == len(versions):
+            raise BadRequest(
+                f"logprobs: {len(trainer)} values for {len(recorded)} trained tokens; pass one for each trained token",
+                param="logprobs",
+            )
+        newest = int(versions.max(initial=UNKNOWN_VERSION))
+        if newest > version:
+            raise BadRequest(
+                f"version is {version}, but a token was sampled at version {newest}; pass the version of the weights "
+                "with which the log-probabilities were computed",
+                param="version",
+            )
+        self._differences.append(trainer.astype(np.float64) - recorded)
+        self._lags.append(np.where(versions == UNKNOWN_VERSION, -1, np.minimum(version - versions, MAX_LAG)))
+
+    def summarize(self) -> tuple[LagMismatch, ...]:
+        """Return the statistics of each lag that occurs, lowest first. The lag None is last."""
+        if not self._differences:
+            return ()
+        differences, lags = np.concatenate(self._differences), np.concatenate(self._lags)
+        found = sorted({int(lag) for lag in np.unique(lags)}, key=lambda lag: (lag < 0, lag))
+        return tuple(_summarize_lag(None if lag < 0 else lag, differences[lags == lag]) for lag in found)
+
+
+def _summarize_lag(lag: int | None, differences: np.ndarray) -> LagMismatch:
+    known = differences[np.isfinite(differences)]
+    buckets = np.searchsorted(MISMATCH_EDGES, known, side="left")
+    limited = known.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return LagMismatch(
+        lag=lag,
+        tokens=len(differences),
+        not_finite=len(differences) - len(known),
+        counts=tuple(np.bincount(buckets, minlength=len(MISMATCH_EDGES) + 1).tolist()),
+        mean=float(np.abs(known).mean()) if len(known) else None,
+        largest=float(np.abs(known).max()) if len(known) else None,
+        k1=float(-known.mean()) if len(known) else None,
+        k3=float((np.expm1(limited) - limited).mean()) if len(known) else None,
+    )
+
+
+def check_lags(lags: Sequence[LagMismatch]) -> None:
+    """Raise `BadRequest`, which names the field, if a report contradicts itself."""
+    if not lags:
+        raise BadRequest("lags is empty; report at least one lag", param="lags")
+    seen = [one.lag for one in lags]
+    for place, one in enumerate(lags):
+        where = f"lags[{place}]"
+        if seen.count(one.lag) > 1:
+            raise BadRequest(f"{where}.lag: {one.lag} occurs twice; merge its tokens", param="lags")
+        if len(one.counts) != len(MISMATCH_EDGES) + 1:
+            raise BadRequest(
+                f"{where}.counts has {len(one.counts)} buckets, not {len(MISMATCH_EDGES) + 1}; its edges are {MISMATCH_EDGES}",
+                param="lags",
+            )
+        if sum(one.counts) + one.not_finite != one.tokens:
+            raise BadRequest(
+                f"{where}.tokens must be the sum of its counts and not_finite, which is {sum(one.counts) + one.not_finite}, "
+                f"not {one.tokens}",
+                param="lags",
+            )
+        if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
+            raise BadRequest(
+                f"{where}: mean, largest, k1 and k3 must be numbers if d is finite for any token, and null otherwise",
+                param="lags",
+            )
+
+
+def find_alarms(lags: Sequence[LagMismatch], limits: MismatchLimits) -> tuple[MismatchAlarm, ...]:
+    """Return the alarms of a report. A limit of 0 turns its alarm off."""
+    alarms = [
+        *_check_not_finite(lags),
+        *(alarm for one in lags if one.lag == 0 for alarm in _check_same_weights(one, limits)),
+        *_check_stale([one for one in lags if one.lag != 0], limits),
+    ]
+    return tuple(alarms)
+
+
+def _check_not_finite(lags: Sequence[LagMismatch]) -> list[MismatchAlarm]:
+    tokens = sum(one.not_finite for one in lags)
+    message = (
+        f"the trainer computed NaN or infinite log-probabilities for {tokens:,} of {sum(one.tokens for one in lags):,} tokens; check "
+        "its data type and gradients, and that it computes them with the engine's vocabulary"
+    )
+    return [MismatchAlarm("not_finite", message)] if tokens else []
+
+
+_SAME_WEIGHTS = (
+    "although the weights are the same; check that engine and trainer use the same data type (quantization and bfloat16 differ), the same "
+    "temperature and the same model, and that the engine reports the log-probabilities of the distribution that it samples from "
+    "(vLLM: --logprobs-mode processed_logprobs)"
+)
+
+
+def _check_same_weights(one: LagMismatch, limits: MismatchLimits) -> list[MismatchAlarm]:
+    alarms = []
+    over = one.count_over(limits.difference) if limits.difference else 0
+    if limits.share and over > limits.share * one.tokens:
+        message = (
+            f"the log-probabilities of {over:,} of {one.tokens:,} tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}) differ by "
+            f"more than {limits.difference:g} nats, {_SAME_WEIGHTS}"
+        )
+        alarms.append(MismatchAlarm("difference", message))
+    if limits.kl and one.k3 is not None and one.k3 > limits.kl:
+        message = f"the trainer's policy diverges from the engine's by {one.k3:.2g} nats per token (limit {limits.kl:g}), {_SAME_WEIGHTS}"
+        alarms.append(MismatchAlarm("kl", message))
+    return alarms
+
+
+def _check_stale(lags: Sequence[LagMismatch], limits: MismatchLimits) -> list[MismatchAlarm]:
+    measured = [(one.k3, one.tokens - one.not_finite) for one in lags if one.k3 is not None]
+    tokens = sum(count for _, count in measured)
+    k3 = sum(value * count for value, count in measured) / tokens if tokens else 0.0
+    if not limits.stale_kl or k3 <= limits.stale_kl:
+        return []
+    message = (
+        f"the policy has moved by {k3:.2g} nats per token (limit {limits.stale_kl:g}) since {tokens:,} tokens were sampled with older or "
+        "unknown weights; train on fresher rollouts (lower the feed's max_staleness, or let agents run fewer groups ahead), or "
+        "lower the learning rate"
+    )
+    return [MismatchAlarm("stale_kl", message)]
