@@ -245,6 +245,7 @@ UNRUN = [
         NEEDS_TEACHER,
         "tests/trainers/test_teacher.py",
     ),
+    Unrun("docs/feed.md", "logprobs = [compute_logprobs", "needs a trainer", "tests/feed/test_mismatch.py"),
     Unrun("docs/feed.md", "from turngate.trainers.teacher", NEEDS_TEACHER, "tests/trainers/test_teacher.py"),
     Unrun("docs/gauntlet.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),
     Unrun(

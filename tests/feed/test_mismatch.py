@@ -74,6 +74,8 @@ async def test_wrong_reports_are_rejected() -> None:
         rows = delivery.rows()
         with pytest.raises(BadRequest, match="pass one for each trained token"):
             await feed.report_mismatch(1, 0, rows, [np.zeros(1)])
+        with pytest.raises(BadRequest, match="logprobs has 0 arrays for 1 rows"):
+            await feed.report_mismatch(1, 0, rows, [])
         with pytest.raises(RequestRejected, match="number 2 was never handed out"):
             await feed.report_mismatch(2, 0, rows, recorded(rows, 0.0))
         reply = await t.g.admin.post(

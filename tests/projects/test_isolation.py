@@ -24,6 +24,7 @@ from turngate.store.projects import SCOPE_NAMES
 
 _POSTGRES = pytest.param("postgres", marks=[pytest.mark.needs("postgres"), pytest.mark.full])
 CHAT = {"model": "m", "messages": [user("Hi")]}
+LAG = {"lag": 0, "tokens": 1, "counts": [1, *[0] * 20], "mean": 6.0, "largest": 6.0, "k1": 6.0, "k3": 5.0}
 OUTCOME = {"kind": "graded", "reward": 1.0, "group": "{group}"}
 # Names in project alpha. The second value of each is a name of the same length that does not exist.
 TARGETS = {
@@ -73,6 +74,7 @@ ATTACKS: dict[tuple[str, str], Attack] = {
     ("POST", "/admin/feeds/{name}/reader"): Attack(body={}),
     ("GET", "/admin/feeds/{name}/deliveries"): Attack("reader=x&after=0&limit=64"),
     ("POST", "/admin/feeds/{name}/commit"): Attack(body={"reader": "x", "number": 1}),
+    ("POST", "/admin/feeds/{name}/mismatch"): Attack(body={"reader": "x", "number": 1, "version": 0, "lags": [LAG]}),
     ("POST", "/admin/groups/{group:path}/close"): Attack(),
     ("GET", "/admin/fence"): Attack(),
     ("POST", "/admin/fence/pause"): Attack(body={}),

@@ -61,6 +61,7 @@ def record(store: Store) -> None:
     assert old is not None
     store.delete_session(old.key, event("s0", "deleted", START + 900))
     store.events.add(event("s0", "stage", START + 901, stage="done"))
+    store.events.add(event("", "mismatch", START + 902, feed="f", number=1, version=99, lags=[], alarms=[]))
 
 
 @contextmanager
@@ -122,6 +123,7 @@ def compare(url: str) -> None:
             if prefix == "nothing":  # there is no first rollout, so it is now
                 assert abs(trends[0].pop("first") - trends[1].pop("first")) < 60
             check_equal(*trends, prefix)
+            assert [report["version"] for report in trends[0]["mismatch"]["newest"]] == [99]
         for row in expected.rollouts(store, RolloutQuery(limit=500))["rollouts"]:
             assert plain(found.rollout(store, row.id)) == plain(expected.rollout(store, row.id))
             assert found.check_retry(store, row.id)[1] == expected.check_retry(store, row.id)[1]
