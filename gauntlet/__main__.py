@@ -103,6 +103,8 @@ def _find_usage_error(args: argparse.Namespace) -> str:
         return "--repeats must be at least 1"
     if args.only_features and (args.url or args.scenario or args.json or load):
         return "--only-features cannot be combined with --url, --scenario, --json or --load"
+    if args.only_features and bool(args.results) != bool(args.readme):
+        return "--only-features needs both --results and --readme, or neither"
     if args.only_features and args.results and not args.results.with_suffix(".json").is_file():
         return f"--results {args.results}: not found; --only-features updates a page that exists"
     if args.url and args.gateway:
@@ -128,7 +130,8 @@ def _find_usage_error(args: argparse.Namespace) -> str:
 def _print_results(args: argparse.Namespace, results: list[Result]) -> None:
     about = publish.describe_run("make gauntlet" if args.results else " ".join(["python -m gauntlet", *sys.argv[1:]]))
     if args.only_features:
-        publish.update_features(args.results, args.readme, results, about)
+        if args.results:
+            publish.update_features(args.results, args.readme, results, about)
         print(feature_section(results))
         return
     if args.results:

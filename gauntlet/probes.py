@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ SCENARIO = Scenario(
 )
 REWARDS = (0.5, 0.0, 0.25, -0.125)  # of the turns, in their order
 _SLOW_TURN = 1  # the index of the turn during which the weights change
+_BOXES = re.compile("[\u2500-\u257f]+")
 _DIALECT = "chat"  # which every gateway supports
 _DELIVERY_LIMIT_S = 600.0  # trainers take long to import
 
@@ -55,10 +57,15 @@ async def probe_features(
             else:
                 verdicts[feature] = await _probe(gateway, feature, http, mock)
         except CannotStart as error:
-            verdicts[feature] = Verdict("not tested", " ".join(str(error).split()))
+            verdicts[feature] = Verdict("not tested", _to_line(error))
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            verdicts[feature] = Verdict("wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            verdicts[feature] = Verdict("wrong", f"{type(error).__name__}: {_to_line(error)}")
     return verdicts
+
+
+def _to_line(error: Exception) -> str:
+    """Return an error message as one line, without the boxes that command-line programs draw."""
+    return " ".join(_BOXES.sub(" ", str(error)).split())[:300]
 
 
 async def _probe(gateway: Gateway, feature: Feature, http: aiohttp.ClientSession, mock: MockEngine) -> Verdict:

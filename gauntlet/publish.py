@@ -6,11 +6,13 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from gauntlet import report
 from gauntlet.feature_report import COLUMN, describe_features, feature_section
+from gauntlet.gateways.delivery import Verdict
 from gauntlet.run import Result
 from gauntlet.table import set_column
 
@@ -55,36 +57,36 @@ def write_page(page: Path, results: Sequence[Result], about: dict[str, str], our
     page.with_suffix(".json").write_text(report.to_json(results, about, rollouts=False), encoding="utf-8")
 
 
-def update_features(page: Path | None, readme: Path | None, results: Sequence[Result], about: dict[str, str]) -> None:
-    """Write only what rows carry into a page, its JSON file and a README that have the other results already."""
-    if readme is not None:
-        before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-        inside, _, after = rest.partition(END)
-        table = "\n".join(line for line in inside.splitlines() if line.startswith("|"))
-        values = {result.gateway: describe_features(result) for result in results}
-        inside = inside.replace(table, set_column(table, COLUMN, values))
-        readme.write_text(before + BEGIN + inside + END + after, encoding="utf-8")
-    if page is not None:
-        parts = [
-            report.FEATURES_BEGIN,
-            feature_section(results),
-            f"Tested on {about['date']}.",
-            report.FEATURES_END,
-            "",
-        ]
-        section = "\n\n".join(parts)
-        text = page.read_text(encoding="utf-8")
-        if report.FEATURES_BEGIN in text:
-            before, _, rest = text.partition(report.FEATURES_BEGIN)
-            text = before + rest.partition(f"{report.FEATURES_END}\n\n")[2]
-        before, heading, after = text.partition("### By dialect")
-        page.write_text(before + section + heading + after, encoding="utf-8")
-        file = page.with_suffix(".json")
-        data = json.loads(file.read_text(encoding="utf-8"))
-        found = {result.gateway: report.features_entry(result) for result in results}
-        for entry in data["gateways"]:
-            entry["features"] = found.get(entry["gateway"], {})
-        file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def update_features(page: Path, readme: Path, results: Sequence[Result], about: dict[str, str]) -> None:
+    """Write only what rows carry into a page, its JSON file and a README that have the other results already.
+
+    Gateways that were not tested now keep what they had.
+    """
+    data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    tested = {result.gateway: result for result in results}
+    merged = []
+    for entry in data["gateways"]:
+        name = entry["gateway"]
+        known = {feature: Verdict(**verdict) for feature, verdict in entry.get("features", {}).items()}
+        merged.append(tested.get(name) or Result(name, entry["about"], (), True, features=known))
+        entry["features"] = report.features_entry(merged[-1])
+    page.with_suffix(".json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    parts = [report.FEATURES_BEGIN, feature_section(merged), f"Tested on {about['date']}.", report.FEATURES_END, ""]
+    text = page.read_text(encoding="utf-8")
+    if report.FEATURES_BEGIN in text:
+        before, _, rest = text.partition(report.FEATURES_BEGIN)
+        text = before + rest.partition(f"{report.FEATURES_END}\n\n")[2]
+    before, heading, after = text.partition("### By dialect")
+    page.write_text(before + "\n\n".join(parts) + heading + after, encoding="utf-8")
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    table = "\n".join(line for line in inside.splitlines() if line.startswith("|"))
+    values = {result.gateway: describe_features(result) for result in merged}
+    inside = inside.replace(table, set_column(table, COLUMN, values))
+    inside = re.sub(
+        r"^(Measured on .*?)( The last column .*)?$", rf"\1 The last column is of {about['date']}.", inside, flags=re.M
+    )
+    readme.write_text(before + BEGIN + inside + END + after, encoding="utf-8")
 
 
 def _cpu_model() -> str:

@@ -29,7 +29,11 @@ class Verifiers(Gateway):
     client = "train"
     expert_format = "raw"
     lacks = {
-        "turn rewards": Absence("rewards belong to a whole trace", _TRACE, says="rewards: dict[str, Reward | None]"),
+        "turn rewards": Absence(
+            "rewards belong to a whole trace, and credit per token is left to the trainer",
+            _TRACE,
+            says="rewards: dict[str, Reward | None]",
+        ),
         "teacher": Absence(
             "a message has a field for them, which its trainer fills in; the package scores nothing",
             _GRAPH,

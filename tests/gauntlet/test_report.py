@@ -130,7 +130,11 @@ def test_results_page_has_json_file(tmp_path: Path) -> None:
         (["--readme", "/nowhere/README.md"], "<!-- gauntlet -->"),
         (["--results", "/nowhere/results.md"], "folder not found"),
         (["--only-features", "--url", "http://here"], "cannot be combined with --url"),
-        (["--only-features", "--results", "/nowhere/results.md"], "updates a page that exists"),
+        (["--only-features", "--results", "/nowhere/results.md"], "needs both --results and --readme"),
+        (
+            ["--only-features", "--results", "/nowhere/results.md", "--readme", "README.md"],
+            "updates a page that exists",
+        ),
     ],
 )
 def test_invalid_option_is_rejected_at_start(
@@ -168,14 +172,14 @@ def test_features_are_updated_without_the_other_results(tmp_path: Path) -> None:
     publish.write_readme(readme, ALL, ABOUT)
     publish.write_page(page, ALL, ABOUT, "turngate")
     before = readme.read_text(), page.read_text()
-    for carried in ("experts", "tree"):
-        tested = [with_features(OURS, carried), with_features(EXACT)]
-        publish.update_features(page, readme, tested, ABOUT)
+    publish.update_features(page, readme, [with_features(OURS, "experts"), with_features(EXACT)], ABOUT)
+    publish.update_features(page, readme, [with_features(OURS, "tree")], ABOUT)  # the others keep what they had
     lines = readme.read_text().splitlines()
     assert [
         line.replace(" tree |", "").replace(f" {DASH} |", "") for line in lines if line.startswith("| turngate")
     ] == [line.replace(f" {DASH} |", "") for line in before[0].splitlines() if line.startswith("| turngate")]
     assert len(lines) == len(before[0].splitlines())
+    assert "Measured on 2026-01-01: a machine. The last column is of 2026-01-01." in lines
     assert page.read_text().count("### What rows carry") == 1 and "Tested on 2026-01-01" in page.read_text()
     assert (
         "- `rllm`, experts, masks, tree, turn rewards, teacher, versions, loaders: no: it has no field"
