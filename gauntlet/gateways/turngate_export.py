@@ -28,12 +28,9 @@ async def deliver(feature: Feature, data: Path, engine_url: str) -> Delivery:
         return _read_tree(await _export(data, "rows"), *await _export(data, "tree"))
     if feature == "loaders":
         return await _load(data)
-    if (
-        feature == "versions"
-    ):  # `rows` has the versions of the first and the last token of a turn, `areal` one per token
-        records = await _export(data, "areal")
-        rows = [Row(record["input_ids"], record["loss_mask"], record["logprobs"]) for record in records]
-        return Delivery(rows, [record["versions"] for record in records])
+    if feature == "versions":
+        records = await _export(data, "rows")
+        return Delivery(_read_rows(records), [_list_versions(record) for record in records])
     if feature == "turn rewards":
         records = await _export(data, "rows", "--turn-rewards")
         return Delivery(_read_rows(records), [record["token_rewards"] for record in records])
@@ -53,6 +50,17 @@ async def _export(data: Path, format: str, *options: str) -> list[Json]:
 
 def _read_rows(records: Sequence[Json]) -> list[Row]:
     return [Row(record["ids"], record["mask"], record["logprobs"]) for record in records]
+
+
+def _list_versions(record: Json) -> list[int | None]:
+    """Return the policy version of each token of a row, or None if it is unknown."""
+    versions: list[int | None] = [None] * len(record["ids"])
+    for span in record["spans"]:
+        size = span["end"] - span["start"]
+        is_same = span["version_start"] == span["version_end"]
+        runs = span.get("version_runs") or [[span["version_start"] if is_same else None, size]]
+        versions[span["start"] : span["end"]] = [version for version, count in runs for _ in range(count)]
+    return versions
 
 
 def _decode_side(record: Json, name: str) -> list[Any]:
