@@ -85,9 +85,10 @@ async def _run_rollout(trial: Trial, feature: Feature) -> Verdict:
     await mock.add_steps(build_script(SCENARIO, name))
     session = await gateway.open(trial.http, name)
     agent = Agent(trial.http, CLIENTS[_DIALECT], SCENARIO, name, session.base_url, session.key, stream=False)
-    played, *_ = await asyncio.gather(agent.play(), *([_change_weights(trial, name)] if feature == "versions" else []))
-    if played.error:
-        return Verdict("wrong", played.error)
+    others = [_change_weights(trial, name)] if feature == "versions" else []
+    await asyncio.gather(agent.play(), *others)
+    if agent.played.error:
+        return Verdict("wrong", agent.played.error)
     log = await mock.log(name)
     await mock.forget(name)
     delivery = await gateway.deliver(trial.http, session, [entry["ids"] for entry in log], REWARDS)
