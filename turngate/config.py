@@ -481,7 +481,7 @@ def explain_unreadable_script(path: str, error: OSError) -> ConfigError:
     """Return the error for a script that the scripted engine cannot read."""
     if path == REFERENCE_SCRIPT:
         return ConfigError(
-            f"script {path} works only with `turngate run`, and with `turngate batch` on one machine; pass a JSON file with a list of "
+            f"script {path!r} works only with `turngate run`, and with `turngate batch` on one machine; pass a JSON file with a list of "
             "replies",
             param="script",
         )

@@ -41,7 +41,7 @@ async def test_export_from_served_folder_reports_losses(tmp_path: Path) -> None:
         (["--advantage", "best"], "advantage must be one of normalised, leave_one_out, none, not 'best'"),
         (["--keep", "some"], "keep must be one of all, best, not 'some'"),
         (["--min-reward", "nan"], "--min-reward must be a finite number, not nan"),
-        (["--as", "tokens"], "as does not apply to format rows; leave out --as"),
+        (["--as", "tokens"], "--as does not apply to format rows; leave it out"),
     ],
 )
 def test_invalid_option_is_named(more: list[str], line: str, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_note_explains_missing_replay(
 def test_requested_replay_works_for_any_task_or_fails() -> None:
     config = ServeConfig(script="reference")
     assert play_reference(_replace(TASK, {"source": "mine"}), MINI, get_backend("local"), config).commands
-    with pytest.raises(ConfigError, match="script reference cannot be used: the task has no solution"):
+    with pytest.raises(ConfigError, match="script 'reference' cannot be used: the task has no solution"):
         play_reference(_replace(TASK, {"solution": None}), MINI, get_backend("local"), config)
 
 

@@ -264,7 +264,7 @@ async def test_full_queue_is_busy_and_listed() -> None:
     async with run_service(running=1, queued=1) as service:
         first = service.rollouts.start(service.request("time.sleep(600)", task_id="first"))
         second = service.rollouts.start(service.request(task_id="second"))
-        with pytest.raises(Busy, match="the queue is full: 1 rollouts are running and 1 are waiting"):
+        with pytest.raises(Busy, match=r"the queue is full \(running: 1, waiting: 1\)"):
             service.rollouts.start(service.request())
         await service.wait_for_stage(first, "agent")
         listing = service.rollouts.list()

@@ -546,10 +546,10 @@ def test_format_is_documented(format: str) -> None:
             "sft",
             ".jsonl",
             {"form": "rows"},
-            "as must be one of messages, completions, tokens for format sft, not 'rows'",
+            "--as must be one of messages, completions, tokens for format sft, not 'rows'",
         ),
-        ("rows", ".jsonl", {"form": "tokens"}, "as does not apply to format rows; leave out --as"),
-        ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids does not apply to format verl; leave out --prompt-ids"),
+        ("rows", ".jsonl", {"form": "tokens"}, "--as does not apply to format rows; leave it out"),
+        ("verl", ".jsonl", {"prompt_ids": True}, "--prompt-ids does not apply to format verl; leave it out"),
         ("dpo", ".jsonl", {"pairs": 0}, "pairs must be at least 1, not 0"),
         (
             "rows",

@@ -139,9 +139,9 @@ async def test_positions_count_from_the_response(recording: Recording, format: s
 
 
 async def test_flags_that_do_not_apply_are_refused(recording: Recording) -> None:
-    with pytest.raises(ConfigError, match="turn_rewards does not apply to format tinker"):
+    with pytest.raises(ConfigError, match="--turn-rewards does not apply to format tinker"):
         recording.export("tinker", turn_rewards=True)
-    with pytest.raises(ConfigError, match="credit does not apply to format verl"):
+    with pytest.raises(ConfigError, match="--credit does not apply to format verl"):
         recording.export("verl", credit=TurnCredit())
 
 

@@ -152,7 +152,7 @@ def test_damaged_cache_entry_is_scored_again(recording: Recording, server: Teach
 
 def test_dead_teacher_keeps_scores_and_rerun_continues(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.fail_after = 2
-    with pytest.raises(TeacherUnavailable, match=r"the engine is dead; \d turns were scored and are cached; try again"):
+    with pytest.raises(TeacherUnavailable, match=r"the engine is dead; turns scored and cached so far: \d; try again"):
         recording.export("rows", teacher=config(server, concurrency=1))
     assert not (recording.out / "out.jsonl").exists(), "no file without scores"
     server.fail_after, before = None, len(server.scored)
@@ -295,7 +295,7 @@ def test_invalid_settings(fields: dict[str, Any], problem: str) -> None:
 
 
 def test_formats_without_scores_reject_a_teacher(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
-    with pytest.raises(ConfigError, match="teacher does not apply to format verl; leave out --teacher"):
+    with pytest.raises(ConfigError, match="--teacher does not apply to format verl; leave it out"):
         recording.export("verl", teacher=config(server))
     with pytest.raises(ConfigError, match="tokenizer applies only with a teacher"):
         recording.export("rows", tokenizer="x")

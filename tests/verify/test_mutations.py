@@ -689,7 +689,7 @@ EVENTS: dict[str, Case] = {
     "a truncated turn": ("its sampled_tokens is stored as 4, but event ", truncate_turn),
     "the last turn removed": (", which is not stored: finish 'stop', ", delete_last_turn),
     "the last turn removed with its event": (
-        " turns that were not aborted are stored, but event ",
+        "stored turns that were not aborted: ",
         delete_last_turn_and_event,
     ),
     "all turns removed": (", which is not stored: finish 'abort', 5 sampled tokens", delete_all_turns),

@@ -48,7 +48,7 @@ def _print_engines(view: EnginesView) -> None:
         table.add_row(engine.url, _describe_state(engine), *counts, use, str(engine.sessions))
     console.print(table)
     if view.saturated:
-        say(console, f"All engines are crowded; {view.waiting} calls are waiting in the gateway.")
+        say(console, f"All engines are crowded. Calls waiting in the gateway: {view.waiting}.")
 
 
 def _describe_state(engine: EngineView) -> str:

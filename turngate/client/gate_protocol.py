@@ -15,7 +15,7 @@ from turngate.types import Constraint, Sampling
 
 
 class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for model calls that the trainer will answer."""
+    """A trainer's request for model calls to answer."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0

@@ -53,8 +53,8 @@ def _check_outbox(data: Path) -> list[CheckOutcome]:
     if failures:
         names = "; ".join(f"{session}: {error}" for session, error in failures)
         fix = "the sessions stay in this cell; restore damaged ones from a backup of the data folder, then restart the cell"
-        return [failure(f"{state.failed} sessions cannot be shipped ({names})", fix)]
-    message = f"{state.unshipped} sessions are not in the shared store yet"
+        return [failure(f"sessions that cannot be shipped: {state.failed} ({names})", fix)]
+    message = f"sessions not in the shared store yet: {state.unshipped}"
     if waited > _LATE_S:
         return [
             warning(

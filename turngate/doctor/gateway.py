@@ -157,7 +157,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     if silent:
         results.append(
             warning(
-                f"{silent:.0f} of the gateway's workers do not respond",
+                f"workers of the gateway that do not respond: {silent:.0f}",
                 "check the gateway's log to see whether they are restarting",
             )
         )

@@ -150,7 +150,7 @@ class Scripted:
         return self._script(request, self._calls.next(request.session))
 
     def _room(self, request: Generate) -> int:
-        """Return the maximum number of tokens to sample. It is below 1 if the prompt does not fit in the context."""
+        """Return the maximum number of tokens to sample. It is below 1 if the prompt leaves no room in the context."""
         if self._max_context is None:
             return request.max_tokens
         return min(request.max_tokens, self._max_context - len(request.prompt))
@@ -205,7 +205,7 @@ class _Call:
             raise EngineBusy(f"{self._name} is busy")
         if turn.overflow or self._room < 1:
             raise ContextOverflow(
-                f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit in the context"
+                f"{self._name}: the prompt has {len(self._request.prompt)} tokens, which leaves no room for a reply in the context"
             )
         if turn.hang:
             await self._wait(float("inf"))

@@ -47,7 +47,7 @@ class OtherCells:
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
         """Return how many calls of each of its projects this cell may run.
 
-        If no other cell has a waiting call that its part has room for, there are no limits.
+        There are no limits unless another cell has a waiting call that it could run without exceeding its part.
         """
         rates = self._rate(own, weight)
         if not any(self._lacks_calls(cell, rates) for cell in self._cells):
@@ -56,7 +56,7 @@ class OtherCells:
         return {project: max(1, round(rates[project] * own.demand(project))) for project in projects}
 
     def _lacks_calls(self, cell: ProjectCalls, rates: Mapping[str, float]) -> bool:
-        """Return whether a cell has a waiting call that its part has room for."""
+        """Return whether a cell has a waiting call that it could run without exceeding its part."""
         return any(
             cell.running.get(project, 0) + 1 <= rates[project] * cell.demand(project) for project in cell.waiting
         )

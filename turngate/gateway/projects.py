@@ -92,8 +92,8 @@ class Projects:
         unfinished = self._count_unfinished(name)
         if unfinished and not force:
             raise Conflict(
-                f"project {name!r} has {unfinished} sessions that are open or not shipped yet; seal or cancel them first, or "
-                "delete it anyway with force",
+                f"project {name!r} has sessions that are open or not shipped yet ({unfinished}); seal or cancel the open ones and wait "
+                "until all are shipped, or delete the project anyway with force",
                 param="force",
             )
         details = {"unfinished_sessions": unfinished, "force": force}

@@ -253,7 +253,7 @@ class WeightUpdates:
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        log.warning("a pause was not resumed within its time limit; resuming calls at the old version")
+        log.warning("calls were not resumed within the time limit of the pause; resuming them at the old version")
         await self._keep_opening(expired=True)
 
     async def _keep_opening(self, *, expired: bool = False) -> None:

@@ -108,7 +108,7 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
     def without_replay(reason: str) -> ReferenceReplay:
         if config.script == REFERENCE_SCRIPT:
             raise ConfigError(
-                f"script {REFERENCE_SCRIPT} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
+                f"script {REFERENCE_SCRIPT!r} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
                 param="script",
             )
         return ReferenceReplay(task.instruction, agent, reason=reason)

@@ -49,7 +49,10 @@ def _private_root(root: Path | None) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise SandboxError(f"{root} must be a private folder owned by this user; run chmod 700 {root}")
+        raise SandboxError(
+            f"{root} must be a private folder (mode 700, not a link) owned by this user; run chmod 700 {root}, or set TMPDIR to "
+            "another folder"
+        )
     return root
 
 

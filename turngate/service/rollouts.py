@@ -316,8 +316,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     def _check_capacity(self, size: int) -> None:
         if len(self._active) >= self.config.running + self.config.queued:
             raise Busy(
-                f"the queue is full: {self.config.running} rollouts are running and {self.config.queued} are waiting; try again "
-                "when one finishes"
+                f"the queue is full (running: {self.config.running}, waiting: {self.config.queued}); try again when a rollout finishes"
             )
         held = sum(active.input_bytes for active in self._active.values())
         if size and held + size > self.config.queued_bytes:

@@ -34,7 +34,7 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
         ("exit 0", "wrote neither reward.txt"),
         ("kill -9 $$", "killed by signal 9"),
         ("sleep 60", "took longer than its limit of 2 s"),
-        ("reward=much\n" + REWARD, "is not a number"),
+        ("reward=much\n" + REWARD, "reward.txt must contain a finite number"),
         ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a regular file"),
     ],
 )

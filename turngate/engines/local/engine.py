@@ -266,7 +266,7 @@ class LocalEngine:
         room = self.max_context - prompt.size
         if room < 1:
             raise ContextOverflow(
-                f"{self.name}: the prompt has {prompt.size} tokens, but at most {self.max_context} fit in the context",
+                f"{self.name}: the prompt has {prompt.size} tokens, which leaves no room for a reply in a context of {self.max_context}",
                 limit=self.max_context,
                 size=int(prompt.size),
             )

@@ -120,7 +120,7 @@ class ServingGuard:
             self._unshipped[outbox] = unshipped, now
         if unshipped >= self._max_unshipped:
             raise Busy(
-                f"{unshipped} sessions of this project in this cell are not in the shared store yet (max_unshipped is "
+                f"too many sessions of this project in this cell are not in the shared store yet ({unshipped}; max_unshipped is "
                 f"{self._max_unshipped}); retry in a moment"
             )
 

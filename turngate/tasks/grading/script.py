@@ -192,17 +192,17 @@ def _parse_reward(kind: str, content: bytes) -> float:
 
     A text file contains a number. A JSON file contains a number, or an object with a number as `reward` or as its only field.
     """
+    expected = "a finite number" if kind == "txt" else 'a finite number, or an object with a finite number as "reward"'
+    problem = f"reward.{kind} must contain {expected}, not {content[:80]!r}"
     try:
         value: object = float(content) if kind == "txt" else msgspec.json.decode(content)
     except (ValueError, msgspec.DecodeError):
-        raise Undecided(f"reward.{kind} is not a number: {content[:80]!r}") from None
+        raise Undecided(problem) from None
     if isinstance(value, dict):
         numbers = {name: number for name, number in value.items() if _is_number(number)}
         value = numbers.get("reward", next(iter(numbers.values())) if len(numbers) == len(value) == 1 else None)
     if not _is_number(value):
-        raise Undecided(
-            f'reward.{kind} is neither a finite number nor an object whose "reward" is one: {content[:80]!r}'
-        )
+        raise Undecided(problem)
     assert isinstance(value, int | float)
     return float(value)
 

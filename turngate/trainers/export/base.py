@@ -92,7 +92,7 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):
             flag = _FLAG_NAMES.get(name, name)
             raise ConfigError(
-                f"{flag} does not apply to format {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
+                f"--{flag.replace('_', '-')} does not apply to format {choices.format}; leave it out", param=flag
             )
     for name in _TEACHER_FLAGS if choices.teacher is None else ():
         if getattr(choices, name):
@@ -101,6 +101,6 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
         raise ConfigError(f"side must not be {', '.join(sorted(taken))}, which the teacher adds", param="side")
     if choices.form and choices.form not in forms:
         raise ConfigError(
-            f"as must be one of {', '.join(forms)} for format {choices.format}, not {choices.form!r}", param="as"
+            f"--as must be one of {', '.join(forms)} for format {choices.format}, not {choices.form!r}", param="as"
         )
     return choices if choices.form or not forms else msgspec.structs.replace(choices, form=forms[0])

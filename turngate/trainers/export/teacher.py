@@ -46,7 +46,7 @@ def open_scores(data: Path | str, choices: ExportChoices, watch: Watch) -> Itera
                         policy = policies.find(rollout.row.vocabulary, teacher)
                         teacher.submit(rollout.id, rollout.rows, policy)
                     else:
-                        teacher.refuse(rollout.rows, "the tokenizer of its session is not recorded")
+                        teacher.refuse(rollout.rows, "the tokenizer of the row's session is not recorded")
             teacher.wait()
             yield teacher
             _require_scores(teacher.summary)

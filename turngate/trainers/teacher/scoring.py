@@ -246,7 +246,7 @@ class Teacher:
             return
         if not isinstance(error, EngineError):
             raise error
-        done = f"{self.summary.turns} turns were scored and are cached" if self.summary.turns else "no turn was scored"
+        done = f"turns scored and cached so far: {self.summary.turns}" if self.summary.turns else "no turn was scored"
         raise TeacherUnavailable(f"the teacher is not available: {error.message}; {done}; try again to continue")
 
 
