@@ -93,6 +93,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ENGINE,
         ),
     ] = ""
+    sampling_masks: Annotated[
+        bool,
+        _about(
+            "Record which ids top-p, top-k and min-p left to sample from, so that such turns can be trained: local engine, SGLang, "
+            "or vLLM with engine_api generate.",
+            ENGINE,
+        ),
+    ] = False
     engine_silence_s: Annotated[
         float, _about("Fail a call if the engine sends nothing for this many seconds.", ENGINE)
     ] = 600.0
@@ -292,6 +300,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.routed_experts:
             self._check_routed_experts()
+        if self.sampling_masks:
+            self._check_sampling_masks()
         if self.engine == "gate":
             self._check_gate()
         if self.engine == "local":
@@ -408,6 +418,18 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "routed_experts must be LAYERSxEXPERTS, such as 48x8, with the engine 'sglang', which does not report the "
                 "shape; the model's config.json has num_hidden_layers and num_experts_per_tok",
                 param="routed_experts",
+            )
+
+    def _check_sampling_masks(self) -> None:
+        if self.engine == "gate" or self.engine in OBSERVED_ENGINES:
+            raise ConfigError(
+                f"sampling_masks needs the engine 'local', 'vllm' or 'sglang', not {self.engine!r}; remove --sampling-masks",
+                param="sampling_masks",
+            )
+        if self.engine == "vllm" and self.engine_api != "generate":
+            raise ConfigError(
+                "sampling_masks needs --engine-api generate, because vLLM's completions endpoint does not return them",
+                param="sampling_masks",
             )
 
     def _check_gate(self) -> None:

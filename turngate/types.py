@@ -34,6 +34,55 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # as engines send it; fits into `ID_DTYPE`
 
 NO_IDS: Ids = np.empty(0, ID_DTYPE)
+SAMPLING_MASK = "sampling_mask"  # the name of side data: the ids that were left to sample from at each sampled token
+TRUNCATIONS = ("top_p", "top_k", "min_p")  # sampling parameters that a sampling mask describes completely
+VARIABLE = -1  # in the shape of a value: a list, whose length differs from token to token
+
+
+class RaggedArray(msgspec.Struct, frozen=True, eq=False):
+    """Lists of different lengths, one per token, such as the ids that a sampling mask keeps. Slicing does not copy them."""
+
+    offsets: np.ndarray  # int64: where each list starts in `items`, and where the last one ends; the first is 0
+    items: np.ndarray
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int] | np.ndarray], dtype: Any = ID_DTYPE) -> RaggedArray:
+        parts = [np.asarray(each, dtype) for each in lists]
+        return cls.from_sizes([len(part) for part in parts], np.concatenate([np.empty(0, dtype), *parts]))
+
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int] | np.ndarray, items: np.ndarray) -> RaggedArray:
+        return cls(np.concatenate(([0], np.cumsum(np.asarray(sizes, np.int64)))), items)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.items.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), VARIABLE
+
+    @property
+    def nbytes(self) -> int:
+        return int(4 * len(self) + self.items.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, where: slice) -> RaggedArray:
+        start, end, _ = where.indices(len(self))
+        offsets = self.offsets[start : max(start, end) + 1]
+        return RaggedArray(offsets - offsets[0], self.items[offsets[0] : offsets[-1]])
+
+    def lists(self) -> list[np.ndarray]:
+        return np.split(self.items, self.offsets[1:-1]) if len(self) else []
+
+
+SideValues = np.ndarray | RaggedArray
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
@@ -41,7 +90,7 @@ class SideArray(msgspec.Struct, frozen=True, eq=False):
 
     name: str
     first: int  # the first token that has a value
-    values: np.ndarray  # tokens × the shape of one value
+    values: SideValues  # tokens × the shape of one value
 
     @property
     def end(self) -> int:
@@ -192,6 +241,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         if self.temperature == 0:
             biases.append("greedy")
         return tuple(biases)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a sampling mask describes all biases of these parameters."""
+        biases = self.biases()
+        return bool(biases) and set(biases) <= set(TRUNCATIONS)
 
 
 NEUTRAL = Sampling()

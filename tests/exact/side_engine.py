@@ -12,10 +12,11 @@ import numpy as np
 
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Scripted
-from turngate.types import SideArray
+from turngate.types import RaggedArray, SideArray
 
 EXPERTS = "routed_experts"  # 2 × 3 small integers for tokens of the prompt and the reply, at the end of a call
 SCORES = "scores"  # one number for each token of the reply, with each chunk
+LISTS = "lists"  # a list of 0 to 4 numbers for each token of the reply, with each chunk
 
 
 class Report(NamedTuple):
@@ -55,6 +56,7 @@ class SideEngine(Scripted):
             form = self.forms[zlib.crc32(prompt.tobytes()) % len(self.forms)]
             if form in ("all", "reply") and chunk.ids:
                 side.append(SideArray(SCORES, before - size, hashes[before:].astype(np.float32)))
+                side.append(SideArray(LISTS, before - size, make_lists(hashes[before:])))
                 scores = range(size, len(ids))
             first = size if form == "last" else 0
             end = size if form == "prompt" else len(ids) - 1
@@ -79,3 +81,7 @@ def hash_prefixes(ids: Sequence[int]) -> np.ndarray:
 def make_experts(hashes: np.ndarray, call: int) -> np.ndarray:
     values = [[[h & 255, h >> 8 & 255, h >> 16], [call & 255, call >> 8, 7]] for h in hashes.tolist()]
     return np.array(values, np.uint8)
+
+
+def make_lists(hashes: np.ndarray) -> RaggedArray:
+    return RaggedArray.from_lists([[h] * (h % 5) for h in hashes.tolist()])

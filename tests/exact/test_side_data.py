@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests import kit
 from tests.exact.agent import Agent, World, reformat
-from tests.exact.side_engine import EXPERTS, SCORES, Report, SideEngine, hash_prefixes, make_experts
+from tests.exact.side_engine import EXPERTS, LISTS, SCORES, Report, SideEngine, hash_prefixes, make_experts, make_lists
 from tests.exact.test_property import REPLIES, STEPS, TEXTS, follow, make_turn, step
 from turngate.client.delivery import Row, decode_delivery
 from turngate.client.protocol import DeliveryPage, FeedConfig, FeedForm
@@ -33,12 +33,12 @@ from turngate.trainers.export.files import encode_json
 from turngate.trainers.export.side_data import decode_columns
 from turngate.trainers.export.tree import rebuild_rows
 from turngate.trainers.tree_batch import read_trees
-from turngate.types import SideArray
+from turngate.types import RaggedArray, SideArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import load_session_view
 from turngate.views.verdict import open_row_source
 
-NAMES = (EXPERTS, SCORES)
+NAMES = (EXPERTS, SCORES, LISTS)
 ALL_STEPS = st.one_of(STEPS, st.tuples(st.just("aborted"), REPLIES, TEXTS), st.tuples(st.just("cut"), REPLIES, TEXTS))
 
 
@@ -65,8 +65,11 @@ class Expected:
             column = side[name]
             tokens = [token for start, end in column.spans for token in range(start, end)]
             assert tokens == sorted(due)
-            for token, value in zip(tokens, column.values, strict=True):
-                if name == SCORES:
+            values = column.values.lists() if isinstance(column.values, RaggedArray) else column.values
+            for token, value in zip(tokens, values, strict=True):
+                if name == LISTS:
+                    assert np.array_equal(value, make_lists(hashes[token : token + 1]).items)
+                elif name == SCORES:
                     assert value == hashes[token]
                 else:
                     call = int(value[1, 0]) + 256 * int(value[1, 1])

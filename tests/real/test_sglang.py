@@ -36,7 +36,7 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.export import ExportChoices, export
 from turngate.trainers.export.side_data import decode_experts
 from turngate.trainers.routed_experts import to_verl
-from turngate.types import Sampling
+from turngate.types import RaggedArray, Sampling
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
@@ -117,6 +117,30 @@ async def test_cached_prompt_gives_the_same_logprobs(engine: SGLang) -> None:
 async def sample(engine: SGLang, prompt: Sequence[int], tokens: int, sampling: Sampling | None = None) -> Chunk:
     async with engine.generate(make_request(prompt, max_tokens=tokens, sampling=sampling or Sampling())) as chunks:
         return await collect(chunks)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_sampling_masks_are_exact(server: Server, engine: SGLang, stream: bool) -> None:
+    """The kept ids are the likeliest ones, and the log-probabilities are those among them, according to the server's own scores."""
+    # The model is random, so the likeliest ids are almost equally likely, and only a high min-p cuts some of them.
+    sampling = Sampling(top_p=0.8, top_k=20, min_p=0.99, temperature=0.7)
+    request = make_request(PROMPT, max_tokens=16, sampling=sampling, stream=stream, sampling_mask=True)
+    async with engine.generate(request) as chunks:
+        seen = [chunk async for chunk in chunks]
+    ids = [token for chunk in seen for token in chunk.ids]
+    logprobs = [value for chunk in seen for value in chunk.logprobs or ()]
+    arrays = [array.values for chunk in seen for array in chunk.side]
+    masks = [each.tolist() for values in arrays if isinstance(values, RaggedArray) for each in values.lists()]
+    scored = score(server, PROMPT + ids, return_logprob=True, logprob_start_len=len(PROMPT) - 1, top_logprobs_num=40)
+    tops = [{token: value for value, token, _ in top} for top in scored["input_top_logprobs"][-len(ids) :]]
+    assert len(masks) == len(ids) == len(tops) == 16
+    for token, value, kept, top in zip(ids, logprobs, masks, tops, strict=True):
+        assert token in kept and len(kept) <= 20
+        lowest = min(top[each] for each in kept)
+        assert all(top[each] <= lowest + 1e-4 for each in top if each not in kept)
+        scores = np.array([top[each] for each in kept]) / sampling.temperature
+        assert value == pytest.approx(top[token] / sampling.temperature - np.logaddexp.reduce(scores), abs=1e-3)
+    assert min(len(kept) for kept in masks) < 20
 
 
 async def test_closed_call_is_aborted(server: Server, engine: SGLang) -> None:

@@ -76,6 +76,7 @@ class Call:
     texts: bool = True  # whether excerpts and quotations are recorded; old stores do not have them
     capture: Capture = "tokens"
     fault: str = ""
+    sampling: bytes = b""
 
 
 class Recorder:
@@ -134,6 +135,7 @@ class Recorder:
             idempotency_key=call.key,
             capture=call.capture,
             fault=call.fault,
+            sampling=call.sampling,
             arguments=argument_sizes(message),
             excerpts=take_excerpts(message) if call.texts else (),
             text_size=len(message.content) if call.texts else -1,

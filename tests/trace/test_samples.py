@@ -11,9 +11,9 @@ import pytest
 from tests.trace.kit import Call, Recorder, assistant, system, user
 from turngate.trace.prefix_tree import build_tree
 from turngate.trace.roles import ROLES
-from turngate.trace.sample import TrainingPolicy, build_samples
-from turngate.trace.tree import path_ids
-from turngate.types import CallSignals
+from turngate.trace.sample import TrainingPolicy, build_samples, find_untrained
+from turngate.trace.tree import SideRange, path_ids
+from turngate.types import CallSignals, RaggedArray, SideArray
 
 YOU, ASK = system("You code."), user("Fix it.")
 FIRST = [YOU, ASK]
@@ -62,6 +62,43 @@ CASES: list[tuple[str, list[Call], TrainingPolicy | None, Rows]] = [
     ("a biased turn", [Call(FIRST, assistant("On it."), biases=("top_p",)), WORK[1]], None, [[~0, 1]]),
     ("a biased turn, by policy", [Call(FIRST, biases=("top_p",))], TrainingPolicy(biased=True), [[0]]),
 ]
+
+
+def record_masked(biases: tuple[str, ...], *masks: tuple[int, int]) -> Recorder:
+    """A turn of two tokens. Each mask is the first token with a sampling mask, and the number of such tokens."""
+    recorder = Recorder([Call(FIRST, biases=biases, sampling=b'{"temperature":0.5}')])
+    [turn] = recorder.turns
+    side = tuple(SideRange("sampling_mask", first, count, "int32", (-1,)) for first, count in masks)
+    turn.info = msgspec.structs.replace(turn.info, side=side)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("biases", "masks", "reason"),
+    [
+        (("top_p",), [(0, 2)], ""),
+        (("top_p", "top_k", "min_p"), [(0, 1), (1, 1)], ""),
+        (("top_p",), [(0, 1)], "biased sampling: top_p"),
+        (("top_p",), [(-2, 2)], "biased sampling: top_p"),
+        (("top_k", "presence_penalty"), [(0, 2)], "biased sampling: top_k, presence_penalty"),
+        (("top_k", "greedy"), [(0, 2)], "biased sampling: top_k, greedy"),
+        (("top_k", "constrained: tool"), [(0, 2)], "biased sampling: top_k, constrained: tool"),
+    ],
+)
+def test_truncated_turn_is_trained_only_with_its_masks(
+    biases: tuple[str, ...], masks: list[tuple[int, int]], reason: str
+) -> None:
+    recorder = record_masked(biases, *masks)
+    [turn] = recorder.turns
+    kept = SideArray("sampling_mask", masks[0][0], RaggedArray.from_lists([[1, 2], [3]]))
+    [carried] = build_samples(recorder.trace, keep_empty=True, side={turn.id: [kept]})
+    assert carried.spans[0].reason == reason and carried.mask.any() == (not reason)
+    without = reason or "trained only with its sampling mask: " + ", ".join(biases)
+    for side in (None, {turn.id: [SideArray("other", 0, np.zeros(2, np.uint8))]}):
+        [row] = build_samples(recorder.trace, keep_empty=True, side=side)
+        assert row.spans[0].reason == without and not row.mask.any()
+    assert find_untrained(recorder.trace, {turn.id: "main"}, TrainingPolicy())[turn.id] == reason
+    assert carried.spans[0].temperature == 0.5
 
 
 @pytest.mark.parametrize(("calls", "policy", "rows"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

@@ -131,7 +131,6 @@ def _build_run(options: TrainOptions) -> TrainingRun:
     settings = GrpoSettings(
         groups=options.groups,
         learning_rate=require_positive("learning_rate", options.learning_rate),
-        temperature=temperature,
     )
     goal = TrainingGoal(batch=plan, steps=options.steps, settings=settings, every=options.every)
     if options.ray:

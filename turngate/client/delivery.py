@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -13,7 +12,7 @@ from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.prefix_tree import InvalidTree, PrefixTree, RowPath, Segment, TreePath, check_tree, list_attended
 from turngate.trace.sample import RowSpan, list_token_versions
-from turngate.trace.side_data import DTYPES, SideColumn
+from turngate.trace.side_data import DTYPES, SideColumn, decode_values
 from turngate.trace.turn_advantage import spread_advantages
 from turngate.trace.turn_rewards import RowReward, spread_rewards
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
@@ -226,10 +225,14 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
         raise DamagedDelivery(f"{where}: {wire.name} has values for tokens {wire.spans}, but there are {tokens} tokens")
-    dtype, count = np.dtype(wire.dtype).newbyteorder("<"), sum(end - start for start, end in wire.spans)
-    if len(wire.data) != count * dtype.itemsize * math.prod(wire.shape):
+    count = sum(end - start for start, end in wire.spans)
+    try:
+        values = decode_values(wire.data, wire.dtype, wire.shape)
+    except ValueError:
+        values = None
+    if values is None or len(values) != count:
         raise DamagedDelivery(f"{where}: {wire.name} has {len(wire.data)} bytes, which does not match {count} values")
-    return SideColumn(wire.spans, np.frombuffer(wire.data, dtype).reshape(count, *wire.shape))
+    return SideColumn(wire.spans, values)
 
 
 def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> DeliveredTree:

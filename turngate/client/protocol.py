@@ -416,9 +416,9 @@ class WireColumn(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # the shape of one value
+    shape: tuple[int, ...]  # the shape of one value; (-1,): lists of different lengths
     spans: tuple[tuple[int, int], ...]
-    data: memoryview  # the bytes of all values, one after the other
+    data: memoryview  # the bytes of all values (`trace/side_data.py`)
 
 
 class WireRow(msgspec.Struct, frozen=True, omit_defaults=True):

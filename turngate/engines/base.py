@@ -52,6 +52,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # the engine's model name for that version; empty for its default model
     echo_prompt: bool = False  # ask the engine to return the prompt ids it received, as a check
     routed_experts: int | None = None  # index of the first token whose routed experts are needed, or None
+    sampling_mask: bool = False  # return the ids that were left to sample from at each token, if the engine can
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
         """Encode the prompt as the JSON field `field`, followed by `others`. The prompt ids are never converted to Python integers."""
@@ -68,7 +69,7 @@ class Chunk(msgspec.Struct, frozen=True):
     log-probabilities, if requested. `cached` is the number of prompt tokens that were in the engine's cache, if the engine reports it.
     `version_runs` lists the policy versions of all tokens of the reply so far as (version, number of tokens), if the engine reports them.
     `counted` is the number of sampled tokens in the whole reply, if the engine reports it.
-    `side` contains further data for tokens of the prompt and of the reply so far, such as routed experts.
+    `side` contains further data for tokens of the prompt and of the reply so far, such as routed experts and sampling masks.
     """
 
     ids: Sequence[int]

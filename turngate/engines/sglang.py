@@ -30,6 +30,7 @@ from turngate.engines.http import EngineClient, Reply, align_logprobs, is_presen
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
 from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
+from turngate.engines.sampling_mask import build_masks
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling, TokenId
@@ -59,6 +60,9 @@ class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[_Position] | None] | None = None  # only if requested
     cached_tokens: int | None = None
     weight_versions: list[VersionSpan] | None = None  # of all tokens so far; missing in old SGLang versions
+    # Only if requested: the ids that were left to sample from, and the log-probabilities of the sampled ids among them.
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -309,6 +313,8 @@ class SGLang:
         if request.routed_experts is not None:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routed_experts
+        if request.sampling_mask and request.sampling.top_k:  # it rejects calls without top_k
+            body["return_sampling_mask"] = True
         if request.model:
             body["lora_path"] = request.model
         return request.body("input_ids", body)
@@ -328,7 +334,7 @@ class SGLang:
             if chunk.finish == "abort" and not sampled:
                 raise make_abort_error(self.name)
             if experts is not None and reply.finished and sampled and chunk.finish != "abort":
-                chunk = msgspec.structs.replace(chunk, side=await experts.read(request, sampled))
+                chunk = msgspec.structs.replace(chunk, side=chunk.side + await experts.read(request, sampled))
             yield chunk
             if reply.finished:
                 return
@@ -341,6 +347,7 @@ class SGLang:
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         alternatives: list[dict[int, float]] = []
+        masks: list[list[int]] = []
         meta = _Meta(0)
         for data in batch:
             event = self._client.decode(_decode_echo if echo else _decode, data)
@@ -355,12 +362,17 @@ class SGLang:
             if tops is not None:
                 added = _slice_new(self.name, tops, sampled + len(ids), event.meta_info.completion_tokens)
                 alternatives += [{t.token_id: t.logprob for t in top or () if t.logprob is not None} for top in added]
+            if meta.output_token_sampling_mask is not None and meta.output_token_sampling_logprobs is not None:
+                seen, total = sampled + len(ids), meta.completion_tokens
+                masks += _slice_new(self.name, meta.output_token_sampling_mask, seen, total)
+                new_logprobs = list(_slice_new(self.name, meta.output_token_sampling_logprobs, seen, total))
             ids += new
             logprobs += new_logprobs
             if isinstance(event, _EchoEvent):
                 prompt = event.prompt_token_ids
         runs = self._expected.read_runs(meta.weight_versions, request)
-        return Chunk(ids, logprobs, finish, prompt, None, alternatives or None, meta.cached_tokens, runs)
+        side = build_masks(self.name, sampled, ids, masks) if masks else ()
+        return Chunk(ids, logprobs, finish, prompt, None, alternatives or None, meta.cached_tokens, runs, side=side)
 
     def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
         """Return the ids and log-probabilities that an event adds. `seen` is the number of tokens before the event."""

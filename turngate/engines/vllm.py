@@ -4,6 +4,7 @@ Written against the request and response models of vLLM 0.32. The server needs t
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
+- for sampling masks, `api="generate"` and `--return-sampling-mask`, with which it rejects calls without `top_k`;
 - for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
 - for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
 - to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment;
@@ -28,6 +29,7 @@ from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_presen
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, parse_vllm_metrics
 from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
+from turngate.engines.sampling_mask import build_masks
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling, TokenId
@@ -117,6 +119,16 @@ class _TopEvent(msgspec.Struct):
     choices: tuple[_TopChoice, ...] = ()
 
 
+class _MaskChoice(msgspec.Struct):
+    sampling_mask: list[list[TokenId]] | None = None  # for each new token: the ids that were left to sample from
+
+
+class _MaskEvent(msgspec.Struct):
+    """The fields of an event that are decoded in addition to `_Event`, but only for calls with `sampling_mask`."""
+
+    choices: tuple[_MaskChoice, ...] = ()
+
+
 class _Card(msgspec.Struct):
     id: str
     max_model_len: int | None = None
@@ -136,6 +148,7 @@ _ids = msgspec.json.Decoder(list[TokenId])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 _decode_top = msgspec.json.Decoder(_TopEvent).decode
+_decode_masks = msgspec.json.Decoder(_MaskEvent).decode
 
 
 class VLLM:
@@ -353,7 +366,7 @@ class VLLM:
                 elif choice.text:  # otherwise the event adds nothing
                     raise _make_no_ids_error(self.name)
                 if choice.finish_reason is not None:
-                    finish = self._finish(choice.finish_reason)
+                    finish = _parse_finish(self.name, choice.finish_reason)
                     spans = choice.weight_versions
             if event.usage is not None:
                 counted = event.usage.completion_tokens
@@ -384,6 +397,11 @@ class VLLM:
                     found.append(dict(zip(self._parse_names(list(values)), values.values(), strict=True)))
         return [dict(sorted(each.items(), key=lambda item: -item[1])[:count]) for each in found]
 
+    def masks(self, batch: Sequence[bytes]) -> list[list[int]]:
+        """Return the ids that were left to sample from at each token in the events. Empty if the server does not send them."""
+        choices = [choice for event in self._client.decode_all(_decode_masks, batch) for choice in event.choices]
+        return [mask for choice in choices for mask in choice.sampling_mask or ()]
+
     def _parse_names(self, names: list[str]) -> list[int]:
         """Parse names such as "token_id:123". Parsing them together as one JSON list is four times as fast as parsing each one."""
         joined = ",".join(names)
@@ -408,11 +426,6 @@ class VLLM:
         if len(values) != len(ids):
             raise EngineError(f"{self.name} sent {len(values)} log-probabilities for {len(ids)} tokens")
         return values
-
-    def _finish(self, reason: str) -> Literal["stop", "length", "abort"]:
-        if reason not in _FINISH:
-            raise EngineError(f"{self.name} sent the unknown finish reason {reason!r}")
-        return _FINISH[reason]
 
 
 class VLLMGeneration:
@@ -451,6 +464,9 @@ class VLLMGeneration:
         if self._request.top_logprobs:
             alternatives = self._engine.alternatives(batch, self._request.top_logprobs)
             chunk = msgspec.structs.replace(chunk, alternatives=alternatives)
+        if self._request.sampling_mask and (masks := self._engine.masks(batch)):
+            side = build_masks(self._engine.name, self._sampled, chunk.ids, masks)
+            chunk = msgspec.structs.replace(chunk, side=side)
         self._reply.finished = chunk.finish is not None
         self._sampled += len(chunk.ids)
         if chunk.finish == "abort" and not self._sampled:
@@ -461,8 +477,8 @@ class VLLMGeneration:
             if chunk.counted not in (None, self._sampled) and chunk.finish != "abort":
                 raise EngineError(f"{self._engine.name} sent {self._sampled} tokens, but reported {chunk.counted}")
             if self._experts is not None and self._sampled and chunk.finish != "abort":
-                side = await self._experts.read(self._request, self._sampled)
-                chunk = msgspec.structs.replace(chunk, side=side)
+                experts = await self._experts.read(self._request, self._sampled)
+                chunk = msgspec.structs.replace(chunk, side=chunk.side + experts)
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
@@ -487,6 +503,12 @@ class VLLMGeneration:
         if self._reply.done and not self._sampled:  # a `completions` stream ends like this after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
+
+
+def _parse_finish(name: str, reason: str) -> Literal["stop", "length", "abort"]:
+    if reason not in _FINISH:
+        raise EngineError(f"{name} sent the unknown finish reason {reason!r}")
+    return _FINISH[reason]
 
 
 def _make_no_ids_error(name: str) -> EngineError:

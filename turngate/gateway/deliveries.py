@@ -6,7 +6,7 @@ The delivery with a given number never changes, except that staleness is judged 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,9 +30,9 @@ from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.prefix_tree import build_tree
 from turngate.trace.roles import assign_roles
-from turngate.trace.sample import Sample, add_turn_rewards, build_samples
+from turngate.trace.sample import Sample, add_turn_rewards, build_samples, find_masked
 from turngate.trace.session import Session
-from turngate.trace.side_data import SideColumn
+from turngate.trace.side_data import SideColumn, encode_values
 from turngate.trace.training_report import report_training
 from turngate.trace.turn_advantage import ScoredRollout, TurnAdvantages, compute_turn_advantages
 
@@ -179,7 +179,7 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
     )
     timed_out = _is_timed_out(session, member)
     truncated = not timed_out and _is_truncated(session, member, rows)
-    untrained = "" if rows else _explain_untrained(session)
+    untrained = "" if rows else _explain_untrained(session, find_masked(side))
     in_baseline, excluded = _judge(member, rows, untrained, config, version, truncated=truncated, timed_out=timed_out)
     return _DeliveredRollout(
         member=member,
@@ -193,8 +193,9 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
     )
 
 
-def _explain_untrained(session: Session) -> str:
-    return report_training(session.trace, assign_roles(session.trace), session.config.policy).reason
+def _explain_untrained(session: Session, masked: Collection[int]) -> str:
+    roles = assign_roles(session.trace)
+    return report_training(session.trace, roles, session.config.policy, masked=masked).reason
 
 
 def _judge(
@@ -267,8 +268,8 @@ def _to_wire_row(row: Sample, weight: float, credited: TurnAdvantages | None) ->
 
 
 def _to_wire_column(name: str, column: SideColumn) -> WireColumn:
-    values = np.ascontiguousarray(column.values, column.values.dtype.newbyteorder("<"))
-    return WireColumn(name, values.dtype.name, values.shape[1:], column.spans, values.reshape(-1).view(np.uint8).data)
+    values = column.values
+    return WireColumn(name, values.dtype.name, values.shape[1:], column.spans, encode_values(values))
 
 
 def read_config(row: FeedRow) -> FeedConfig:

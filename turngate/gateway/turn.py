@@ -76,6 +76,7 @@ class PipelineSettings(msgspec.Struct, frozen=True):
     mode: Mode = "exact"  # the mode of the sessions that the engine serves; "gate" if the trainer is the engine
     project: str = DEFAULT_PROJECT
     routed_experts: bool = False  # ask the engine for the routed experts of tokens for which none are recorded yet
+    sampling_masks: bool = False  # ask the engine for the sampling masks of calls with top-p, top-k or min-p
 
 
 class TurnPipeline:
@@ -346,6 +347,7 @@ class TurnPipeline:
             model=self._fence.model,
             echo_prompt=self._settings.echo_prompt,
             routed_experts=_find_unrouted(prompt) if self._settings.routed_experts else None,
+            sampling_mask=self._settings.sampling_masks and sampling.is_truncated and call.constraint is None,
         )
 
     def _add_chunk(self, draft: TurnDraft, chunk: Chunk, reader: ReplyReader) -> list[Delta | CallDelta]:

@@ -224,6 +224,7 @@ class ProjectGateway:
                 mode=self._engine_mode,
                 project=self.project,
                 routed_experts=bool(self.config.routed_experts),
+                sampling_masks=self.config.sampling_masks,
             ),
             recorder=self.recorder,
             fence=self.fence,

@@ -15,9 +15,9 @@ import numpy as np
 from turngate.errors import StoreError
 from turngate.store.connection import Connect
 from turngate.trace.session import Session
-from turngate.trace.side_data import DTYPES
+from turngate.trace.side_data import concatenate_values, decode_values, encode_values
 from turngate.trace.tree import SideRange
-from turngate.types import SideArray
+from turngate.types import RaggedArray, SideArray, SideValues
 
 SIDE_DATA_TABLES = """
 CREATE TABLE IF NOT EXISTS side_data (
@@ -26,8 +26,8 @@ CREATE TABLE IF NOT EXISTS side_data (
     name TEXT NOT NULL,
     first INTEGER NOT NULL,       -- token of the first value, from the start of the turn; negative: in its prompt
     dtype TEXT NOT NULL,
-    shape TEXT NOT NULL,          -- shape of one value, such as 48x8
-    data BLOB NOT NULL,           -- little-endian
+    shape TEXT NOT NULL,          -- shape of one value, such as 48x8; -1: lists of different lengths
+    data BLOB NOT NULL,           -- little-endian; lists are preceded by their number and their sizes (uint32)
     checksum INTEGER NOT NULL,
     PRIMARY KEY (session, node, name, first)
 );
@@ -89,15 +89,28 @@ class _DamagedPiece(Exception):
 def split_array(array: SideArray, max_bytes: int) -> Iterator[SideArray]:
     """Split an array into pieces of at most `max_bytes`. A piece has at least one token, even if that is larger."""
     values = array.values
+    if isinstance(values, RaggedArray):
+        yield from _split_lists(array.name, array.first, values, max_bytes)
+        return
     step = max(1, max_bytes * len(values) // max(1, values.nbytes))
     for start in range(0, len(values), step):
         yield SideArray(array.name, array.first + start, values[start : start + step])
 
 
+def _split_lists(name: str, first: int, values: RaggedArray, max_bytes: int) -> Iterator[SideArray]:
+    ends = values.offsets[1:] * values.dtype.itemsize + 4 * np.arange(1, len(values) + 1)  # bytes up to each token
+    start = 0
+    while start < len(values):
+        before = int(ends[start - 1]) if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + max_bytes, "right")))
+        yield SideArray(name, first + start, values[start:end])
+        start = end
+
+
 def encode_piece(node: int, piece: SideArray) -> tuple[object, ...]:
     """Encode a piece as a row of the table, without the session's key."""
-    values = np.ascontiguousarray(piece.values, piece.values.dtype.newbyteorder("<"))
-    dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), values.tobytes()
+    values = piece.values
+    dtype, shape, data = values.dtype.name, "x".join(map(str, values.shape[1:])), bytes(encode_values(values))
     return (
         node,
         piece.name,
@@ -131,16 +144,19 @@ def _join_pieces(
             at += len(values)
         if at != first + side.count:
             raise _DamagedPiece(node, name)
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        joined = parts[0] if len(parts) == 1 else concatenate_values(parts)
         found.setdefault(node, []).append(SideArray(name, first, joined))
     return found
 
 
-def _decode_piece(row: tuple[Any, ...], side: SideRange) -> np.ndarray | None:
+def _decode_piece(row: tuple[Any, ...], side: SideRange) -> SideValues | None:
     """Return the values of a piece, or None if it is damaged or does not match what its turn lists."""
     node, name, first, dtype, shape, data, checksum = row
-    if dtype != side.dtype or dtype not in DTYPES or shape != "x".join(map(str, side.shape)):
+    if dtype != side.dtype or shape != "x".join(map(str, side.shape)):
         return None
     if not isinstance(data, bytes) or checksum != _checksum(node, name, first, dtype, shape, data):
         return None
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(-1, *side.shape)
+    try:
+        return decode_values(data, dtype, side.shape)
+    except ValueError:
+        return None

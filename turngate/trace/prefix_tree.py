@@ -19,7 +19,7 @@ import numpy as np
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import TRAINED_ELSEWHERE, RowSpan, Sample
 from turngate.trace.side_data import SideColumn, concatenate_columns
-from turngate.types import Ids, Logprobs
+from turngate.types import NEUTRAL, VARIABLE, Ids, Logprobs, RaggedArray
 
 _MAX_NODES = 2**32  # of a trace
 
@@ -174,6 +174,7 @@ class SegmentTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     version_start: int
     version_end: int
     version_runs: tuple[tuple[int, int], ...] = ()  # of the whole turn, as in `RowSpan`
+    temperature: float = NEUTRAL.temperature  # at which the turn was sampled; left out of exported trees if it is 1
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -330,10 +331,16 @@ def _side_columns(rows: Sequence[Sample], name: str) -> Iterator[list[np.ndarray
     if len(kinds) > 1:
         raise UnequalSideData(f"its {name} have different types or shapes in different branches")
     [(shape, _)] = kinds
+    numbers: dict[bytes, int] = {}  # of each distinct list, so that lists can be compared as numbers
     for row in rows:
         tokens = len(row.ids)
         column = row.side.get(name)
-        if column is None:
+        if column is not None and isinstance(column.values, RaggedArray):
+            lists = [numbers.setdefault(each.tobytes(), len(numbers)) for each in column.values.lists()]
+            column = SideColumn(column.spans, np.array(lists, np.int64))
+        if column is None and shape == (VARIABLE,):
+            yield [np.zeros(tokens, np.bool_), np.zeros(tokens, np.int64)]
+        elif column is None:
             yield [np.zeros(tokens, np.bool_), np.zeros((tokens, *shape), np.uint8)]
         else:
             present = np.zeros(tokens, np.bool_)
@@ -363,7 +370,7 @@ def _find_turn(row: Sample, part: RowRange, trained_in: int | None) -> SegmentTu
         return None
     reason = span.reason if trained_in is None else ""
     versions = span.version_start, span.version_end, span.version_runs
-    return SegmentTurn(span.node, span.role, trained_in, reason, *versions)
+    return SegmentTurn(span.node, span.role, trained_in, reason, *versions, span.temperature)
 
 
 def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
@@ -376,7 +383,7 @@ def _rebuild_spans(index: int, path: Sequence[Segment]) -> Iterator[RowSpan]:
             trained = turn.trained_in == index
             reason = "" if trained else turn.reason or TRAINED_ELSEWHERE
             versions = turn.version_start, turn.version_end, turn.version_runs
-            yield RowSpan(turn.node, start, end, turn.role, trained, reason, *versions)
+            yield RowSpan(turn.node, start, end, turn.role, trained, reason, *versions, turn.temperature)
             turn = None
         if segment is not None:
             if turn is None:

@@ -5,7 +5,7 @@ Each sampled token is trained at most once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -14,11 +14,13 @@ from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
 from turngate.trace.side_data import SideColumn, join_columns
 from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
 from turngate.trace.turn_rewards import RowReward, TurnReward
-from turngate.types import LOGPROB_DTYPE, Ids, Logprobs, SideArray
+from turngate.types import LOGPROB_DTYPE, NEUTRAL, SAMPLING_MASK, TRUNCATIONS, Ids, Logprobs, Sampling, SideArray
 
 REFUSED = "the agent was refused a model call"
 TRAINED_ELSEWHERE = "trained in another row"
 UNKNOWN_VERSION = -1
+NEEDS_MASK = "trained only with its sampling mask: "
+_sampling = msgspec.json.Decoder(Sampling)
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -42,6 +44,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     version_end: int
     # (policy version, tokens) of all tokens of the turn, if the weights changed during the turn and the engine reported where.
     version_runs: tuple[tuple[int, int], ...] = ()
+    temperature: float = NEUTRAL.temperature  # at which the turn was sampled; left out of the wire format if it is 1
 
 
 def list_token_versions(tokens: int, spans: Sequence[RowSpan]) -> np.ndarray:
@@ -94,14 +97,16 @@ def build_samples(
     *,
     keep_empty: bool = False,
     side: Mapping[int, Sequence[SideArray]] | None = None,
+    masks: bool = False,
 ) -> list[Sample]:
     """Build one row per branch. Branches without trained tokens are omitted unless `keep_empty` is set.
 
-    `side` is the side data to add to the rows, by node id.
+    `side` is the side data to add to the rows, by node id. Turns that need their sampling masks are trained only if it includes the masks,
+    or if `masks` is set because the trainer receives them in another way.
     """
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
-    reasons = find_untrained(trace, role_of, policy)
+    reasons = find_untrained(trace, role_of, policy, None if masks else find_masked(side))
     claimed: set[int] = set()
     rows = [
         _build_row(leaf, role_of, reasons, claimed)
@@ -143,10 +148,18 @@ def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
-def find_untrained(trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy) -> dict[int, str]:
-    """Return the reason why each turn is not trained, by node id. The reason is "" if the turn is trained."""
+def find_untrained(
+    trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy, masked: Collection[int] | None = None
+) -> dict[int, str]:
+    """Return the reason why each turn is not trained, by node id. The reason is "" if the turn is trained.
+
+    `masked` has the nodes whose sampling masks the trainer receives. None: it receives all that were recorded.
+    """
     excluded = find_exclusion(trace.refused, policy)
-    return {turn.id: untrainable_reason(turn, role_of[turn.id], policy) or excluded for turn in trace.turns()}
+    return {
+        turn.id: untrainable_reason(turn, role_of[turn.id], policy, masked is None or turn.id in masked) or excluded
+        for turn in trace.turns()
+    }
 
 
 def find_exclusion(refused: RefusedCalls | None, policy: TrainingPolicy) -> str:
@@ -154,8 +167,11 @@ def find_exclusion(refused: RefusedCalls | None, policy: TrainingPolicy) -> str:
     return REFUSED if refused is not None and not policy.refused else ""
 
 
-def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
-    """Return why a turn by itself cannot be trained, or "". `find_untrained` also considers the whole session."""
+def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy, masked: bool = True) -> str:
+    """Return why a turn by itself cannot be trained, or "". `find_untrained` also considers the whole session.
+
+    `masked` says whether the trainer receives the turn's sampling masks, if they were recorded.
+    """
     if turn.info.fault:
         return turn.info.fault
     if turn.info.capture != "tokens":
@@ -169,8 +185,28 @@ def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) ->
     if role not in policy.roles:
         return f"role {role}"
     if turn.info.biases and not policy.biased:
-        return "biased sampling: " + ", ".join(turn.info.biases)
+        if not has_sampling_masks(turn):
+            return "biased sampling: " + ", ".join(turn.info.biases)
+        if not masked:
+            return NEEDS_MASK + ", ".join(turn.info.biases)
     return ""
+
+
+def find_masked(side: Mapping[int, Sequence[SideArray]] | None) -> set[int]:
+    """Return the nodes whose sampling masks are in `side`."""
+    return {node for node, arrays in (side or {}).items() if any(array.name == SAMPLING_MASK for array in arrays)}
+
+
+def has_sampling_masks(turn: Sampled) -> bool:
+    """Return whether sampling masks describe all biases of a turn, and are recorded for all its tokens."""
+    masked = sum(side.count for side in turn.info.side if side.name == SAMPLING_MASK and side.first >= 0)
+    return masked == turn.size and set(turn.info.biases) <= set(TRUNCATIONS)
+
+
+def read_temperature(turn: Sampled) -> float:
+    """Return the temperature at which a turn was sampled. If it is 1, return the default object, which msgspec leaves out."""
+    used = _sampling.decode(turn.info.sampling).temperature if turn.info.sampling else 1.0
+    return NEUTRAL.temperature if used == 1 else used
 
 
 def _build_row(leaf: Sampled, role_of: Mapping[int, TurnRole], reasons: Mapping[int, str], claimed: set[int]) -> Sample:
@@ -201,6 +237,7 @@ def _build_row(leaf: Sampled, role_of: Mapping[int, TurnRole], reasons: Mapping[
                     node.info.version_start,
                     node.info.version_end,
                     node.info.version_runs if len(node.info.version_runs) > 1 else (),
+                    read_temperature(node),
                 )
             )
         start = end

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from turngate.trace.tree import Node, Sampled, SideRange, path_to
-from turngate.types import SideArray
+from turngate.types import VARIABLE, RaggedArray, SideArray, SideValues
 
 DTYPES = ("uint8", "uint16", "int32", "float32")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -27,27 +27,67 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
     """The side data of a row under one name. It has a value for each token in `spans`, and none for the other tokens."""
 
     spans: tuple[tuple[int, int], ...]  # start and end of each span; sorted, and never adjacent
-    values: np.ndarray  # the values of all spans, concatenated
+    values: SideValues  # the values of all spans, concatenated
 
     def cut(self, start: int, end: int) -> SideColumn:
         """Return the column of the tokens from `start` to `end`, renumbered to begin at 0."""
-        spans, parts, at = [], [self.values[:0]], 0
+        spans, at = [], 0
+        parts: list[SideValues] = [self.values[:0]]
         for first, last in self.spans:
             low, high = max(first, start), min(last, end)
             if low < high:
                 spans.append((low - start, high - start))
                 parts.append(self.values[at + low - first : at + high - first])
             at += last - first
-        return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else np.concatenate(parts))
+        return SideColumn(tuple(spans), parts[1] if len(parts) == 2 else concatenate_values(parts))
 
     def fill(self, tokens: int, missing: float, dtype: str = "") -> np.ndarray:
-        """Return an array of `tokens` values, with `missing` for tokens without a value. Use it only for trainers that require this."""
+        """Return an array of `tokens` values, with `missing` for tokens without a value. Use it only for trainers that require this.
+
+        The values must not be lists.
+        """
+        assert isinstance(self.values, np.ndarray), "the values are lists of different lengths"
         whole = np.full((tokens, *self.values.shape[1:]), missing, dtype or self.values.dtype)
         at = 0
         for start, end in self.spans:
             whole[start:end] = self.values[at : at + end - start]
             at += end - start
         return whole
+
+
+def concatenate_values(parts: Sequence[SideValues]) -> SideValues:
+    """Join the values of consecutive tokens, all of which are arrays or all of which are lists."""
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if arrays:
+        return np.concatenate(arrays)
+    ragged = [part for part in parts if isinstance(part, RaggedArray)]
+    sizes = np.concatenate([part.sizes for part in ragged])
+    return RaggedArray.from_sizes(sizes, np.concatenate([part.items for part in ragged]))
+
+
+def encode_values(values: SideValues) -> memoryview:
+    """Return the bytes of values, little-endian. Lists are preceded by their number and their sizes, as 32-bit integers."""
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values, values.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+    sizes = np.concatenate(([len(values)], values.sizes)).astype("<u4")
+    return memoryview(sizes.tobytes() + encode_values(values.items))
+
+
+def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> SideValues:
+    """Decode the result of `encode_values` without copying it. Raise `ValueError` if the bytes do not match the type and shape."""
+    if dtype not in DTYPES:
+        raise ValueError(f"type {dtype!r} is not one of {', '.join(DTYPES)}")
+    kind = np.dtype(dtype).newbyteorder("<")
+    if shape != (VARIABLE,):
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape {shape} is invalid")
+        return np.frombuffer(data, kind).reshape(-1, *shape)
+    count = int(np.frombuffer(data, "<u4", 1)[0])
+    sizes = np.frombuffer(data, "<u4", count, 4)
+    items = np.frombuffer(data, kind, offset=4 + 4 * count) if len(data) > 4 + 4 * count else np.empty(0, kind)
+    if int(sizes.sum(dtype=np.int64)) != len(items):
+        raise ValueError(f"{len(items)} numbers do not match the sizes of {count} lists")
+    return RaggedArray.from_sizes(sizes, items)
 
 
 class InvalidSideData(ValueError):
@@ -88,14 +128,17 @@ def _check_array(array: SideArray) -> None:
     values = array.values
     if values.dtype.name not in DTYPES:
         raise InvalidSideData(f"{array.name} has type {values.dtype.name}; it must be one of {', '.join(DTYPES)}")
-    if not values.ndim:
+    if not values.shape:
         raise InvalidSideData(f"{array.name} is a single number, not one value per token")
-    size = values.dtype.itemsize * math.prod(values.shape[1:])
+    if isinstance(values, RaggedArray):
+        size = values.dtype.itemsize * max(1, int(values.sizes.max(initial=0)))
+    else:
+        size = values.dtype.itemsize * math.prod(values.shape[1:])
     if not 0 < size <= MAX_VALUE_BYTES:
         raise InvalidSideData(f"{array.name} has {size} bytes per token; it must have 1 to {MAX_VALUE_BYTES}")
 
 
-def _kind(values: np.ndarray) -> tuple[str, tuple[int, ...]]:
+def _kind(values: SideValues) -> tuple[str, tuple[int, ...]]:
     return values.dtype.name, values.shape[1:]
 
 
@@ -132,7 +175,9 @@ def _merge(arrays: Sequence[SideArray]) -> list[SideArray]:
         else:
             runs.append([array])
     return [
-        run[0] if len(run) == 1 else SideArray(run[0].name, run[0].first, np.concatenate([each.values for each in run]))
+        run[0]
+        if len(run) == 1
+        else SideArray(run[0].name, run[0].first, concatenate_values([each.values for each in run]))
         for run in runs
     ]
 
@@ -167,7 +212,7 @@ def describe_arrays(arrays: Iterable[SideArray]) -> tuple[SideRange, ...]:
 
 def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]]) -> dict[str, SideColumn]:
     """Join the arrays of the turns on a path into the columns of the path's row. `arrays` has the arrays of each turn, by node id."""
-    parts: dict[str, list[tuple[_Range, np.ndarray]]] = {}
+    parts: dict[str, list[tuple[_Range, SideValues]]] = {}
     start = 0
     for node in nodes:
         for array in arrays.get(node.id, ()) if isinstance(node, Sampled) else ():
@@ -181,7 +226,7 @@ def join_columns(nodes: Sequence[Node], arrays: Mapping[int, Sequence[SideArray]
 
 def concatenate_columns(columns: Sequence[tuple[SideColumn, int]]) -> SideColumn:
     """Join the columns of consecutive ranges of tokens. Each comes with the number of tokens in its range."""
-    parts: list[tuple[_Range, np.ndarray]] = []
+    parts: list[tuple[_Range, SideValues]] = []
     offset = 0
     for column, tokens in columns:
         at = 0
@@ -192,14 +237,15 @@ def concatenate_columns(columns: Sequence[tuple[SideColumn, int]]) -> SideColumn
     return _build_column(parts) if parts else columns[0][0].cut(0, 0)
 
 
-def _build_column(parts: Sequence[tuple[_Range, np.ndarray]]) -> SideColumn:
+def _build_column(parts: Sequence[tuple[_Range, SideValues]]) -> SideColumn:
     spans: list[tuple[int, int]] = []
     for start, end in (where for where, _ in parts):
         if spans and spans[-1][1] == start:
             spans[-1] = (spans[-1][0], end)
         else:
             spans.append((start, end))
-    return SideColumn(tuple(spans), parts[0][1] if len(parts) == 1 else np.concatenate([values for _, values in parts]))
+    values = parts[0][1] if len(parts) == 1 else concatenate_values([values for _, values in parts])
+    return SideColumn(tuple(spans), values)
 
 
 def _subtract(limits: _Range, covered: Iterable[_Range]) -> list[_Range]:

@@ -7,13 +7,13 @@ the rollout trains "few" tokens, and the report gives the reason that affects th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from turngate.trace.roles import TurnRole
-from turngate.trace.sample import TrainingPolicy, find_exclusion, find_untrained
+from turngate.trace.sample import NEEDS_MASK, TrainingPolicy, find_exclusion, find_untrained
 from turngate.trace.tree import RefusedCalls, Sampled, Trace
 
 NO_TOKENS = "no tokens are trained"  # start of the warning about a rollout without trained tokens
@@ -53,14 +53,19 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def report_training(
-    trace: Trace, role_of: Mapping[int, TurnRole], policy: TrainingPolicy, excluded: str = "", failure: str = ""
+    trace: Trace,
+    role_of: Mapping[int, TurnRole],
+    policy: TrainingPolicy,
+    excluded: str = "",
+    failure: str = "",
+    masked: Collection[int] | None = None,
 ) -> TrainingReport:
     """Report how much of a trace is trained. `role_of` has the role of each turn, by node id.
 
     `excluded` says why the whole rollout is not trained, whatever its trace contains. `failure` is the fault that ended the rollout, such
-    as an engine that is down.
+    as an engine that is down. `masked` has the nodes whose sampling masks the trainer receives. None: all that were recorded.
     """
-    reasons = find_untrained(trace, role_of, policy)
+    reasons = find_untrained(trace, role_of, policy, masked)
     turns = list(trace.turns())
     main = _find_main_turns(turns, role_of, policy)
     if excluded:
@@ -131,6 +136,11 @@ def _explain_reason(reason: str) -> tuple[str, str]:
     """Return what happened to turns with this reason, as a phrase that completes "all main turns …", and how to fix it."""
     if reason.startswith(_BIASED):
         return _explain_bias(reason.removeprefix(_BIASED))
+    if reason.startswith(NEEDS_MASK):
+        return (
+            f"are {reason}",
+            "request the side data sampling_mask, with FeedConfig(side=…) or `turngate export rows --side sampling_mask`",
+        )
     if reason.startswith("captured as "):
         return (
             f"were {reason}",
@@ -169,5 +179,6 @@ def _explain_bias(biases: str) -> tuple[str, str]:
         )
     return (
         f"were sampled with a bias ({biases})",
-        "leave these sampling settings out, or set policy.biased to train such turns anyway",
+        "leave these sampling settings out, record sampling masks (--sampling-masks, for top-p, top-k and min-p), "
+        "or set policy.biased to train such turns anyway",
     )

@@ -39,7 +39,7 @@ def to_verl(column: SideColumn, tokens: int) -> np.ndarray:
         raise IncompleteExperts(
             f"only the spans {column.spans} of {tokens} tokens have routed experts; a trainer needs those of all tokens but the last"
         )
-    return column.cut(0, tokens - 1).values
+    return _get_array(column.cut(0, tokens - 1))
 
 
 def to_miles(column: SideColumn, tokens: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def to_prime_rl(column: SideColumn, tokens: int) -> PrimeRlExperts:
 
 def to_nemo_rl(column: SideColumn, tokens: int) -> str:
     """Return the `routed_experts` of a NeMo-RL output item: a string for `decode_routed_experts`, with -1 for missing experts."""
-    high = int(column.values.max(initial=0))
+    high = int(_get_array(column).max(initial=0))
     dtype = "int8" if high < 2**7 else "int16" if high < 2**15 else "int32"
     whole = column.fill(tokens, _NEMO_RL_MISSING, dtype)
     shape = "x".join(map(str, whole.shape))
@@ -66,3 +66,8 @@ def to_nemo_rl(column: SideColumn, tokens: int) -> str:
 def has_all_experts(column: SideColumn, tokens: int) -> bool:
     """Return whether all of the first `tokens` tokens of a row, except the last, have routed experts."""
     return tokens < 2 or column.cut(0, tokens - 1).spans == ((0, tokens - 1),)
+
+
+def _get_array(column: SideColumn) -> np.ndarray:
+    assert isinstance(column.values, np.ndarray), "every token has the same number of experts"
+    return column.values

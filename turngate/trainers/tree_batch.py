@@ -24,9 +24,11 @@ import numpy as np
 from turngate.client.delivery import DeliveredTree, Row, TreeRow
 from turngate.errors import ConfigError
 from turngate.trace.prefix_tree import PrefixTree, find_attended_until
+from turngate.trace.side_data import concatenate_values
 from turngate.trace.turn_advantage import spread_advantages
 from turngate.trace.turn_rewards import spread_rewards
 from turngate.trainers.export.tree import ExportedTree, decode_tree
+from turngate.types import RaggedArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +41,8 @@ class PackedSide(msgspec.Struct, frozen=True, eq=False):
     """Side data of a batch under one name, for the tokens that have a value."""
 
     tokens: Tensor  # indices of these tokens in the batch, in ascending order
-    values: Tensor  # one for each of them
+    values: Tensor  # one for each of them; if they are lists, the numbers of all lists
+    sizes: Tensor | None = None  # the number of values of each token, if they are lists of different lengths
 
 
 class TreeBatch(msgspec.Struct, frozen=True, eq=False):
@@ -150,9 +153,11 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
                 param="trees",
             )
         tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]
+        values = concatenate_values([column.values for _, column in found])
         packed[name] = PackedSide(
             tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *tokens])).to(device),
-            values=torch.from_numpy(np.concatenate([column.values for _, column in found])).to(device),
+            values=torch.from_numpy(values.items if isinstance(values, RaggedArray) else values).to(device),
+            sizes=torch.from_numpy(values.sizes).to(device) if isinstance(values, RaggedArray) else None,
         )
     return packed
 

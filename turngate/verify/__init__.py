@@ -42,6 +42,7 @@ from turngate.verify.replay import TOLERANCE, check_replay
 from turngate.verify.replies import check_replies
 from turngate.verify.roles import derive_roles
 from turngate.verify.rows import RowSource, TrainerRow, check_rows
+from turngate.verify.sampling_mask import check_sampling_masks
 from turngate.verify.scorers import Scorer, ScriptedScorer, VLLMScorer
 from turngate.verify.shared_reader import open_session_reader
 from turngate.verify.side_data import check_side_data
@@ -116,6 +117,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions, folder: Path)
     messages = NodeMessages(session)
     check_structure(session, messages, results)
     check_side_data(session, results)
+    check_sampling_masks(session, results)
     check_quotes(session, messages, results)
     sound = all(finding.ok for finding in results.findings())
     check_replies(session, messages, results)

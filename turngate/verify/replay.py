@@ -83,12 +83,13 @@ def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str
         return "has a log-probability for each of its tokens"
     if np.isnan(scores).any():
         return "has a log-probability for each of its tokens"
-    if scorer.any_temperature or (not info.biases and _read_temperature(info.sampling) == 1.0):
+    if scorer.any_temperature or (not info.biases and read_temperature(info.sampling) == 1.0):
         return ""
     return f"was sampled without bias at temperature 1, which {scorer.name} requires"
 
 
-def _read_temperature(sampling: bytes) -> Json:
+def read_temperature(sampling: bytes) -> Json:
+    """Return the temperature in a turn's recorded sampling parameters, or None if they cannot be read."""
     try:
         return msgspec.json.decode(sampling or b"{}", type=dict[str, Json]).get("temperature", 1.0)
     except DECODE_ERRORS:

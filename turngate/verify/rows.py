@@ -16,7 +16,9 @@ from turngate.errors import TurngateError
 from turngate.types import Ids
 from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.messages import NodeMessages
+from turngate.verify.replay import read_temperature
 from turngate.verify.roles import derive_roles
+from turngate.verify.sampling_mask import are_masks_complete
 from turngate.verify.side_data import TrainerColumn, check_columns
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 from turngate.verify.turn_rewards import TrainerReward, check_row_rewards
@@ -41,6 +43,8 @@ class TrainerSpan(Protocol):
     def version_end(self) -> int: ...
     @property
     def version_runs(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def temperature(self) -> float: ...
 
 
 class TrainerRow(Protocol):
@@ -147,6 +151,14 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
         at += len(node.ids)
     found = [(s.node, s.start, s.end, s.version_start, s.version_end, tuple(s.version_runs)) for s in row.spans]
     check.expect(found == due, f"its spans are {found}, but its turns are at {due}", node=leaf.id)
+    turns = {node.id: node for node in path(leaf) if isinstance(node, StoredTurn)}
+    for span in row.spans:
+        recorded = read_temperature(turns[span.node].info.sampling) if span.node in turns else None
+        check.expect(
+            recorded in (None, span.temperature),
+            f"its row has temperature {span.temperature}, but the recorded one is {recorded}",
+            node=span.node,
+        )
 
 
 def _describe_difference(given: Ids, stored: Ids) -> str:
@@ -245,7 +257,7 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
         why.append("missing log-probabilities")
     if role not in policy.roles:
         why.append(f"role {role}")
-    if info.biases and not policy.biased:
+    if info.biases and not policy.biased and not are_masks_complete(turn):
         why.append("biased sampling: " + ", ".join(info.biases))
     if not policy.refused and not all(refusal.repeated for refusal in session.related.refused):
         why.append("the agent was refused a model call")

@@ -12,11 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from turngate.types import Ids
+from turngate.types import Ids, RaggedArray
 from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import SideFacts, StoredSession, StoredSideData, StoredTurn, path
 
 _TYPES = {"uint8": "|u1", "uint16": "<u2", "int32": "<i4", "float32": "<f4"}
+_LISTS = (-1,)  # the shape of values that are lists of different lengths
+Values = np.ndarray | RaggedArray
 
 
 class TrainerColumn(Protocol):
@@ -25,7 +27,7 @@ class TrainerColumn(Protocol):
     @property
     def spans(self) -> Sequence[tuple[int, int]]: ...
     @property
-    def values(self) -> np.ndarray: ...
+    def values(self) -> Values: ...
 
 
 class RowWithSideData(Protocol):
@@ -42,37 +44,62 @@ class StoredSideArrays:
 
     def __init__(self, session: StoredSession) -> None:
         self._pieces: dict[tuple[object, object], list[StoredSideData]] = {}
-        self._read: dict[tuple[int, str, int], np.ndarray | str] = {}
+        self._read: dict[tuple[int, str, int], Values | str] = {}
         for piece in session.related.side:
             self._pieces.setdefault((piece.node, piece.name), []).append(piece)
         self.unlisted = {node for node, _ in self._pieces} - {turn.id for turn in session.turns if turn.info.side}
 
-    def read(self, turn: StoredTurn, facts: SideFacts) -> np.ndarray | str:
+    def read(self, turn: StoredTurn, facts: SideFacts) -> Values | str:
         """Return the values of one array that a turn lists, or a description of what is wrong with them."""
         key = turn.id, facts.name, facts.first
         if key not in self._read:
             self._read[key] = self._join(turn, facts)
         return self._read[key]
 
-    def _join(self, turn: StoredTurn, facts: SideFacts) -> np.ndarray | str:
+    def _join(self, turn: StoredTurn, facts: SideFacts) -> Values | str:
         if facts.dtype not in _TYPES:
             return f"its {facts.name} have the unknown type {facts.dtype!r}"
-        size, at, parts = np.dtype(_TYPES[facts.dtype]).itemsize * math.prod(facts.shape), facts.first, []
+        at, parts, sizes = facts.first, [], []
         for piece in self._pieces.get((turn.id, facts.name), ()):
             if not isinstance(piece.first, int) or piece.first != at or at >= facts.first + facts.count:
                 continue
             if (piece.dtype, piece.shape) != (facts.dtype, "x".join(str(n) for n in facts.shape)):
                 return f"its {facts.name} are stored with type {piece.dtype} and shape {piece.shape}"
-            if not isinstance(piece.data, bytes) or not piece.data or not size or len(piece.data) % size:
+            found = _read_piece(piece.data, facts)
+            if found is None:
                 return f"its {facts.name} at token {at} are not stored as whole values"
+            assert isinstance(piece.data, bytes)
             label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
             if zlib.crc32(label + piece.data) != piece.checksum:
                 return f"its {facts.name} at token {at} do not match their checksum"
-            parts.append(np.frombuffer(piece.data, _TYPES[facts.dtype]))
-            at += len(piece.data) // size
+            sizes.append(found[0])
+            parts.append(found[1])
+            at += len(found[0])
         if at != facts.first + facts.count:
             return f"it lists {facts.name} for {facts.count} tokens, but {at - facts.first} are stored"
-        return np.concatenate(parts).reshape(facts.count, *facts.shape)
+        values = np.concatenate(parts)
+        if facts.shape == _LISTS:
+            return RaggedArray.from_sizes(np.concatenate(sizes), values)
+        return values.reshape(facts.count, *facts.shape)
+
+
+def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return how many numbers each value in a stored piece has, and the numbers. Return None if the piece has no whole values."""
+    dtype = np.dtype(_TYPES[facts.dtype])
+    if not isinstance(data, bytes) or not data:
+        return None
+    if facts.shape == _LISTS:
+        count = int.from_bytes(data[:4], "little")
+        sizes = np.frombuffer(data[4 : 4 + len(data[4:]) // 4 * 4], "<u4")[:count].astype(np.int64)
+        rest = data[4 + 4 * count :]
+        if not count or len(sizes) != count or len(rest) != dtype.itemsize * int(sizes.sum()):
+            return None
+        return sizes, np.frombuffer(rest, dtype)
+    each = math.prod(facts.shape)
+    if each <= 0 or len(data) % (each * dtype.itemsize):
+        return None
+    numbers = np.frombuffer(data, dtype)
+    return np.full(len(numbers) // each, each, np.int64), numbers
 
 
 def has_side_data(session: StoredSession) -> bool:
@@ -91,7 +118,7 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
             for facts in turn.info.side:
                 _check_place(turn, facts, check)
                 values = stored.read(turn, facts)
-                check.expect(isinstance(values, np.ndarray), values if isinstance(values, str) else "", node=turn.id)
+                check.expect(not isinstance(values, str), values if isinstance(values, str) else "", node=turn.id)
                 if isinstance(values, np.ndarray) and values.dtype.kind == "f":
                     check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all finite", node=turn.id)
     if stored.unlisted:
@@ -148,7 +175,7 @@ def _check_column(
     check: VerifyCheck,
     leaf: int,
 ) -> None:
-    values, given = column.values, np.zeros(size, bool)
+    values, given = _make_comparable(column.values), np.zeros(size, bool)
     for start, end in column.spans:
         given[start:end] = True
     whole = int(given.sum()) == sum(end - start for start, end in column.spans) == len(values)
@@ -156,10 +183,11 @@ def _check_column(
         return
     due, recorded = np.zeros((size, *values.shape[1:]), values.dtype), np.zeros(size, bool)
     for turn, facts in ((each, facts) for each in turns for facts in each.info.side if facts.name == name):
-        found = stored.read(turn, facts)
-        if isinstance(found, str):
+        read = stored.read(turn, facts)
+        if isinstance(read, str):
             continue  # reported by the check of the structure
-        same = found.shape[1:] == values.shape[1:] and np.can_cast(found.dtype, values.dtype)
+        found = _make_comparable(read)
+        same = read.shape[1:] == column.values.shape[1:] and np.can_cast(read.dtype, column.values.dtype)
         if not check.expect(same, f"its {name} do not have the type and shape of those of turn {turn.id}", node=leaf):
             return
         begin = turn.length - len(turn.ids) + facts.first
@@ -170,3 +198,10 @@ def _check_column(
         wrong = np.flatnonzero((due[given] != values).any(axis=tuple(range(1, values.ndim))))
         at = int(np.flatnonzero(given)[wrong[0]]) if len(wrong) else 0
         check.expect(not len(wrong), f"token {at} of its row does not have the recorded {name}", node=leaf)
+
+
+def _make_comparable(values: Values) -> np.ndarray:
+    """Return arrays unchanged, and the bytes of each list as an array of objects. Numbers of all types fit into 64-bit floats."""
+    if isinstance(values, np.ndarray):
+        return values
+    return np.array([each.astype(np.float64).tobytes() for each in values.lists()], object)

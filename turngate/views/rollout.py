@@ -15,7 +15,7 @@ from turngate.render import Tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.advantage import row_weight
 from turngate.trace.roles import RoleDecision, TurnRole, decide_roles
-from turngate.trace.sample import Sample, find_untrained
+from turngate.trace.sample import Sample, find_untrained, has_sampling_masks
 from turngate.trace.training_report import list_warnings, report_training
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.trace.turn_rewards import TurnReward
@@ -65,7 +65,7 @@ class RolloutView:
 
     @cached_property
     def branches(self) -> list[Sample]:
-        return self._session_view.samples(keep_empty=True)
+        return self._session_view.samples(keep_empty=True, masks=True)
 
     @cached_property
     def rows(self) -> list[Sample]:
@@ -158,6 +158,7 @@ class RolloutView:
             "capture": info.capture,
             "fault": info.fault,
             "biases": info.biases,
+            **({"masked": True} if info.biases and has_sampling_masks(turn) else {}),
             "delivered": turn.delivered,
             "rewards": self._rewards.get(turn.id, []),
         }

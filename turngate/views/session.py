@@ -71,10 +71,14 @@ class SessionView(msgspec.Struct, frozen=True):
         keep_empty: bool = False,
         policy: TrainingPolicy | None = None,
         side: Mapping[int, Sequence[SideArray]] | None = None,
+        masks: bool = False,
     ) -> list[Sample]:
-        """Return the training rows. `side` is the side data to add to them, by node id."""
+        """Return the training rows. `side` is the side data to add to them, by node id.
+
+        With `masks`, they are the rows of a trainer that receives sampling masks, although they do not contain any.
+        """
         policy = policy or self.session.config.policy
-        rows = build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side)
+        rows = build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side, masks=masks)
         return add_turn_rewards(rows, self.turn_rewards)
 
 

@@ -18,7 +18,7 @@ from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
 from turngate.trace.roles import OWN_ROLES, TurnRole
 from turngate.trace.sample import TrainingPolicy, find_exclusion, untrainable_reason
-from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
+from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, SideRange
 from turngate.types import NO_IDS, Capture, Finish, Json, decode_array
 
 _CHAT = "chat"
@@ -157,7 +157,7 @@ def _view_context(node: TraceContext, tools: list[Json]) -> ContextView:
 
 def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy, excluded: str) -> TurnView:
     role = cast(TurnRole, turn.role)
-    reason = untrainable_reason(_to_sampled(turn), role, policy) or excluded
+    reason = untrainable_reason(_to_sampled(turn), role, policy, masked=False) or excluded
     logprobs: list[float] | None = None if turn.logprobs is None else turn.logprobs.tolist()
     if logprobs is not None and (len(logprobs) != len(turn.ids) or not all(map(_is_logprob, logprobs))):
         logprobs = None
@@ -206,5 +206,6 @@ def _to_sampled(turn: TraceTurn) -> Sampled:
         biases=turn.biases,
         capture=cast(Capture, turn.capture),
         fault=turn.fault,
+        side=() if turn.side is msgspec.UNSET else tuple(SideRange(*msgspec.structs.astuple(s)) for s in turn.side),
     )
     return Sampled(turn.id, context, turn.ids, turn.logprobs, info)

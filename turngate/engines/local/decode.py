@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turngate.engines.local.cache import KeyValues, Places, PromptPiece
 from turngate.engines.local.model import Attend, Model
-from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
+from turngate.engines.local.sampler import Adjustment, adjust_scores, draw, find_kept
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
@@ -39,6 +39,7 @@ class Pending(msgspec.Struct, frozen=True):
     ids: Tensor
     logprobs: Tensor
     arrived: torch.cuda.Event | None = None  # set when the results are on the host; None if they already are
+    masks: Mapping[int, Ids] = {}  # the ids that were left to sample from, by index into `slots`, where requested
 
 
 class Decoder:
@@ -94,12 +95,13 @@ class Decoder:
         scores = self._compute_scores(self.model.run(tokens, positions, attend))
         for row in adjustments:
             adjust_scores(scores, row)
+        masks = {row.row: find_kept(scores, row) for row in adjustments if row.wants_mask}
         temperature = self.temperature[index]
         ids, logprobs = draw(scores, temperature, seeds, drawn, some_greedy=bool((temperature == 0).any()))
         self.state[0, index] = ids
         self.state[1, index] = positions + 1
         self.state[3, index] = drawn + 1
-        return Pending(slots, ids, logprobs)
+        return Pending(slots, ids, logprobs, masks=masks)
 
     def _compute_scores(self, hidden: Tensor) -> Tensor:
         """Compute scores in float32. They are never rounded to bfloat16, whose values above 16 are at least an eighth apart."""

@@ -16,7 +16,7 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +33,9 @@ from turngate.engines.local.outbox import End, SampledBatch
 from turngate.engines.local.weights import load as load_model
 from turngate.engines.local.weights import load_into
 from turngate.engines.local.worker import SamplingOrder, Worker
+from turngate.engines.sampling_mask import build_masks
 from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
-from turngate.types import ID_DTYPE
+from turngate.types import ID_DTYPE, Ids, SideArray
 
 if TYPE_CHECKING:
     from turngate.engines.weights import PolicyWeights
@@ -274,7 +275,15 @@ class LocalEngine:
             raise EngineRejected(f"{self.name}: max_tokens must be 1 or more, not {request.max_tokens}")
         stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
         max_tokens = min(request.max_tokens, room)
-        return SamplingOrder(next(self._serials), prompt, max_tokens, request.sampling, stop_ids, request.cache_salt)
+        return SamplingOrder(
+            next(self._serials),
+            prompt,
+            max_tokens,
+            request.sampling,
+            stop_ids,
+            request.cache_salt,
+            request.sampling_mask,
+        )
 
     def submit(self, order: SamplingOrder, generation: LocalGeneration) -> None:
         with self._guard:
@@ -311,7 +320,7 @@ class LocalEngine:
         ):
             generation = self._open.get(int(serials[0])) if serials.size else None
             if generation is not None and generation.loop is loop:
-                generation.take(ids.tolist(), logprobs.tolist(), batch.version)
+                generation.take(ids.tolist(), logprobs.tolist(), batch.version, batch.masks.get(int(serials[0]), ()))
         for serial, end in batch.ends.items():
             generation = self._open.get(serial)
             if generation is not None and generation.loop is loop:
@@ -327,6 +336,8 @@ class LocalGeneration:
         self._serial = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._masks: list[Ids] = []
+        self._sampled = 0  # tokens in earlier chunks
         self._versions: tuple[int | None, int | None] = (None, None)
         self._runs: list[tuple[int | None, int]] = []  # (version, tokens) of all tokens so far; None: not known
         self._end: End | None = None
@@ -360,7 +371,7 @@ class LocalGeneration:
             raise type(self._end)(self._end.message)  # a separate exception for each call
         return self._chunk()
 
-    def take(self, ids: list[int], logprobs: list[float], version: int | None) -> None:
+    def take(self, ids: list[int], logprobs: list[float], version: int | None, masks: Sequence[Ids]) -> None:
         if not self._ids:
             self._versions = (version, version)
         self._versions = (self._versions[0], version)
@@ -370,6 +381,7 @@ class LocalGeneration:
             self._runs.append((version, len(ids)))
         self._ids += ids
         self._logprobs += logprobs
+        self._masks += masks
         if self._in_pieces:
             self._wake()
 
@@ -388,7 +400,12 @@ class LocalGeneration:
         self._done = finish is not None
         prompt = self._request.prompt.tolist() if self._echo else None
         self._echo = False
-        return Chunk(ids, logprobs, finish, prompt, self._span(), version_runs=self._list_runs())
+        side: tuple[SideArray, ...] = ()
+        if self._request.sampling_mask:
+            masks, self._masks = self._masks, []
+            side = build_masks(self._engine.name, self._sampled, ids, masks)
+            self._sampled += len(ids)
+        return Chunk(ids, logprobs, finish, prompt, self._span(), version_runs=self._list_runs(), side=side)
 
     def _span(self) -> tuple[int, int] | None:
         """Return the policy versions of the chunk's first and last token. If the first is unknown, use the request's version."""

@@ -21,7 +21,7 @@ from turngate.engines.local.cache import Places, PromptPiece
 from turngate.engines.local.decode import Decoder, Pending
 from turngate.engines.local.kernels import attend_slots
 from turngate.engines.local.model import Attend, Model
-from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
+from turngate.engines.local.sampler import Adjustment, adjust_scores, draw, find_kept
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
 _ROWS = 8  # rows of the smallest graph; each larger one has twice as many
@@ -71,17 +71,21 @@ class GraphDecoder(Decoder):
     def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
         rows = _round_rows(int(slots[-1]) + 1, _ROWS, self.state.shape[1])
         self._replay(rows, draws=not adjustments)
+        masks: dict[int, Ids] = {}
         if adjustments:
             assert self._scores is not None
             for row in adjustments:
-                adjust_scores(self._scores, msgspec.structs.replace(row, row=int(slots[row.row])))
+                placed = msgspec.structs.replace(row, row=int(slots[row.row]))
+                adjust_scores(self._scores, placed)
+                if row.wants_mask:
+                    masks[row.row] = find_kept(self._scores, placed)
             self._draw(self._scores[:rows], rows)
         results = self._results[self._turn % len(self._results)]
         self._turn += 1
         results.ids[:rows].copy_(self._ids[:rows], non_blocking=True)
         results.logprobs[:rows].copy_(self._logprobs[:rows], non_blocking=True)
         results.arrived.record(self._stream)
-        return Pending(slots, results.ids, results.logprobs, results.arrived)
+        return Pending(slots, results.ids, results.logprobs, results.arrived, masks)
 
     def collect(self, pending: Pending) -> tuple[Ids, Logprobs]:
         assert pending.arrived is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,7 +19,8 @@ End = Literal["stop", "length"] | EngineError
 class SampledBatch(msgspec.Struct, frozen=True):
     """Tokens sampled since the last batch, sorted by call, and the calls that have ended.
 
-    `version` is the policy version of the weights, if it is known.
+    `version` is the policy version of the weights, if it is known. `masks` has the ids that were left to sample from at each token of the
+    calls that requested them, by call.
     """
 
     serials: Places
@@ -27,6 +28,7 @@ class SampledBatch(msgspec.Struct, frozen=True):
     logprobs: Logprobs
     ends: dict[int, End]
     version: int | None
+    masks: Mapping[int, Sequence[Ids]] = {}
 
 
 Deliver = Callable[[SampledBatch], None]
@@ -38,6 +40,7 @@ class Outbox:
     def __init__(self, deliver: Deliver, flush_s: float) -> None:
         self.ends: dict[int, End] = {}
         self.samples: list[tuple[Places, Ids, Logprobs]] = []
+        self.masks: dict[int, list[Ids]] = {}
         self._deliver = deliver
         self._flush_s = flush_s
         self._flushed = 0.0
@@ -51,8 +54,9 @@ class Outbox:
         self._flushed = clock
         samples, self.samples = self.samples, []
         ends, self.ends = self.ends, {}
+        masks, self.masks = self.masks, {}
         # Perhaps nothing was sampled, but concatenate needs at least one array.
         samples.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))
         serials, ids, logprobs = (np.concatenate([part[n] for part in samples]) for n in range(3))
         order = np.argsort(serials, kind="stable")
-        self._deliver(SampledBatch(serials[order], ids[order], logprobs[order], ends, version))
+        self._deliver(SampledBatch(serials[order], ids[order], logprobs[order], ends, version, masks))

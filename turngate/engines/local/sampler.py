@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turngate.types import Ids, Sampling
+from turngate.types import ID_DTYPE, Ids, Sampling
 
 _BITS = 48  # bits of a random number in [0, 1), few enough that rounding never yields 1
 _MASK = (1 << 63) - 1
@@ -28,6 +28,7 @@ class Adjustment(msgspec.Struct, frozen=True):
     prompt: Ids
     sampled: Ids
     stop_ids: tuple[int, ...]
+    wants_mask: bool = False  # whether to return the ids that are left to sample from
 
 
 def draw(
@@ -81,6 +82,12 @@ def uniform(seed: Tensor, index: Tensor) -> Tensor:
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Shift right and fill with zeros, even if the number is negative."""
     return (x >> by) & (_MASK >> (by - 1))
+
+
+def find_kept(scores: Tensor, adjustment: Adjustment) -> Ids:
+    """Return the ids that are left to sample from after `adjust_scores`."""
+    kept: Ids = torch.isfinite(scores[adjustment.row]).nonzero()[:, 0].cpu().numpy().astype(ID_DTYPE)
+    return kept
 
 
 def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:

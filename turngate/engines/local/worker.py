@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -41,6 +41,7 @@ class SamplingOrder(msgspec.Struct, frozen=True):
     sampling: Sampling
     stop_ids: tuple[int, ...]
     salt: str
+    wants_mask: bool = False
 
 
 class _Hold(msgspec.Struct):
@@ -315,9 +316,10 @@ class Worker:
             pending, serials = self._pending.popleft()
             ids, logprobs = self._decoder.collect(pending)
             same = self._serial[pending.slots] == serials  # a call may have ended during its next step
-            self._accept(pending.slots[same], serials[same], ids[same], logprobs[same])
+            masks = {int(serials[row]): kept for row, kept in pending.masks.items() if same[row]}
+            self._accept(pending.slots[same], serials[same], ids[same], logprobs[same], masks)
 
-    def _accept(self, slots: Places, serials: Places, ids: Ids, logprobs: Logprobs) -> None:
+    def _accept(self, slots: Places, serials: Places, ids: Ids, logprobs: Logprobs, masks: Mapping[int, Ids]) -> None:
         if not slots.size:
             return
         broken = ~np.isfinite(logprobs)
@@ -326,12 +328,15 @@ class Worker:
                 "the model's scores are not finite; its weights may be damaged, or its training may have diverged"
             )
             self._finish(slots[broken], dict.fromkeys(serials[broken].tolist(), wrong))
+            masks = {serial: kept for serial, kept in masks.items() if serial not in serials[broken]}
             slots, serials, ids, logprobs = slots[~broken], serials[~broken], ids[~broken], logprobs[~broken]
         self._slots.ids[slots, self._length[slots]] = ids
         self._slots.computed[slots] = self._slots.planned[slots] = self._length[slots]
         self._length[slots] += 1
         self._drawn[slots] += 1
         self._outbox.samples.append((serials, ids, logprobs))
+        for serial, kept in masks.items():
+            self._outbox.masks.setdefault(serial, []).append(kept)
         stopped = (ids[:, None] == self._stops[slots]).any(axis=1)
         over = stopped | (self._drawn[slots] >= self._max_tokens[slots])
         if over.any():
@@ -385,7 +390,7 @@ class Worker:
 
 def _build_adjustment(row: int, order: SamplingOrder, ids: Ids) -> Adjustment:
     size = len(order.prompt)
-    return Adjustment(row, order.sampling, ids[:size], ids[size:], order.stop_ids)
+    return Adjustment(row, order.sampling, ids[:size], ids[size:], order.stop_ids, order.wants_mask)
 
 
 def _explain(error: Exception) -> str:

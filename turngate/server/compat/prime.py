@@ -33,6 +33,7 @@ from turngate.server.scopes import scopes_of
 from turngate.trace.roles import OWN_ROLES, assign_roles
 from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
+from turngate.trace.side_data import encode_values
 from turngate.trace.tree import Node, Sampled, path_ids, path_to
 from turngate.types import Json, Limits, Message, Sampling, SideArray
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
@@ -150,7 +151,7 @@ def _encode_trajectory(view: SessionView) -> bytes:
     session = view.session
     messages = {node.id: _node_messages(node, view.texts[node.id]) for node in session.trace.nodes}
     role_of = assign_roles(session.trace)
-    reasons = find_untrained(session.trace, role_of, session.config.policy)
+    reasons = find_untrained(session.trace, role_of, session.config.policy, masked=())
     listed = {*OWN_ROLES, *session.config.policy.roles}
     turns = [turn for turn in session.trace.turns() if role_of[turn.id] in listed]
     first, last = (path_to(turns[0]), path_to(turns[-1])) if turns else ([], [])
@@ -200,7 +201,7 @@ def _encode_experts(turn: Sampled, arrays: Sequence[SideArray]) -> Json:
         return None  # there are none, or they cover separate parts of the prompt, which the format cannot express
     [array] = arrays
     return {
-        "data": base64.b64encode(array.values.tobytes()).decode(),
+        "data": base64.b64encode(encode_values(array.values)).decode(),
         "shape": list(array.values.shape),
         "start": turn.parent.length + array.first,
         "dtype": array.values.dtype.name,

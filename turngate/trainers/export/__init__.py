@@ -23,6 +23,7 @@ from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSo
 from turngate.trainers.export.synthetic import is_synthetic
 from turngate.trainers.export.teacher import Watch, open_scores
 from turngate.trainers.teacher.scoring import TeacherSummary
+from turngate.types import SAMPLING_MASK
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
@@ -79,7 +80,7 @@ def export(
         open_output(out, format.layout(choices), folder=folder) as file,
         open_scores(data, choices, watch_teacher) as teacher,
     ):
-        source.teacher = teacher
+        source.teacher, source.masks = teacher, SAMPLING_MASK in choices.side
         for group in source.groups():
             groups += 1
             rollouts += len(group.selected)

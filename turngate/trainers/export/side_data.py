@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -13,7 +12,7 @@ import numpy as np
 from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import ConfigError
 from turngate.trace.sample import Sample
-from turngate.trace.side_data import DTYPES, SideColumn
+from turngate.trace.side_data import DTYPES, SideColumn, decode_values, encode_values
 from turngate.trainers.export.base import ExportChoices
 from turngate.trainers.export.source import Exclusions
 from turngate.trainers.routed_experts import has_all_experts
@@ -24,9 +23,9 @@ class ExportedColumn(msgspec.Struct, frozen=True):
     """Side data of one kind for a row. Each token inside a span has a value; other tokens have none."""
 
     dtype: str
-    shape: tuple[int, ...]  # of one token's value
+    shape: tuple[int, ...]  # of one token's value; (-1,): lists of different lengths
     spans: tuple[tuple[int, int], ...]
-    data: bytes  # base64 in JSON; little-endian
+    data: bytes  # base64 in JSON; see `encode_values`
 
 
 def encode_columns(side: Mapping[str, SideColumn], names: Sequence[str], exclusions: Exclusions) -> dict[str, Json]:
@@ -42,12 +41,12 @@ def count_missing(side: Mapping[str, SideColumn], names: Sequence[str], exclusio
 
 
 def encode_column(column: SideColumn) -> Json:
-    values = np.ascontiguousarray(column.values, column.values.dtype.newbyteorder("<"))
+    values = column.values
     return {
         "dtype": values.dtype.name,
         "shape": list(values.shape[1:]),
         "spans": [list(span) for span in column.spans],
-        "data": base64.b64encode(values.reshape(-1).view(np.uint8).data).decode(),
+        "data": base64.b64encode(encode_values(values)).decode(),
     }
 
 
@@ -79,7 +78,9 @@ def encode_experts(
 def decode_experts(value: Json) -> np.ndarray:
     """Decode the routed experts of an exported record to an array of tokens × layers × experts per token, as verl and miles expect."""
     column = json.loads(value) if isinstance(value, str) else value  # text in a Parquet file
-    return decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
+    values = decode_columns({ROUTED_EXPERTS: column})[ROUTED_EXPERTS].values
+    assert isinstance(values, np.ndarray), "every token has the same number of experts"
+    return values
 
 
 def decode_columns(side: Json) -> Mapping[str, SideColumn]:
@@ -93,13 +94,15 @@ def decode_columns(side: Json) -> Mapping[str, SideColumn]:
 
 
 def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
-    count = sum(end - start for start, end in column.spans)
     if column.dtype not in DTYPES:
         raise ConfigError(f"side.{name}.dtype must be one of {', '.join(DTYPES)}, not {column.dtype!r}", param="side")
-    dtype = np.dtype(column.dtype).newbyteorder("<")
-    if len(column.data) != count * dtype.itemsize * math.prod(column.shape):
+    try:
+        values = decode_values(column.data, column.dtype, column.shape)
+    except ValueError:
+        values = None
+    if values is None or len(values) != sum(end - start for start, end in column.spans):
         raise ConfigError(
             f"side.{name}.data has {len(column.data)} bytes, which does not match its dtype, shape and spans",
             param="side",
         )
-    return SideColumn(column.spans, np.frombuffer(column.data, dtype).reshape(count, *column.shape))
+    return SideColumn(column.spans, values)

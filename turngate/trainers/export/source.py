@@ -98,7 +98,10 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRollout:
-    """A session with its trace and its outcome. `teacher` has scores of its rows, if the export has a teacher."""
+    """A session with its trace and its outcome. `teacher` has scores of its rows, if the export has a teacher.
+
+    `masks` says whether the export includes sampling masks, so that turns that need them are trained.
+    """
 
     def __init__(
         self,
@@ -107,8 +110,10 @@ class RecordedRollout:
         session: Session,
         outcome: RecordedOutcome | None,
         teacher: Teacher | None = None,
+        masks: bool = False,
     ) -> None:
         self._store = store
+        self._masks = masks
         self.teacher = teacher
         self.row = row
         self.session = session
@@ -123,7 +128,7 @@ class RecordedRollout:
     @cached_property
     def rows(self) -> list[Sample]:
         """The rows with at least one trained token."""
-        return self._add_rewards(build_samples(self.session.trace, self.session.config.policy))
+        return self._add_rewards(build_samples(self.session.trace, self.session.config.policy, masks=self._masks))
 
     def rows_with(self, side: Collection[str]) -> list[Sample]:
         """Return `rows` with the side data named in `side`. The result is not cached, because side data may be large."""
@@ -175,7 +180,8 @@ class RecordedRollout:
     def explain_untrained(self) -> str:
         """Explain why no token of the rollout is trained, and what to change."""
         trace = self.session.trace
-        report = report_training(trace, assign_roles(trace), self.session.config.policy)
+        masked = None if self._masks else ()
+        report = report_training(trace, assign_roles(trace), self.session.config.policy, masked=masked)
         return f"it has nothing to train on: {report.reason}; {report.fix}"
 
     @property
@@ -207,6 +213,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         self, data: str | Path, filter: RolloutFilter, exclusions: Exclusions, *, whole_groups: bool = False
     ) -> None:
         self.teacher: Teacher | None = None  # has scores of the rollouts' rows, if the export has a teacher
+        self.masks = False  # whether the export includes sampling masks
         self._filter = filter
         self._exclusions = exclusions
         self._whole_groups = whole_groups
@@ -278,7 +285,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         except StoreError:
             self._exclusions.add("its trace is damaged on disk")
             return None
-        return RecordedRollout(self.store, row, session, outcome, self.teacher)
+        return RecordedRollout(self.store, row, session, outcome, self.teacher, self.masks)
 
     def _explain_empty(self) -> str:
         """Explain why no rollout can be exported."""

@@ -3,6 +3,7 @@
     loss           importance ratios, clipping, weights
     distillation   advantages of tokens from the scores of a teacher
     packing        rows in one sequence, with shared prefixes once
+    sampling       the distribution that each token was sampled from: temperatures and sampling masks
     grpo           one update: check the recorded log-probabilities, compute gradients, update the weights inside the fence
     checkpoint     weights, optimizer state, and the number of the last trained delivery
     training       the whole loop: gateway, engine, agents and trainer in one process

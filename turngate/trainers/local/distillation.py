@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from turngate.client.feed import Row
+from turngate.trainers.local.sampling import has_masks, list_temperatures
 from turngate.trainers.teacher import TEACHER_LOGPROBS
 
 
@@ -20,6 +21,8 @@ def read_scores(row: Row) -> np.ndarray | str:
     column = row.side.get(TEACHER_LOGPROBS)
     if column is None:
         return row.unscored or "the feed has no teacher; pass one to Feed.open"
+    if (list_temperatures(row) != 1).any() or has_masks(row):
+        return "it was not sampled at temperature 1 from all ids, as the teacher scores"
     scores = column.fill(row.ids.size, np.nan)[row.mask]
     return scores if np.isfinite(scores).all() else "the teacher did not score all trained tokens"
 

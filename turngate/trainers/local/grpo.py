@@ -53,6 +53,7 @@ from turngate.trainers.local.loss import (
     compute_loss,
 )
 from turngate.trainers.local.packing import pack_rows, pack_tree, split_batches
+from turngate.trainers.local.sampling import adjust_scores
 from turngate.trainers.tree_attention import make_block_mask, make_dense_mask
 
 _MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the setup is wrong, not the rows
@@ -75,7 +76,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     normalise: Normalise = "token"
     # rollout: every token has the advantage of its rollout; turn: that of its turn, which the feed must deliver (`FeedConfig.credit`)
     advantages: Literal["rollout", "turn"] = "rollout"
-    temperature: float = 1.0  # must equal the sessions' temperature, which is part of the recorded log-probabilities
+    temperature: float | None = None  # of the policy; None: the temperature at which each turn was sampled
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
     flex_attention: bool = False  # use PyTorch's FlexAttention, which needs a CUDA device, instead of a dense mask
@@ -92,12 +93,13 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
         for name in ("learning_rate", "largest_gradient", "temperature", "tolerance"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
         for name in ("reward_weight", "teacher_kl"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be 0 or greater, not {getattr(self, name)}", param=name)
-        if self.teacher_kl and self.temperature != 1:
+        if self.teacher_kl and self.temperature not in (None, 1):
             raise ConfigError(
                 f"temperature must be 1 with teacher_kl, not {self.temperature}, because teachers score at temperature 1",
                 param="temperature",
@@ -239,11 +241,13 @@ class Learner:
         )
         attend = attend_flexibly(until) if self.settings.flex_attention else attend_densely(until)
         hidden = self.model.run(ids[None], positions, attend)
-        scores = self.model.scores(hidden[0, at]).float() / self.settings.temperature
+        scores = adjust_scores(self.model.scores(hidden[0, at]).float(), rows, self.settings.temperature)
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
         with torch.no_grad():
-            entropy = -(likely.exp() * likely).sum(dim=-1)
+            entropy = torch.special.entr(likely.exp()).sum(
+                dim=-1
+            )  # 0 for masked ids, whose log-probability is infinite
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
     def _is_silent(self, row: Row) -> bool:
@@ -338,7 +342,7 @@ class _UpdateTotals:
             error = LogprobMismatch(
                 f"the log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, although "
                 f"the weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
-                "and that the gateway's engine samples from this model"
+                "that turns with top-p, top-k or min-p have sampling masks, and that the gateway's engine samples from this model"
             )
             error.lags = self.meter.summarize()
             raise error

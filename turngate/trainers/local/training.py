@@ -35,6 +35,7 @@ from turngate.rollout.throttle import Throttle, TrainerThrottle, no_throttle
 from turngate.server.run import run_embedded
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
+from turngate.types import SAMPLING_MASK, TRUNCATIONS
 
 FEED = "grpo"
 _POLL_S = 0.5
@@ -83,8 +84,13 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)), name=self._name)
 
     def feed_config(self) -> FeedConfig:
-        config = self.feed or FeedConfig(n=self.batch.n)
+        config = self.feed or FeedConfig(n=self.batch.n, side=self._list_side())
         return config if config.groups else msgspec.structs.replace(config, groups=f"{self._name}.")
+
+    def _list_side(self) -> tuple[str, ...] | msgspec.UnsetType:
+        """Return the side data that the trainer needs: sampling masks, if the sessions use top-p, top-k or min-p."""
+        sampling = (self.batch.session or {}).get("sampling") or {}
+        return (SAMPLING_MASK,) if any(name in sampling for name in TRUNCATIONS) else msgspec.UNSET
 
     @property
     def _name(self) -> str:

@@ -45,7 +45,10 @@ export function detailOf(tokens, at) {
       ],
       ["capture", node.capture],
     );
-    if (node.biases?.length) pairs.push(["biased by", node.biases.join(", ")]);
+    if (node.biases?.length) {
+      const biases = node.biases.join(", ");
+      pairs.push(node.masked ? ["truncated by", `${biases}; trained with sampling masks`] : ["biased by", biases]);
+    }
     if (node.fault) pairs.push(["fault", node.fault]);
   }
   if (node.cause) pairs.push(["fork", causeBadge(node.cause)]);

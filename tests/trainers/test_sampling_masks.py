@@ -1,0 +1,239 @@
+"""Truncated sampling end to end: the local engine records its masks, and the trainer renormalizes over them.
+
+The reference is a direct calculation with torch: which ids each setting keeps, and the log-probability of the sampled id among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engines.local_kit import SHAPE, make_request, model, random_prompts, start_engine, torch
+from tests.kit import Running, gateway, tokenizer
+from turngate.client.feed import Feed, Row
+from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import FeedConfig
+from turngate.engines.local import LocalEngine, Model
+from turngate.store.outcomes import RecordedOutcome
+from turngate.trainers.export import ExportChoices, export
+from turngate.trainers.export.side_data import decode_columns
+from turngate.trainers.local.distillation import read_scores
+from turngate.trainers.local.grpo import GrpoSettings, Learner, LogprobMismatch
+from turngate.types import RaggedArray
+from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
+from turngate.views.verdict import open_row_source
+
+pytestmark = pytest.mark.needs("torch")
+MASK = "sampling_mask"
+SETTINGS: list[dict[str, Any]] = [
+    {"top_p": 0.7},
+    {"top_k": 3},
+    {"min_p": 0.1},
+    {"top_p": 0.8, "top_k": 6, "min_p": 0.02, "temperature": 0.6},
+]
+
+
+def keep(scores: Any, how: dict[str, Any]) -> set[int]:
+    """The ids that are left to sample from, computed directly: min-p, then top-k, then top-p."""
+    likely = (scores.double() / how.get("temperature", 1.0)).softmax(-1)
+    likely = torch.where(likely >= how.get("min_p", 0.0) * likely.max(), likely, 0.0)
+    if "top_k" in how:
+        likely = torch.where(likely >= likely.topk(how["top_k"]).values[-1], likely, 0.0)
+    likely /= likely.sum()
+    kept: set[int] = set()
+    total = 0.0
+    for token in likely.argsort(descending=True).tolist():
+        if likely[token] == 0 or (kept and total >= how.get("top_p", 1.0)):
+            break
+        kept.add(token)
+        total += float(likely[token])
+    return kept
+
+
+def compute(
+    made: Model, ids: Sequence[int], first: int, how: dict[str, Any], masks: list[set[int]] | None = None
+) -> tuple[list[set[int]], list[float]]:
+    """The kept ids for each token from `first` on, unless given, and the log-probability of the token among them."""
+    with torch.no_grad():
+        scores = made(torch.tensor([list(ids)]))[0, first - 1 : -1].float()
+    kept = masks or [keep(row, how) for row in scores]
+    logprobs = []
+    for row, allowed, token in zip(scores / how.get("temperature", 1.0), kept, ids[first:], strict=True):
+        logprobs.append(float(row[token] - row[sorted(allowed)].logsumexp(0)))
+    return kept, logprobs
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=str)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_local_engine_returns_its_masks(how: dict[str, Any], stream: bool) -> None:
+    """Of several calls at once, of which some do not request masks."""
+
+    async def sample(engine: LocalEngine, prompt: list[int], wanted: bool) -> tuple[list[int], list[Any], list[Any]]:
+        request = msgspec.structs.replace(make_request(prompt, 20, **how), sampling_mask=wanted, stream=stream)
+        async with engine.generate(request) as chunks:
+            found = [chunk async for chunk in chunks]
+        ids = [token for chunk in found for token in chunk.ids]
+        return ids, [v for chunk in found for v in chunk.logprobs or ()], [array for c in found for array in c.side]
+
+    prompts = random_prompts(6, seed=3)
+    async with start_engine() as engine:
+        replies = await asyncio.gather(*(sample(engine, prompt, n % 3 > 0) for n, prompt in enumerate(prompts)))
+        for n, (prompt, (ids, logprobs, side)) in enumerate(zip(prompts, replies, strict=True)):
+            assert bool(side) == (n % 3 > 0)
+            if not side:
+                continue
+            masks = [set(each.tolist()) for array in side for each in array.values.lists()]
+            kept, _ = compute(engine.model, [*prompt, *ids], len(prompt), how)
+            # Rounding, which depends on the other calls in the batch, may keep or cut the last id.
+            assert all(len(mask ^ due) <= 1 for mask, due in zip(masks, kept, strict=True))
+            _, expected = compute(engine.model, [*prompt, *ids], len(prompt), how, masks)
+            assert logprobs == pytest.approx(expected, abs=1e-4)
+            assert [array.first for array in side] == np.cumsum([0, *(len(a.values) for a in side)])[:-1].tolist()
+    assert 1 < np.mean([len(mask) for mask in masks]) < SHAPE.vocabulary / 2
+
+
+# ── through the gateway ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def training_gateway(data: Path, **config: Any) -> AsyncIterator[tuple[Running, GatewayClient, LocalEngine]]:
+    engine = LocalEngine(model(vocabulary=tokenizer().vocab_size), slots=8, flush_s=0.0)
+    settings = {"sampling_masks": True} | config
+    async with gateway(engine=engine, data=data, **settings) as g, GatewayClient(g.root, g.app.admin_key) as client:
+        yield g, client, engine
+
+
+async def run_group(g: Running, client: GatewayClient, sampling: dict[str, Any], n: int = 3) -> list[str]:
+    sessions = []
+    for number in range(n):
+        session = await g.open(metadata={"group": "g"}, sampling={**sampling, "seed": number})
+        await g.ask(session.key, "Hi", max_tokens=8)
+        await g.seal(session.id)
+        await client.record(session.id, RecordedOutcome(kind="graded", reward=float(number), group="g", task="t"))
+        sessions.append(session.id)
+    return sessions
+
+
+async def read_rows(client: GatewayClient, name: str, *side: str, n: int = 3) -> tuple[list[Row], list[str]]:
+    config = FeedConfig(n=n, from_start=True, side=side) if side else FeedConfig(n=n, from_start=True)
+    async with await Feed.open(client, name, config) as feed:
+        delivery = await feed.next(10)
+    assert delivery is not None
+    return delivery.rows(), [rolled.excluded for rolled in delivery.rollouts]
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=str)
+async def test_truncated_turns_are_trained_with_their_masks(how: dict[str, Any], tmp_path: Path) -> None:
+    async with training_gateway(tmp_path) as (g, client, engine):
+        [session, *_] = await run_group(g, client, how)
+        rows, excluded = await read_rows(client, "masked", MASK)
+        assert len(rows) == 3 and not any(excluded)
+        bare, why = await read_rows(client, "bare")
+        assert not bare and all("trained only with its sampling mask" in reason for reason in why)
+        shown = await client.show(session)
+        assert shown.training is not None and shown.training.amount == "most"
+        learner = Learner(engine.model, GrpoSettings())
+        for row in rows:
+            first = int(np.flatnonzero(row.mask)[0])
+            kept, logprobs = compute(engine.model, row.ids.tolist(), first, how)
+            column = row.side[MASK]
+            assert isinstance(column.values, RaggedArray) and column.spans == ((first, len(row.ids)),)
+            assert [set(each.tolist()) for each in column.values.lists()] == kept
+            now, entropy = learner.logprobs([row])
+            assert now.tolist() == pytest.approx(logprobs, abs=1e-4)
+            assert now.tolist() == pytest.approx(row.logprobs[row.mask].tolist(), abs=1e-4)
+            assert torch.isfinite(entropy).all() and {span.temperature for span in row.spans} == {
+                how.get("temperature", 1)
+            }
+        measured = learner.gradients(rows, version=0)
+        assert measured.signal and not measured.refused and (measured.difference or 1) < 1e-4
+        assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters() if p.grad is not None)
+        without = [msgspec.structs.replace(row, side={}) for row in rows]
+        with pytest.raises(LogprobMismatch, match="sampling masks"):
+            Learner(engine.model, GrpoSettings()).gradients(without, version=0)
+        renderer = g.app.renderer
+    check_exports(tmp_path, rows)
+    with SessionReader(tmp_path) as reader, open_row_source(tmp_path) as source:
+        verdict = verify(reader, session, VerifyOptions(rows=source, renderers=Renderers(given=renderer)))
+    assert verdict.ok, verdict.wrong
+    assert "sampling masks" in [finding.check for finding in verdict.findings]
+
+
+def check_exports(data: Path, rows: list[Row]) -> None:
+    out = data / "rows.jsonl"
+    export(data, out, ExportChoices(format="rows", side=(MASK,)))
+    records = {tuple(record["ids"]): record for record in map(json.loads, out.read_text().splitlines())}
+    for row in rows:
+        record = records[tuple(row.ids.tolist())]
+        values, expected = decode_columns(record["side"])[MASK].values, row.side[MASK].values
+        assert isinstance(values, RaggedArray) and isinstance(expected, RaggedArray)
+        assert values.items.tolist() == expected.items.tolist() and values.sizes.tolist() == expected.sizes.tolist()
+        assert [span["trained"] for span in record["spans"]] == [True]
+    with pytest.raises(Exception, match="nothing to train on"):
+        export(data, out, ExportChoices(format="rows"))
+
+
+async def test_masks_are_recorded_only_if_set(tmp_path: Path) -> None:
+    async with training_gateway(tmp_path, sampling_masks=False) as (g, client, _):
+        await run_group(g, client, {"top_p": 0.7}, n=1)
+        rows, excluded = await read_rows(client, "masked", MASK, n=1)
+        assert not rows and "sampled with a bias (top_p)" in excluded[0]
+
+
+async def test_untruncated_turns_have_no_masks(tmp_path: Path) -> None:
+    """They are sampled as if masks were not recorded, and temperatures other than 1 need no setting of the trainer."""
+    async with training_gateway(tmp_path) as (g, client, engine):
+        await run_group(g, client, {"temperature": 0.5})
+        rows, _ = await read_rows(client, "f", MASK)
+        assert len(rows) == 3 and not any(row.side for row in rows)
+        measured = Learner(engine.model, GrpoSettings()).gradients(rows, version=0)
+        assert not measured.refused and (measured.difference or 1) < 1e-4
+        with pytest.raises(LogprobMismatch):
+            Learner(engine.model, GrpoSettings(temperature=1.0)).gradients(rows, version=0)
+    scored = msgspec.structs.replace(rows[0], side={"teacher_logprobs": rows[0].side.get("x") or _make_scores(rows[0])})
+    assert read_scores(scored) == "it was not sampled at temperature 1 from all ids, as the teacher scores"
+
+
+def _make_scores(row: Row) -> Any:
+    from turngate.trace.side_data import SideColumn
+
+    first = int(np.flatnonzero(row.mask)[0])
+    return SideColumn(((first, len(row.ids)),), np.zeros(len(row.ids) - first, np.float32))
+
+
+async def test_masked_tokens_get_no_gradient(tmp_path: Path) -> None:
+    """The gradient of the loss equals that of the same loss, computed directly from the scores of the kept ids."""
+    how = {"top_p": 0.7, "temperature": 0.8}
+    async with training_gateway(tmp_path) as (g, client, engine):
+        await run_group(g, client, how)
+        rows, _ = await read_rows(client, "f", MASK)
+        learner = Learner(engine.model, GrpoSettings())
+        learner.gradients(rows, version=0)
+        found = [p.grad.clone() for p in engine.model.parameters() if p.grad is not None]
+        learner.optimizer.zero_grad(set_to_none=True)
+        total = sum(int(row.mask.sum()) for row in rows)
+        loss = torch.zeros(())
+        for row in rows:
+            scores = engine.model(torch.from_numpy(row.ids.astype(np.int64))[None])[0].float() / 0.8
+            column = row.side[MASK]
+            assert isinstance(column.values, RaggedArray)
+            for at, kept in zip(np.flatnonzero(row.mask).tolist(), column.values.lists(), strict=True):
+                logprob = scores[at - 1, int(row.ids[at])] - scores[
+                    at - 1, torch.from_numpy(kept.astype(np.int64))
+                ].logsumexp(0)
+                loss = (
+                    loss - row.advantage * logprob / total
+                )  # the ratio is 1, so this has the gradient of the GRPO loss
+        loss.backward()
+        expected = [p.grad for p in engine.model.parameters() if p.grad is not None]
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-4 * float(other.abs().max()))

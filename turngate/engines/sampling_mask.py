@@ -1,0 +1,44 @@
+"""Sampling masks: the ids that top-k, top-p and min-p left to sample from, for each sampled token.
+
+A trainer needs them to compute the log-probability of a token under new weights over the same ids. What each engine returns:
+
+- local: the ids of every token, whatever the settings.
+- vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. The server rejects
+  calls without `top_k`. It requires `--logprobs-mode processed_logprobs`, so its log-probabilities are those of the kept ids.
+- SGLang 0.5: lists for calls with `top_k`, up to `--sampling-mask-max-tokens`. Its usual log-probabilities are from before the
+  truncation, so it returns those of the kept ids separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from turngate.errors import EngineError
+from turngate.types import SAMPLING_MASK, RaggedArray, SideArray
+
+MAX_KEPT = 4096  # a token for which more ids were kept has no mask, so its turn is not trained
+
+
+def build_masks(
+    engine: str, first: int, ids: Sequence[int], kept: Sequence[Sequence[int] | np.ndarray]
+) -> tuple[SideArray, ...]:
+    """Build the side data of the tokens `ids` of a reply, from the ids that were kept for each. `first` is the index of the first token.
+
+    Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token.
+    """
+    if len(kept) != len(ids):
+        raise EngineError(f"{engine} sent sampling masks for {len(kept)} tokens, but {len(ids)} tokens")
+    found: list[SideArray] = []
+    start = 0
+    for at, (token, mask) in enumerate(zip(ids, kept, strict=True)):
+        if token not in mask:
+            raise EngineError(f"{engine} sent a sampling mask that excludes the sampled token {token}")
+        if len(mask) > MAX_KEPT:
+            if at > start:
+                found.append(SideArray(SAMPLING_MASK, first + start, RaggedArray.from_lists(kept[start:at])))
+            start = at + 1
+    if len(ids) > start:
+        found.append(SideArray(SAMPLING_MASK, first + start, RaggedArray.from_lists(kept[start:])))
+    return tuple(found)
