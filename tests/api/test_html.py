@@ -159,6 +159,8 @@ def test_large_result_is_truncated() -> None:
 def test_missing_turn_is_named() -> None:
     with pytest.raises(BadRequest, match="turns: turn 5 not found; choose from 1 to 1"):
         make_result().show(turns=[5])
+    with pytest.raises(BadRequest, match="turns: turn 1 not found; the result has no turns"):
+        make_result(turns=()).show(turns=[1])
 
 
 def test_show_prints_outside_notebooks(capsys: pytest.CaptureFixture[str]) -> None:

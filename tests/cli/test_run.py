@@ -103,6 +103,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
         (["--prompt", "x", "--timeout", "0"], "timeout must be greater than 0, not 0.0"),
         (["--prompt", "x", "--timeout", "nan"], "timeout must be greater than 0, not nan"),
+        (["--prompt", "x", "--timeout", "inf"], "timeout must be finite, not inf"),
         (["--prompt", "x", "--max-turns", "-1"], "--max-turns must be greater than 0, not -1"),
         (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),

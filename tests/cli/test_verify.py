@@ -67,7 +67,7 @@ def test_changed_reward_is_detected(data: Path) -> None:
         (["last", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["nope"], "session 'nope' is not recorded here"),
-        (["--tolerance", "-1"], "tolerance must be 0 or greater, not -1"),
+        (["--tolerance", "-1"], "tolerance must be finite and 0 or greater, not -1"),
         (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),
         (["--rollouts", "/nope"], "rollouts folder not found: /nope"),

@@ -104,8 +104,8 @@ def test_reward_and_teacher_add_up(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"teacher_kl": -1.0}, "teacher_kl must be 0 or greater"),
-        ({"reward_weight": math.inf}, "reward_weight must be 0 or greater"),
+        ({"teacher_kl": -1.0}, "teacher_kl must be finite and 0 or greater"),
+        ({"reward_weight": math.inf}, "reward_weight must be finite and 0 or greater"),
         ({"teacher_kl": 1.0, "temperature": 0.7}, "temperature must be 1 with teacher_kl"),
     ],
 )

@@ -142,8 +142,8 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
         ),
         ({"policy_version": 7}, "--policy-version applies only to scoring"),
         ({"tolerance": 0.5}, "--tolerance applies only to scoring"),
-        ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be 0 or greater, not -1"),
-        ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance must be 0 or greater, not nan"),
+        ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be finite and 0 or greater, not -1"),
+        ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance must be finite and 0 or greater, not nan"),
         ({"session": "abc", "every": True}, "pass a session id or --all"),
         ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer folder"),
         ({"family": "bogus"}, "family must be one of template, .*qwen3.*, not 'bogus'"),
@@ -361,7 +361,7 @@ def test_differing_engine_reports_each_token(recorded: Recorded, engine: Any) ->
 
 def test_unavailable_engine_is_an_error(recorded: Recorded, engine: Any) -> None:
     engine.failing = 1
-    with pytest.raises(EngineError, match="answered 500"):
+    with pytest.raises(EngineError, match="vllm: status 500"):
         run_verify(recorded[0], engine="vllm", engine_url=engine.url, model="m")
     with pytest.raises(EngineUnavailable):
         run_verify(recorded[0], engine="vllm", engine_url="http://127.0.0.1:9", model="m")

@@ -127,7 +127,8 @@ def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]
     by_number = {turn.number: turn for turn in result.turns}
     for number in turns:
         if number not in by_number:
-            raise BadRequest(f"turns: turn {number} not found; choose from 1 to {len(by_number)}", param="turns")
+            hint = f"choose from 1 to {len(by_number)}" if by_number else "the result has no turns"
+            raise BadRequest(f"turns: turn {number} not found; {hint}", param="turns")
     return [by_number[number] for number in turns]
 
 

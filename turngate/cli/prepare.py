@@ -168,5 +168,6 @@ def require_writable(folder: Path) -> Path:
 def require_positive(name: str, value: Number) -> Number:
     """Return the value of an option. Raise ConfigError if it is set but not finite or not greater than 0."""
     if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be greater than 0, not {value}", param=name)
+        bound = "finite" if value == math.inf else "greater than 0"
+        raise ConfigError(f"{name} must be {bound}, not {value}", param=name)
     return value

@@ -230,7 +230,7 @@ def _check_options(options: VerifyCommandOptions) -> None:
     if options.every and options.session != "last":
         raise ConfigError("pass a session id or --all, not both", param="session")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise ConfigError(f"tolerance must be 0 or greater, not {options.tolerance:g}", param="tolerance")
+        raise ConfigError(f"tolerance must be finite and 0 or greater, not {options.tolerance:g}", param="tolerance")
     if options.rollouts and not Path(options.rollouts).is_dir():
         raise ConfigError(f"rollouts folder not found: {options.rollouts}", param="rollouts")
     scoring = {

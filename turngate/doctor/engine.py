@@ -210,7 +210,7 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     return warning(
         f"{name}: log-probabilities are from after temperature but before truncation, "
         "so they are correct only without top-p and top-k",
-        "keep the sessions' default (bias neutral), which turns truncation off",
+        'keep the default session setting bias "neutral", which ignores the top-p and top-k that agents request',
     )
 
 

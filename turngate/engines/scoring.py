@@ -20,7 +20,7 @@ from turngate.errors import EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, TokenId
 
 T = TypeVar("T")
-Span = tuple[int, int]  # start and end
+Span = tuple[int, int]  # start and end; the end is not included
 TOLERANCE = 1e-3  # rounding may make a log-probability slightly greater than 0
 
 
@@ -56,7 +56,7 @@ class ScoringEngine(Protocol):
 def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScores], top_k: int) -> None:
     """Raise `InvalidScores` if scores are missing, not finite, greater than 0, or contradict each other."""
     for (start, end), found in zip(spans, scores, strict=True):
-        where = f"{engine}: tokens {start} to {end}"
+        where = f"{engine}: tokens {start} to {end - 1}"
         if found.logprobs.shape != (end - start,):
             raise InvalidScores(f"{where} have {len(found.logprobs)} log-probabilities instead of {end - start}")
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
@@ -263,7 +263,7 @@ def _build_scores(
     engine: str, logprobs: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]], span: Span, top_k: int
 ) -> TokenScores:
     if any(len(top) != top_k for top in tops):
-        raise InvalidScores(f"{engine}: tokens {span[0]} to {span[1]} do not have {top_k} most likely tokens each")
+        raise InvalidScores(f"{engine}: tokens {span[0]} to {span[1] - 1} do not have {top_k} most likely tokens each")
     shape = (len(tops), top_k)
     with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite
         return TokenScores(

@@ -111,7 +111,7 @@ function resolveTarget(target, path) {
   try {
     url = new URL(target);
   } catch {
-    throw new NoAnswer("the target is not set yet");
+    throw new NoAnswer("the gateway's address is not known yet");
   }
   const port = url.port || (url.protocol === "https:" ? 443 : 80);
   const address = { hostname: url.hostname.replace(/^\[|\]$/g, ""), host: url.host, port, path: url.pathname.replace(/\/+$/, "") + path };

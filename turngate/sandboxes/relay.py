@@ -398,7 +398,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
             return reader, writer, "localhost", ""
         url = urlsplit(target)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise NoAnswer("the target is not set yet")
+            raise NoAnswer("the gateway's address is not known yet")
         context = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if context else 80)
         opening = asyncio.open_connection(url.hostname, port, ssl=context, limit=HEAD_LIMIT)

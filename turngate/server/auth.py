@@ -93,9 +93,9 @@ class Auth:
         return found if found is not None and found.project == self._project else None
 
     def find_prefix(self, prefix: str) -> ApiKey | None:
-        """Return the valid API key of this project that has this prefix.
+        """Return the valid API key of this project that has this prefix, or None.
 
-        A prefix is not secret, so the caller must prove in another way that the request has the key.
+        A prefix is not secret, so the calling code must authenticate the request in another way, such as with a login cookie.
         """
         found = self._ring.find_prefix(prefix)
         return found if found is not None and found.project == self._project else None

@@ -130,7 +130,7 @@ def _read_seconds(name: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise _wrong(name, "a number of seconds, 0 or more", text)
+        raise _wrong(name, "a finite number of seconds, 0 or more", text)
     return seconds
 
 

@@ -36,7 +36,7 @@ def error_response(error: TurngateError) -> Response:
 
 
 def bearer_key(request: Request) -> str:
-    """Return the API key from the request's headers."""
+    """Return the key from the request's Authorization header, or "" if there is none."""
     return _chat.read_key(request.headers, {})
 
 

@@ -176,7 +176,10 @@ class OutboxTable:
             return [OpenAttempt(*row) for row in db.execute(query, (limit,)).fetchall()]
 
     def mark_announced(self, attempts: Iterable[OpenAttempt], superseded: Collection[str] = ()) -> None:
-        """Record that sessions were announced to the shared store. `superseded` are the ids of those with superseded attempts there."""
+        """Record that sessions were announced to the shared store.
+
+        `superseded` contains the ids of those whose attempts are superseded there.
+        """
         with self._writing() as db:
             for attempt in attempts:
                 db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))

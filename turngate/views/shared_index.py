@@ -75,7 +75,7 @@ class ListUpdater:
     def _fill(self, db: SharedConnection, state: ListState) -> bool:
         """Add the next sessions to lists that are being filled. Return whether the lists are up to date.
 
-        Events that are written in the meantime are added after the last session.
+        Events that are written in the meantime are read once all sessions have been added.
         """
         assert state.filled is not None
         if not state.filled:

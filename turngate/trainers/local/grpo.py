@@ -98,7 +98,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
         for name in ("reward_weight", "teacher_kl"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be 0 or greater, not {getattr(self, name)}", param=name)
+                raise ConfigError(f"{name} must be finite and 0 or greater, not {getattr(self, name)}", param=name)
         if self.teacher_kl and self.temperature not in (None, 1):
             raise ConfigError(
                 f"temperature must be 1 with teacher_kl, not {self.temperature}, because teachers score at temperature 1",
