@@ -13,6 +13,7 @@ from tests.cells.test_shipping import open_cell, ship
 from tests.postgres import PostgresServer, start_postgres
 from tests.store.kit import add_session, finish_rollout, open_shared
 from turngate.client.protocol import DeliveryPage, FeedConfig, WireDelivery
+from turngate.config import MismatchLimits
 from turngate.errors import Conflict, StoreError
 from turngate.gateway.cell.shipping import Shipper
 from turngate.gateway.events import Events
@@ -21,6 +22,7 @@ from turngate.gateway.fence import Fence
 from turngate.store.restores import RESHIPPED
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.sqlite import Store
+from turngate.telemetry.metrics import Metrics
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 Restore = Callable[[], None]
@@ -74,7 +76,7 @@ async def test_nothing_is_trained_twice_after_a_restore(
     shared = open_shared(url)
     cell = open_cell(tmp_path / "a", shared, "a")
     events = Events(shared, shared=True)
-    feeds = Feeds(shared, events, Fence(0, "m"))
+    feeds = Feeds(shared, events, Fence(0, "m"), Metrics(), MismatchLimits())
     try:
         await feeds.open("f", FeedConfig(n=2))
         view, reader = feeds.take_over("f")

@@ -62,7 +62,7 @@ def test_explanation_names_what_is_missing() -> None:
     assert "a has no label pool=docker" in text
     assert "b has 1 CPUs, 16,000 MB free, and a rollout needs 2 CPUs and 500 MB" in text
     assert "c is draining" in text and "start more nodes" in text
-    assert "it has no live node" in explain_no_room([], Demand())
+    assert "the cluster has no live node" in explain_no_room([], Demand())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from tests.kit import gateway, say, user
 from turngate.cli.show import load_from_store
+from turngate.config import MismatchLimits
 from turngate.errors import NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
@@ -25,6 +26,7 @@ from turngate.gateway.loading import TimeSlicer, TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.sqlite import Store
+from turngate.telemetry.metrics import Metrics
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
@@ -139,7 +141,8 @@ def test_read_only_access_does_not_add_feeds(data_before_feeds: Path) -> None:
     content = (data_before_feeds / "turngate.db").read_bytes()
     store = Store.reading(data_before_feeds)
     events = Events(store)
-    feeds, sessions, views = Feeds(store, events, Fence(0)), Sessions(store, events), SessionViews(store)
+    feeds = Feeds(store, events, Fence(0), Metrics(), MismatchLimits())
+    sessions, views = Sessions(store, events), SessionViews(store)
     directory = SessionDirectory(store, sessions, views, TraceLoader(store, TimeSlicer()))
     assert feeds.list_feeds() == [] and directory.list_sessions()[0].id == "still-open"
     assert directory.describe(sessions.find("ended-1")).outcome is not None

@@ -86,7 +86,10 @@ function points(counts) {
   return counts.map((tokens, place) => [place, tokens]);
 }
 
-/** Return the upper edge of a bucket. The last bucket has none. @param {number[]} edges @param {number} place @param {(edge: number) => number} convert */
+/**
+ * Return the upper edge of a bucket. The last bucket has none.
+ * @param {number[]} edges @param {number} place @param {(edge: number) => number} convert
+ */
 function label(edges, place, convert) {
   if (!Number.isInteger(place) || place < 0 || place > edges.length) return "";
   return place === edges.length

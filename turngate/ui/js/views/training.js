@@ -1,4 +1,7 @@
-/** Training progress: rewards by time, version or step; staleness; throughput; log-probabilities of trainers; and the state of each feed. */
+/**
+ * Training progress: rewards by time, version or step; staleness; throughput; log-probabilities of trainers; and the
+ * state of each feed.
+ */
 
 import * as api from "../api.js";
 import { chart } from "../chart.js";
