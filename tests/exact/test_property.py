@@ -151,7 +151,6 @@ async def step(agent: Agent, kind: str, turn: ScriptedTurn, text: str, rng: rand
     follow(agent, reply, text)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",

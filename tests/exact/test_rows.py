@@ -49,7 +49,6 @@ def role_list(agent: Agent) -> list[str]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", renderer_params(["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "family:deepseek-v3", "builtin"])
 )

@@ -33,7 +33,6 @@ async def assert_cancelled(harness: Harness, rollout: Rollout, running: asyncio.
 
 
 @pytest.mark.sample(4)
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("delay_s", [0.0, 0.05], ids=["at once", "a little later"])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_cancelled_rollout_leaves_nothing_behind(stage: str, delay_s: float, tmp_path: Any) -> None:

@@ -882,7 +882,6 @@ def scripted_turn(kind: str, n: int, folder: Path, draw: random.Random) -> Scrip
 
 
 @pytest.mark.sample(2)
-@pytest.mark.sample(4)
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["builtin", "qwen3", "llama3_1", "deepseek_v3"])

@@ -786,7 +786,6 @@ KINDS = ["text", "think", "call", "calls", "think+call", "malformed", "truncated
 
 
 @pytest.mark.sample(2)
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", renderer_params(["builtin", "qwen3", "llama3_1", "deepseek_v3"]))
 @pytest.mark.parametrize("seed", range(6))
 async def test_long_conversation_with_rewritten_history_is_one_row(

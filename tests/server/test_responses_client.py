@@ -764,7 +764,6 @@ def rewrite_items(items: list[Json], draw: random.Random) -> list[Json]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) -> None:
     draw = random.Random(seed)

@@ -43,7 +43,6 @@ MODELS = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen
 
 
 @pytest.mark.sample(1)
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", renderer_params(MODELS))
 def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]) -> None:
     draw = random.Random(name)
