@@ -16,6 +16,7 @@ from turngate.client.delivery import DamagedDelivery, Delivery, Row, convert_del
 from turngate.client.feed import Feed, FeedConfig, FeedForm
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import DeliveryPage, WireDelivery, WireSegment, WireTree
+from turngate.trace.sample import RowSpan
 from turngate.trace.turn_advantage import TurnCredit
 from turngate.trace.turn_rewards import TurnReward
 
@@ -116,11 +117,21 @@ def change_row(tree: WireTree, **change: Any) -> dict[str, Any]:
     return {"rows": (msgspec.structs.replace(tree.rows[0], **change), *tree.rows[1:])}
 
 
+OUTSIDE = RowSpan(0, 0, 1000, "main", True, "", 0, 0)
 DAMAGED: list[tuple[Any, str]] = [
-    (lambda tree: {"ids": tree.ids[4:]}, r"\d+ ids and .* do not match its segments"),
-    (lambda tree: {"logprobs": tree.logprobs[4:]}, r"\d+ ids and .* do not match its segments"),
+    (lambda tree: {"ids": tree.ids[4:]}, r"\d+ ids and .* do not match its \d+ segments"),
+    (lambda tree: {"logprobs": tree.logprobs[4:]}, r"\d+ ids and .* do not match its \d+ segments"),
     (lambda tree: {"segments": (WireSegment(0, None), *tree.segments)}, "segment 0 is empty"),
     (lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])}, "segment 0 is empty, or does not follow"),
+    (
+        lambda tree: {"segments": (), "rows": (), "ids": b"", "logprobs": b""},
+        "0 ids and .* do not match its 0 segments",
+    ),
+    (
+        lambda tree: {"segments": (WireSegment(2**60, None), *tree.segments[1:])},
+        r"\d+ ids and .* do not match its \d+ segments",
+    ),
+    (lambda tree: change_row(tree, turn_advantages=(), empty_turns=(OUTSIDE,)), "a turn without tokens is not inside"),
     (lambda tree: {"rows": tree.rows[1:]}, r"segments\[\d+\].turn.trained_in must be the index of a row"),
     (lambda tree: change_row(tree, last=-1), "branch .* ends in segment -1"),
     (lambda tree: change_row(tree, rollout=3), "it belongs to rollout 3, which has no advantage"),

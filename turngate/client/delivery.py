@@ -248,13 +248,15 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
         attends = list_attended(segments, part.parent)
         segments.append(Segment(start, start + part.tokens, part.parent, position, attends, part.turn))
         start += part.tokens
+    # Compared before arrays are created, because a damaged number may be too large for memory.
+    count = sum(part.tokens for part in wire.segments if part.turn is not None)
+    if not segments or len(wire.ids) != 4 * start or len(wire.logprobs) != 4 * count:
+        raise DamagedDelivery(
+            f"{where}: {len(wire.ids) // 4} ids and {len(wire.logprobs) // 4} log-probabilities do not match its {len(segments)} segments, "
+            f"which have {start} tokens, {count} of them sampled"
+        )
     sizes = [part.tokens for part in wire.segments]
     sampled = np.repeat([part.turn is not None for part in wire.segments], sizes)
-    if len(wire.ids) != 4 * start or len(wire.logprobs) != 4 * int(sampled.sum()):
-        raise DamagedDelivery(
-            f"{where}: {len(wire.ids) // 4} ids and {len(wire.logprobs) // 4} log-probabilities do not match its segments, which have "
-            f"{start} tokens, {int(sampled.sum())} of them sampled"
-        )
     logprobs = np.full(start, np.nan, LOGPROB_DTYPE)
     logprobs[sampled] = np.frombuffer(wire.logprobs, "<f4")
     trained = [part.turn is not None and part.turn.trained_in is not None for part in wire.segments]
@@ -296,6 +298,8 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
     if advantage is None:
         raise DamagedDelivery(f"{where}: it belongs to rollout {wire.rollout}, which has no advantage")
     tokens = path[-1].position + path[-1].end - path[-1].start
+    if any(not 0 <= span.start == span.end <= tokens for span in wire.empty_turns):
+        raise DamagedDelivery(f"{where}: a turn without tokens is not inside the row, which has {tokens} tokens")
     turns = len({part.turn.node for part in path if part.turn is not None}) + len(wire.empty_turns)
     _check_turn_values(wire, tokens, turns, where)
     return TreeRow(
