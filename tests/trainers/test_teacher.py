@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from tests.trainers.test_export import Recording, recording, shared_recording  #
 from tests.trainers.test_export_tree import rebuild
 from turngate.cli.export import export_rollouts
 from turngate.cli.options import ExportOptions
-from turngate.client.feed import Feed, FeedConfig
+from turngate.client.feed import DeliveredRollout, Delivery, Feed, FeedConfig, Row
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scoring import Span, TokenScores, VLLMScoring
 from turngate.errors import ConfigError, EngineError, EngineUnavailable
@@ -452,6 +453,84 @@ def test_failure_of_an_earlier_attempt_does_not_end_the_next(server: TeacherServ
         teacher.submit("s", rows, tokenizer())
         teacher.wait()
         assert all(not isinstance(teacher.columns(row), str) for row in rows)
+
+
+async def test_cancelled_scoring_is_not_repeated(server: TeacherServer) -> None:
+    """Otherwise, a trainer that waits for less time than scoring takes would never get a delivery."""
+    may_end = threading.Event()
+
+    def wait(scores: list[Any]) -> None:
+        may_end.wait()
+
+    server.change = wait
+    delivery = make_delivery()
+    with FeedTeacher(config(server), tokenizer().folder) as teacher:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(teacher.score(delivery), 0.02)
+        may_end.set()
+        [row] = (await teacher.score(delivery)).rows()
+        assert "teacher_logprobs" in row.side and len(server.scored) == 1
+        await teacher.score(delivery)
+        assert len(server.scored) == 2  # a scoring that was returned is not used again
+
+
+def make_delivery() -> Delivery:
+    ids = np.arange(10, 14, dtype=np.int32)
+    row = Row(
+        ids=ids,
+        mask=ids > 11,
+        logprobs=np.array([np.nan, np.nan, -1, -1], np.float32),
+        spans=(RowSpan(1, 2, 4, "main", True, "", 0, 0),),
+        branch=1,
+        weight=1.0,
+        advantage=1.0,
+    )
+    rollout = DeliveredRollout(
+        session="s",
+        task="t",
+        attempt=1,
+        kind="graded",
+        reward=1.0,
+        resolved=None,
+        advantage=1.0,
+        excluded="",
+        truncated=False,
+        timed_out=False,
+        rows=(row,),
+        turns=1,
+        sampled_tokens=2,
+        data=None,
+    )
+    return Delivery(number=1, group="g", task="t", version=0, rollouts=(rollout,))
+
+
+def test_unexpected_error_leaves_no_call_behind(server: TeacherServer) -> None:
+    """If a call fails with an unexpected error, the next attempt still waits until the other calls have ended."""
+    is_waiting, may_end = threading.Event(), threading.Event()
+
+    class Engine(VLLMScoring):
+        def score(self, ids: Ids, spans: Sequence[Span], top_k: int = 0) -> list[TokenScores]:
+            if int(ids[0]) == 20:
+                is_waiting.set()
+                may_end.wait()
+            raise RuntimeError("broken")
+
+    [row] = make_delivery().rows()
+    other = msgspec.structs.replace(row, ids=row.ids + 10)
+    with Teacher(config(server, concurrency=2), engine=Engine("vllm", server.url, "teacher")) as teacher:
+        teacher.submit("s", [row], tokenizer())
+        teacher.submit("s", [other], tokenizer())
+        is_waiting.wait()
+        with pytest.raises(RuntimeError, match="broken"):
+            teacher.wait()
+        reset = threading.Thread(target=teacher.reset)
+        reset.start()
+        reset.join(0.2)
+        is_reset = not reset.is_alive()
+        may_end.set()
+        reset.join()
+        assert not is_reset and not teacher._running
 
 
 async def test_feed_marks_unscored_rows(recording: Recording, server: TeacherServer) -> None:  # noqa: F811

@@ -8,7 +8,7 @@ with FeedTeacher(TeacherConfig(engine="vllm", url=…, model=…), policy_tokeni
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,7 +40,8 @@ class FeedTeacher:
         self._teacher = Teacher(config, cache, engine=engine)
         self._policy = Tokenizer(Path(policy_tokenizer))
         self._keeps = cache is not None
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "turngate-feed-teacher")
+        self._pending: tuple[Delivery, Future[Delivery]] | None = None  # also after its call of `score` was cancelled
 
     def __enter__(self) -> Self:
         return self
@@ -49,18 +50,26 @@ class FeedTeacher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._teacher.__exit__(kind, error, trace)
+        self._thread.shutdown(cancel_futures=True)
 
     @property
     def summary(self) -> TeacherSummary:
         return self._teacher.summary
 
     async def score(self, delivery: Delivery) -> Delivery:
-        """Return the delivery with the teacher's scores. Raise `TeacherUnavailable` if the teacher fails; the call can be repeated."""
-        return await asyncio.to_thread(self._score_alone, delivery)
+        """Return the delivery with the teacher's scores. Raise `TeacherUnavailable` if the teacher fails; the call can be repeated.
 
-    def _score_alone(self, delivery: Delivery) -> Delivery:
-        with self._lock:  # if a call of `score` is cancelled, its thread continues
-            return self._score(delivery)
+        If a call is cancelled, its scoring continues, and the next call with the same delivery waits for it.
+        """
+        if self._pending is None or self._pending[0] is not delivery:
+            self._pending = delivery, self._thread.submit(self._score, delivery)
+        try:
+            scored = await asyncio.shield(asyncio.wrap_future(self._pending[1]))
+        except Exception:
+            self._pending = None
+            raise
+        self._pending = None
+        return scored
 
     def _score(self, delivery: Delivery) -> Delivery:
         self._teacher.reset()

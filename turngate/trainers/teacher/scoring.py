@@ -142,9 +142,9 @@ class Teacher:
 
     def wait(self) -> None:
         """Wait until all calls have ended."""
-        running, self._running = self._running, []
-        for future in running:
+        for future in self._running:
             future.result()
+        self._running = []
         self._raise_failure()
 
     def reset(self) -> None:
