@@ -132,7 +132,7 @@ def test_task_is_identified_by_content_not_location(tmp_path: Path) -> None:
         ({"rounds": 0}, "rounds must be at least 1, not 0"),
         ({"retries": -1}, "retries must be at least 0, not -1"),
         ({"stale_retries": -1}, "stale_retries must be at least 0, not -1"),
-        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": ()}, "the list of tasks is empty"),
         ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: task id 't' appears more than once"),
     ],
 )

@@ -30,7 +30,7 @@ def test_pass_at_k_matches_enumeration(graded: int) -> None:
 
 @pytest.mark.parametrize(("graded", "passed", "k"), [(3, 1, 4), (0, 0, 1), (3, 4, 1), (3, 1, 0)])
 def test_pass_at_k_is_undefined_beyond_attempts(graded: int, passed: int, k: int) -> None:
-    with pytest.raises(ValueError, match="is undefined for"):
+    with pytest.raises(ValueError, match="is undefined"):
         pass_at_k(graded, passed, k)
 
 

@@ -210,7 +210,7 @@ def test_a_damaged_session_stays_and_says_why(cell: Store, shared: SharedStore) 
     assert cell.outbox.find_due(time.time(), 10) == []
     assert cell.outbox.state().failed == 1
     assert cell.outbox.failures() == [("s", "damaged")]
-    with pytest.raises(Conflict, match="it cannot be shipped: damaged"):
+    with pytest.raises(Conflict, match="shipping it failed: damaged"):
         cell.outbox.require_shipped(key, "s")
 
 

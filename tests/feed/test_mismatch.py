@@ -72,7 +72,7 @@ async def test_wrong_reports_are_rejected() -> None:
         delivery = await feed.next(10)
         assert delivery is not None
         rows = delivery.rows()
-        with pytest.raises(BadRequest, match="pass one for each trained token"):
+        with pytest.raises(BadRequest, match="pass one value for each"):
             await feed.report_mismatch(1, 0, rows, [np.zeros(1)])
         with pytest.raises(BadRequest, match="logprobs has 0 arrays for 1 rows"):
             await feed.report_mismatch(1, 0, rows, [])

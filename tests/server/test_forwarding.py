@@ -590,7 +590,7 @@ def test_old_multi_worker_cursors_are_read() -> None:
         return read_cursor(Request({"type": "http", "headers": []}), cursor)
 
     assert [read(""), read("9"), read("5.7"), read("7.5.6")] == [0, 9, 5, 5]
-    with pytest.raises(BadRequest, match=r"after must be the id of an event, not '5.x'"):
+    with pytest.raises(BadRequest, match=r"'after' .* must be the id of an event, not '5.x'"):
         read("5.x")
 
 

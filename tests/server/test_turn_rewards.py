@@ -103,7 +103,12 @@ async def test_outcome_without_turn_rewards_keeps_its_bytes() -> None:
 REFUSED: dict[str, tuple[list[dict[str, Any]], float | None, str, str]] = {
     "unknown turn": ([{"turn": 99, "value": 1, "kind": "extra"}], 1.0, "turn_rewards[0].turn", "99"),
     "a context": ([{"turn": 0, "value": 1, "kind": "extra"}], 1.0, "turn_rewards[0].turn", "the session has turns"),
-    "unknown call": ([{"call": 1, "value": 1, "kind": "extra"}], 1.0, "turn_rewards[0].call", "0 host-tool calls"),
+    "unknown call": (
+        [{"call": 1, "value": 1, "kind": "extra"}],
+        1.0,
+        "turn_rewards[0].call",
+        "no such host-tool call (calls made: 0)",
+    ),
     "no kind": ([{"turn": 1, "value": 1}], 1.0, "turn_rewards[0].kind", "kind"),
     "other kind": ([{"turn": 1, "value": 1, "kind": "bonus"}], 1.0, "turn_rewards[0].kind", "bonus"),
     "unknown field": ([{"turn": 1, "value": 1, "kind": "extra", "strat": 2}], 1.0, "turn_rewards[0].strat", "strat"),

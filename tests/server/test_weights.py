@@ -398,7 +398,7 @@ async def test_slow_calls_time_out_update_and_continue() -> None:
     [
         ({"version": 1}, 400, "exactly one of path and lora_path"),
         ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "exactly one of path and lora_path"),
-        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode hold cannot be used with path"),
+        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode 'hold' cannot be used with path"),
         ({"version": -1, "path": "/m"}, 400, "version"),
         ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name is empty"),
         ({"version": 2, "lora_path": "/a"}, 409, "version 2 is older than the current version 3"),

@@ -106,7 +106,7 @@ def test_folder_of_tasks_names_them(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as refused:
         load_task(tmp_path)
     assert refused.value.message == (
-        f"task: {tmp_path} contains several tasks (a, b, c, …), not one; specify one of them, such as {tmp_path}/a, or run them all "
+        f"task: {tmp_path} is not a task, but a folder of tasks (a, b, c, …); specify one of them, such as {tmp_path}/a, or run them all "
         f"with `turngate batch --tasks {tmp_path}`"
     )
     (tmp_path / "empty").mkdir()

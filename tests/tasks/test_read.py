@@ -232,10 +232,10 @@ def test_only_and_limit_filters(tmp_path: Path) -> None:
     assert ids(source, only=["b-?", "a-3"]) == ["b-1", "a-3"]
     wrong = write_lines(tmp_path / "wrong.jsonl", make_row("a-1"), make_row("b-1", files=3), "{")
     assert ids(wrong, only=["a-*"]) == ["a-1"], "rows that do not match are not validated"
-    with pytest.raises(TaskError, match=r"no task in .* matches z\*; its tasks are a-1, b-1, a-2, a-3$"):
+    with pytest.raises(TaskError, match=r"no task in .* matches z\*; available tasks: a-1, b-1, a-2, a-3$"):
         ids(source, only=["z*"])
     many = write_lines(tmp_path / "many.jsonl", *(make_row(f"a-{n}") for n in range(30)))
-    with pytest.raises(TaskError, match=r"its tasks are a-0, .*, a-19, …$"):
+    with pytest.raises(TaskError, match=r"available tasks: a-0, .*, a-19, …$"):
         ids(many, only=["z*"])
     with pytest.raises(TaskError, match="limit must be at least 1, not 0"):
         ids(source, limit=0)

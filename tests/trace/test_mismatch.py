@@ -118,9 +118,9 @@ def test_wrong_input_is_rejected(logprobs: int, version: int, problem: str) -> N
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"counts": (1,)}, r"lags\[0\]\.counts has 1 buckets, not 21"),
+        ({"counts": (1,)}, r"lags\[0\]\.counts must have 21 buckets, not 1"),
         ({"tokens": 3}, r"lags\[0\]\.tokens must be the sum of its counts and not_finite, which is 2, not 3"),
-        ({"k3": None}, "must be numbers if d is finite"),
+        ({"k3": None}, "must be numbers if not_finite is less than tokens"),
     ],
 )
 def test_contradictory_report_is_rejected(change: dict[str, object], problem: str) -> None:

@@ -159,7 +159,7 @@ def test_empty_group() -> None:
     [
         ({"gamma": 1.5}, "gamma must be a number from 0 to 1, not 1.5"),
         ({"gamma": math.nan}, "gamma must be"),
-        ({"compare": "turns"}, "compare must be one of turn_index, all_turns"),
+        ({"compare": "turns"}, "'compare' must be one of turn_index, all_turns"),
     ],
 )
 def test_invalid_credit(fields: dict[str, Any], problem: str) -> None:

@@ -135,10 +135,14 @@ def test_rewards_are_resolved() -> None:
 
 UNRESOLVED: dict[str, tuple[TurnReward, str, str]] = {
     "unknown turn": (extra(1.0, turn=3), "turn_rewards[0].turn", "turns 2, 4, 6, 8"),
-    "unknown call": (extra(1.0, call=3), "turn_rewards[0].call", "made 2 host-tool calls"),
+    "unknown call": (extra(1.0, call=3), "turn_rewards[0].call", "no such host-tool call (calls made: 2)"),
     "ambiguous call": (extra(1.0, call=2), "turn_rewards[0].call", "turns 2, 6, 8"),
     "another turn's call": (extra(1.0, turn=8, call=1), "turn_rewards[0].turn", "did not make call 1"),
-    "beyond the turn": (extra(1.0, turn=4, start=5, end=6), "turn_rewards[0].end", "has 5 tokens"),
+    "beyond the turn": (
+        extra(1.0, turn=4, start=5, end=6),
+        "turn_rewards[0].end",
+        "must be at most 5, the length of turn 4, not 6",
+    ),
 }
 
 

@@ -550,7 +550,7 @@ def test_format_is_documented(format: str) -> None:
         ),
         ("rows", ".jsonl", {"form": "tokens"}, "--as does not apply to format rows; leave it out"),
         ("verl", ".jsonl", {"prompt_ids": True}, "--prompt-ids does not apply to format verl; leave it out"),
-        ("dpo", ".jsonl", {"pairs": 0}, "pairs must be at least 1, not 0"),
+        ("dpo", ".jsonl", {"pairs": 0}, "--pairs must be at least 1, not 0"),
         (
             "rows",
             ".jsonl",

@@ -57,10 +57,14 @@ Change = Callable[[Any], None]
 
 DAMAGED: list[tuple[str, Change, str]] = [
     ("a missing field", lambda tree: tree.pop("ids"), "missing required field `ids`"),
-    ("a short array", lambda tree: tree["mask"].pop(), "mask has .* values, but ids has"),
+    ("a short array", lambda tree: tree["mask"].pop(), "mask has length .*, but ids has length"),
     ("a gap", lambda tree: tree["segments"].pop(0), r"segments\[0\].start must be 0"),
-    ("a missing end", lambda tree: tree["segments"].pop(), "segments cover .* tokens, but ids has"),
-    ("a later parent", lambda tree: tree["segments"][1].update(parent=2), r"segments\[1\].parent must be 0"),
+    ("a missing end", lambda tree: tree["segments"].pop(), "segments end at token .*, but ids has length"),
+    (
+        "a later parent",
+        lambda tree: tree["segments"][1].update(parent=2),
+        r"segments\[1\].parent must be null, 0 or an ancestor",
+    ),
     (
         "a wrong position",
         lambda tree: tree["segments"][1].update(position=0),

@@ -214,7 +214,7 @@ def test_invalid_reply_leaves_row_unscored(
 
 def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.change = drop_last
-    with pytest.raises(EngineError, match=r"scored none of \d rows, so no file was written: vllm scored"):
+    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\), so no file was written: vllm scored"):
         recording.export("rows", teacher=config(server))
     assert not (recording.out / "out.jsonl").exists()
 
@@ -298,9 +298,9 @@ def test_invalid_settings(fields: dict[str, Any], problem: str) -> None:
 def test_formats_without_scores_reject_a_teacher(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     with pytest.raises(ConfigError, match="--teacher does not apply to format verl; leave it out"):
         recording.export("verl", teacher=config(server))
-    with pytest.raises(ConfigError, match="tokenizer applies only with a teacher"):
+    with pytest.raises(ConfigError, match="--tokenizer applies only with a teacher"):
         recording.export("rows", tokenizer="x")
-    with pytest.raises(ConfigError, match="side must not be teacher_logprobs"):
+    with pytest.raises(ConfigError, match="--side must not be teacher_logprobs"):
         recording.export("rows", teacher=config(server), side=("teacher_logprobs",))
 
 

@@ -143,11 +143,11 @@ async def test_ungraded_groups_end_run(root: Path) -> None:
 def test_invalid_goals_are_config_errors(root: Path) -> None:
     with pytest.raises(ConfigError, match="n must be at least 2, because advantages compare"):
         goal(root, 1, "well-0", n=1)
-    with pytest.raises(ConfigError, match="every must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match="'every' must be at least 1, not 0"):
         goal(root, 1, "well-0", every=0)
     fine = goal(root, 1, "well-0").batch
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
-    with pytest.raises(ConfigError, match="advantages is 'turn', but the feed does not deliver"):
+    with pytest.raises(ConfigError, match="'advantages' is 'turn', but the feed does not deliver"):
         TrainingGoal(batch=fine, steps=1, settings=GrpoSettings(advantages="turn"))
     with pytest.raises(
         ConfigError, match="teacher_kl must be 0 here, because the feed of a TrainingGoal has no teacher"

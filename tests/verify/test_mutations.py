@@ -646,7 +646,7 @@ ATTEMPTS: dict[str, Case] = {
     "an unregistered attempt": ("its settings name attempt 1 of 'other', which is not", name_unregistered_attempt),
     "two attempts that count": ("1 other attempts at ", settle_another_attempt),
     "a superseded attempt in a feed": (
-        "it is superseded, but is waiting for its group in 1 feeds",
+        "it is superseded, but is waiting for its group in a feed (feeds: 1)",
         deliver_superseded_attempt,
     ),
 }

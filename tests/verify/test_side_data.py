@@ -82,7 +82,7 @@ def test_leftovers_of_a_crash_are_noted(copy: tuple[Path, str]) -> None:
     with tampering(*copy) as t:
         t.sql("INSERT INTO side_data VALUES (?,99,'routed_experts',0,'uint8','',?,0)", t.key, b"x")
     found = run_verify(*copy)
-    assert found.ok and "no turn lists the side data of node 99" in found.notes[0].what
+    assert found.ok and "no turn lists the side data of these nodes: 99" in found.notes[0].what
 
 
 def change_column(row: Sample, change: Callable[[SideColumn], SideColumn]) -> Sample:

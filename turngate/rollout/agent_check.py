@@ -208,7 +208,7 @@ def _check_end(outcome: Outcome) -> PromiseResult:
 
 def _check_refusals(log: CallLog) -> PromiseResult:
     return PromiseResult(
-        "the gateway accepted every call", not log.refused, log.describe_refusals() or f"{len(log.model_calls)} calls"
+        "the gateway accepted every call", not log.refused, log.describe_refusals() or f"calls: {len(log.model_calls)}"
     )
 
 
@@ -297,14 +297,14 @@ def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scr
         expected = np.array(derive_logprobs(prompt, turn.ids.tolist()), LOGPROB_DTYPE)
         scored = scored and turn.logprobs is not None and np.array_equal(turn.logprobs, expected)
     ok = sorted(recorded) == sent and scored
-    return PromiseResult("every recorded id was received or sampled by the engine", ok, f"{len(turns)} turns")
+    return PromiseResult("every recorded id was received or sampled by the engine", ok, f"turns: {len(turns)}")
 
 
 def _check_training(spans: list[RowSpan], log: CallLog) -> PromiseResult:
     """Check that every turn with a trained role is trained, and give the reasons for those that are not."""
     due = [span for span in spans if span.role in TrainingPolicy().roles and not span.reason.startswith("trained in")]
     reasons = list(dict.fromkeys(span.reason for span in due if not span.trained))
-    seen = f"{len(due)} turns" if not reasons else f"not trained: {'; '.join(reasons)}"
+    seen = f"turns: {len(due)}" if not reasons else f"not trained: {'; '.join(reasons)}"
     asks = _describe_sampling(log)
     return PromiseResult(
         "every turn of the agent can be trained", bool(due) and not reasons, f"{seen}; {asks}" if asks else seen

@@ -40,7 +40,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < least:
                 shown = "concurrency" if name == "running" else name
-                raise ConfigError(f"{shown} must be at least {least}, not {value}", param=shown)
+                raise ConfigError(f"{shown!r} must be at least {least}, not {value}", param=shown)
 
     @property
     def max_starting(self) -> int:

@@ -35,6 +35,7 @@ LEDGER_NAME = "ledger.jsonl"
 RESERVE_NAME = "ledger.reserve"
 _RESERVED_BYTES = 1_000_000  # enough for the last lines of a few thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_OTHER_FOLDER = "restore the file from a backup, or choose a different --out folder"
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
@@ -316,9 +317,11 @@ def _parse_ledger(data: bytes, path: Path) -> LedgerState:
         try:
             known.apply(decode(line))
         except msgspec.MsgspecError as error:
-            raise LedgerError(f"{path}: line {number} is not a valid ledger entry: {error}", param="out") from None
+            raise LedgerError(
+                f"{path}: line {number} is not a valid ledger entry: {error}; {_OTHER_FOLDER}", param="out"
+            ) from None
     if data and known.head is None:
-        raise LedgerError(f"{path} has no header line that identifies the batch", param="out")
+        raise LedgerError(f"{path} has no header line that identifies the batch; {_OTHER_FOLDER}", param="out")
     return known
 
 

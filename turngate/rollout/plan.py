@@ -75,7 +75,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
                 param="name",
             )
         if not self.tasks:
-            raise ConfigError("tasks is empty; specify at least one task", param="tasks")
+            raise ConfigError("the list of tasks is empty; specify at least one task", param="tasks")
         duplicates = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
         if duplicates:
             raise ConfigError(

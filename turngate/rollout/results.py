@@ -150,7 +150,7 @@ class BatchResults:
                 round=item.round,
                 index=item.index,
                 kind="invalid task",
-                message=f"skipped: {count} rollouts found the task invalid",
+                message=f"skipped: the task is invalid (rollouts that found it invalid: {count})",
                 at=timestamp(),
             )
         )

@@ -133,7 +133,7 @@ class Rollout:
                     return await self._run()
             finally:
                 log.info(
-                    "rollout ended: %s, %s, reward %s, %d turns",
+                    "rollout ended: %s, %s, reward %s, turns: %d",
                     outcome.status,
                     outcome.kind,
                     outcome.reward,

@@ -26,7 +26,7 @@ def parse_sampling(choice: str | Mapping[str, Json]) -> dict[str, Json]:
     if isinstance(choice, str):
         if choice not in (NEUTRAL_CHOICE, AGENT_CHOICE):
             raise BadRequest(
-                f'sampling must be neutral, agent, or an object such as {{"temperature": 0.7}}, not {choice[:80]!r}',
+                f'sampling must be "neutral", "agent", or an object such as {{"temperature": 0.7}}, not {choice[:80]!r}',
                 param="sampling",
             )
         return {"bias": "record"} if choice == AGENT_CHOICE else {}

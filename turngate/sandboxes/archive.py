@@ -126,7 +126,7 @@ def unpack(
         finally:
             os.close(root)
     except OSError as error:
-        raise SandboxError(f"cannot write to the folder: {error.strerror or error}") from error
+        raise SandboxError(f"cannot write to {folder}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, MemoryError) as error:
         raise SandboxError(f"the folder was not copied completely: {error or type(error).__name__}") from error
 

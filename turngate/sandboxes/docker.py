@@ -395,7 +395,7 @@ class DockerBackend:
         code, _, stderr = await try_docker("version", "--format", "{{.Server.Version}}")
         if code:
             raise SandboxUnavailable(
-                f"the Docker daemon does not respond; start it, or check `docker version`: {stderr.strip()[-300:]}"
+                f"`docker version` failed: {stderr.strip()[-300:]}; start the Docker daemon, or allow this user to use it"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:

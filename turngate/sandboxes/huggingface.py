@@ -274,7 +274,7 @@ def _import_sdk() -> ModuleType:
         huggingface_hub.Sandbox  # noqa: B018  (missing in older releases)
     except (ImportError, AttributeError):
         raise SandboxUnavailable(
-            "the Hugging Face SDK is not installed or too old; run pip install 'turngate[huggingface]'"
+            "the Hugging Face SDK is not installed or is too old; run pip install 'turngate[huggingface]'"
         ) from None
     return huggingface_hub
 

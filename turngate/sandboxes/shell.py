@@ -156,7 +156,8 @@ class ShellSandbox:
             code, output = await connection.shell(SETUP_SCRIPT)
             if code == TOOL_MISSING:
                 raise SandboxUnavailable(
-                    f"the image {spec.image!r} has no {output.strip()}, which Turngate needs; install it in the image"
+                    f"the {f'image {spec.image!r}' if spec.image else 'default image'} has no {output.strip()}, "
+                    "which Turngate needs; use an image that has it"
                 )
             if code or not re.fullmatch(r"/[\w./-]+\n", output, re.ASCII):  # our scripts use it without quotes
                 raise SandboxError(f"could not set up the new sandbox: {output.strip()[-300:]}")
@@ -392,7 +393,7 @@ def run_script(
     for i, name in enumerate(env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise SandboxError(
-                f"invalid environment variable name {name!r}: this sandbox allows only letters, digits and _"
+                f"invalid environment variable name {name!r}: use only letters, digits and _, without a digit at the start"
             )
         lines.append(f'export {name}="${_env_slot(i)}"; unset {_env_slot(i)}')
     lines.append(f"cd {shlex.quote(cwd)} || exit 126")

@@ -209,7 +209,7 @@ class AdminRoutes:
     async def seal(self, request: Request, body: SealBody) -> JsonReply[Description]:
         """Seal a session, which ends it. Calls in flight are aborted and recorded."""
         if "\0" in body.stop:
-            raise BadRequest("stop must not contain null characters", param="stop")
+            raise BadRequest("'stop' must not contain null characters", param="stop")
         session = await self._sessions.seal(request.path_params["id"], body.stop)
         return json_response(await self._directory.describe_ended(session))
 

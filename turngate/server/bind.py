@@ -72,7 +72,7 @@ def open_listener(config: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port",
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port or --host",
             param="port",
         ) from None
     return listener

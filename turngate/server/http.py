@@ -71,5 +71,7 @@ def read_cursor(request: Request, after: str) -> int:
         return 0
     parts = text.split(".")
     if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
-        raise BadRequest(f"after must be the id of an event, not {text[:100]!r}", param="after")
+        raise BadRequest(
+            f"'after' (or the header Last-Event-ID) must be the id of an event, not {text[:100]!r}", param="after"
+        )
     return min(map(int, parts))

@@ -57,7 +57,7 @@ class ResponseRoutes:
     def read(self, session: Session, request: Request, query: StoredResponseQuery) -> bytes:
         """Return a stored response."""
         if query.stream:
-            raise field_error("stream", "is not supported here, because the response is complete; leave it out")
+            raise field_error("stream", "is not supported here, because the response is complete; remove the parameter")
         return self._archive.read(session, request.path_params["response_id"])
 
     def list_input(self, session: Session, request: Request, query: InputItemsQuery) -> bytes:

@@ -68,8 +68,8 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.path and self.mode == "hold":
             raise BadRequest(
-                "mode hold cannot be used with path, because calls in flight would continue while their weights change; "
-                "use drain to let them finish, or keep to freeze them",
+                "mode 'hold' cannot be used with path, because calls in flight would continue while their weights change; "
+                "use 'drain' to let them finish, or 'keep' to freeze them",
                 param="mode",
             )
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""

@@ -147,17 +147,19 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{where}.url must be exactly one URL: the gateway's", param="url")
             if "direct" in self.modes:
                 raise ConfigError(
-                    f"{where}.modes cannot contain direct, because a gateway always records; remove it", param="modes"
+                    f"{where}.modes cannot contain 'direct', because a gateway always records; remove 'direct'",
+                    param="modes",
                 )
         elif not self.supported_modes:
             missing = "tokenizer" if self.kind.exact else "url"
             raise ConfigError(
-                f"{where} supports no mode; {missing} is not set, or not usable for {self.scheme}", param=missing
+                f"{where} supports no mode, because {missing} is not set or cannot be used with {self.scheme}",
+                param=missing,
             )
         for mode in self.modes:
             if mode not in self.supported_modes:
                 raise ConfigError(
-                    f"{where}.modes cannot contain {mode}: {self.why_not(mode)} (supported: {', '.join(self.supported_modes)})",
+                    f"{where}.modes cannot contain {mode!r}: {self.why_not(mode)} (supported: {', '.join(self.supported_modes)})",
                     param="modes",
                 )
         if self.mode is not None and self.mode not in self.allowed:
@@ -276,13 +278,13 @@ class Catalog:
             )
         if thinking is not None and chosen not in ("exact", "gate"):
             raise BadRequest(
-                f"thinking applies only to exact and gate mode, where the gateway renders the prompt; omit it in {chosen} mode",
+                f"'thinking' applies only to exact and gate mode, where the gateway renders the prompt; omit it in {chosen} mode",
                 param="thinking",
             )
         if thinking is not None and not endpoint.thinking:
             raise BadRequest(
-                f"thinking is not supported by {endpoint.key}, because the server does not declare that its chat template has "
-                "enable_thinking; omit it",
+                f"'thinking' is not supported by {endpoint.key}, because this server's configuration does not set `thinking` for the "
+                "endpoint; omit it, or set it there if the chat template has enable_thinking",
                 param="thinking",
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):
@@ -315,7 +317,7 @@ class Catalog:
         match = _URL.fullmatch(url)
         if match is None or "/.." in url:
             raise BadRequest(
-                "endpoint_url must be a plain http(s) URL, without user, password, query or fragment",
+                "endpoint_url must be a plain http(s) URL, without user, password, query, fragment or '/..'",
                 param="endpoint_url",
             )
         scheme, host, port = match[1], match[2].lower(), int(match[3] or _PORTS[match[1]])

@@ -52,7 +52,7 @@ class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         if not is_database_url(self.shared):
             raise BadRequest(
-                "with cluster, data must be the URL of a PostgreSQL database that all nodes can reach, such as "
+                "if 'cluster' is set, 'data' must be the URL of a PostgreSQL database that all nodes can reach, such as "
                 f"postgresql://user@host/turngate, not {self.shared!r}",
                 param="data",
             )
@@ -160,7 +160,7 @@ def _choose_endpoint(config: ServiceConfig, request: TaskRolloutRequest) -> Endp
     choice = Catalog(config.endpoints).choose(request.model_key, request.mode, request.thinking)
     if choice.endpoint.scheme == "gateway":
         raise BadRequest(
-            "gateway cannot be set with cluster, because each node has its own gateway; pass model=KIND://MODEL@URL instead",
+            "'gateway' cannot be combined with 'cluster', because each node has its own gateway; pass model=KIND://MODEL@URL instead",
             param="gateway",
         )
     if choice.mode not in _MODES:

@@ -67,7 +67,7 @@ def _build_swe_task(request: SweRolloutRequest, config: ServiceConfig) -> Task:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
     if not config.allows_image(task.image):
         raise BadRequest(
-            f"task uses the image {task.image[:200]!r}, which this server does not allow (allowed: {', '.join(config.images)})",
+            f"the task uses the image {task.image[:200]!r}, which this server does not allow (allowed: {', '.join(config.images)})",
             param="task",
         )
     return msgspec.structs.replace(task, setup_timeout_s=config.setup_timeout_s)

@@ -382,7 +382,7 @@ def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(
-            f"mode cannot be direct: {agent.name} uses the {agent.dialect} dialect, but {choice.endpoint.key} supports only "
+            f"mode cannot be 'direct': {agent.name} uses the {agent.dialect} dialect, but {choice.endpoint.key} supports only "
             f"{' and '.join(spoken)}, and direct mode does not translate; use observe mode or a different agent",
             param="mode",
         )

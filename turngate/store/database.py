@@ -94,7 +94,7 @@ class SqliteDatabase:
         if version not in READABLE_VERSIONS:
             self._db.close()
             raise ConfigError(
-                f"data: {path} has schema version {version}, but this turngate supports {SCHEMA_VERSION}; "
+                f"data: {path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
                 "use the turngate version that wrote it",
                 param="data",
             )
@@ -114,7 +114,7 @@ class SqliteDatabase:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, *READABLE_VERSIONS):
             raise ConfigError(
-                f"data: {self.path} has schema version {version}, but this turngate supports {SCHEMA_VERSION}; "
+                f"data: {self.path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
                 "use the turngate version that wrote it",
                 param="data",
             )

@@ -71,7 +71,7 @@ class MismatchMeter:
         """
         if not len(trainer) == len(recorded) == len(versions):
             raise BadRequest(
-                f"logprobs: {len(trainer)} values for {len(recorded)} trained tokens; pass one for each trained token",
+                f"logprobs has length {len(trainer)}, but the number of trained tokens is {len(recorded)}; pass one value for each",
                 param="logprobs",
             )
         newest = int(versions.max(initial=UNKNOWN_VERSION))
@@ -117,10 +117,10 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
     for place, one in enumerate(lags):
         where = f"lags[{place}]"
         if seen.count(one.lag) > 1:
-            raise BadRequest(f"{where}.lag: {one.lag} occurs twice; merge its tokens", param="lags")
+            raise BadRequest(f"{where}.lag: {one.lag} occurs twice; merge the entries with this lag", param="lags")
         if len(one.counts) != len(MISMATCH_EDGES) + 1:
             raise BadRequest(
-                f"{where}.counts has {len(one.counts)} buckets, not {len(MISMATCH_EDGES) + 1}; its edges are {MISMATCH_EDGES}",
+                f"{where}.counts must have {len(MISMATCH_EDGES) + 1} buckets, not {len(one.counts)}; their edges are {MISMATCH_EDGES}",
                 param="lags",
             )
         if sum(one.counts) + one.not_finite != one.tokens:
@@ -131,7 +131,7 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             )
         if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
             raise BadRequest(
-                f"{where}: mean, largest, k1 and k3 must be numbers if d is finite for any token, and null otherwise",
+                f"{where}: mean, largest, k1 and k3 must be numbers if not_finite is less than tokens, and null otherwise",
                 param="lags",
             )
 

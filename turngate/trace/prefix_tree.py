@@ -413,10 +413,10 @@ def _check_arrays(tree: PrefixTree) -> None:
     tokens = len(tree.ids)
     for name in ("positions", "mask", "logprobs"):
         if len(getattr(tree, name)) != tokens:
-            raise InvalidTree(name, f"{name} has {len(getattr(tree, name))} values, but ids has {tokens}")
+            raise InvalidTree(name, f"{name} has length {len(getattr(tree, name))}, but ids has length {tokens}")
     for name, column in tree.side.items():
         if column.spans and column.spans[-1][1] > tokens:
-            raise InvalidTree("side", f"side.{name}.spans ends after the last of {tokens} tokens")
+            raise InvalidTree("side", f"side.{name}.spans ends after the last token (tokens: {tokens})")
 
 
 def _check_segments(tree: PrefixTree) -> None:
@@ -430,7 +430,8 @@ def _check_segments(tree: PrefixTree) -> None:
         while path and path[-1] != segment.parent:
             path.pop()
         if segment.parent is not None and not path:
-            raise InvalidTree("segments", f"{where}.parent must be {index - 1} or one of its ancestors")
+            allowed = f"null, {index - 1} or an ancestor of segments[{index - 1}]" if index else "null"
+            raise InvalidTree("segments", f"{where}.parent must be {allowed}")
         above = tree.segments[path[-1]] if path else None
         first = 0 if above is None else above.position + above.end - above.start
         positions = np.arange(first, first + segment.end - segment.start)
@@ -449,7 +450,7 @@ def _check_segments(tree: PrefixTree) -> None:
         path.append(index)
         end = segment.end
     if end != len(tree.ids):
-        raise InvalidTree("segments", f"segments cover {end} tokens, but ids has {len(tree.ids)}")
+        raise InvalidTree("segments", f"segments end at token {end}, but ids has length {len(tree.ids)}")
 
 
 def _check_rows(tree: PrefixTree) -> None:

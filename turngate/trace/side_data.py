@@ -86,7 +86,7 @@ def decode_values(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) 
     sizes = np.frombuffer(data, "<u4", count, 4)
     items = np.frombuffer(data, kind, offset=4 + 4 * count) if len(data) > 4 + 4 * count else np.empty(0, kind)
     if int(sizes.sum(dtype=np.int64)) != len(items):
-        raise ValueError(f"{len(items)} numbers do not match the sizes of {count} lists")
+        raise ValueError(f"the sizes of the lists do not add up to {len(items)}, the length of the data")
     return RaggedArray.from_sizes(sizes, items)
 
 
@@ -107,7 +107,7 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
     _check_array(array)
     if array.first < -prompt:
         raise InvalidSideData(
-            f"{array.name} starts {-array.first} tokens before the reply, but the prompt has only {prompt} tokens"
+            f"{array.name} starts at {array.first}, which is before the prompt (tokens in the prompt: {prompt})"
         )
     before = [each for each in known if each.name == array.name]
     if before:

@@ -43,7 +43,7 @@ class TurnCredit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.compare not in get_args(Compare):
             raise ConfigError(
-                f"compare must be one of {', '.join(get_args(Compare))}, not {self.compare!r}", param="compare"
+                f"'compare' must be one of {', '.join(get_args(Compare))}, not {self.compare!r}", param="compare"
             )
         if not 0 <= self.gamma <= 1:
             raise ConfigError(f"gamma must be a number from 0 to 1, not {self.gamma}", param="gamma")

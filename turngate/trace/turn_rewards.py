@@ -83,12 +83,12 @@ def check_turn_rewards(rewards: Sequence[TurnReward], reward: float | None) -> N
             )
         if one.turn is None and one.call is None:
             raise _invalid(
-                f"[{n}]", "names no turn; set turn to the id of a turn, or call to the number of a host-tool call"
+                f"[{n}]", "names no turn; set 'turn' to the id of a turn, or 'call' to the number of a host-tool call"
             )
         if (one.start is None) != (one.end is None):
-            raise _invalid(f"[{n}]", "has only one of start and end; set both, or neither for the whole turn")
+            raise _invalid(f"[{n}]", "has only one of 'start' and 'end'; set both, or neither for the whole turn")
         if one.start is not None and one.end is not None and one.start >= one.end:
-            raise _invalid(f"[{n}].end", f"must be greater than start ({one.start}), not {one.end}")
+            raise _invalid(f"[{n}].end", f"must be greater than 'start' ({one.start}), not {one.end}")
         if len(one.name) > MAX_NAME or not one.name.isprintable():
             raise _invalid(f"[{n}].name", f"must be at most {MAX_NAME} printable characters")
     parts = [one.value for one in rewards if one.kind == "part"]
@@ -117,10 +117,10 @@ def resolve_turn_rewards(
         turn = turn_of[one.turn] if one.turn is not None else _find_caller(n, one, turn_of, call_of)
         if one.call is not None and turn not in _find_callers(n, one.call, turn_of, call_of):
             raise _invalid(
-                f"[{n}].turn", f"is {one.turn}, but this turn did not make call {one.call}; omit one of the two"
+                f"[{n}].turn", f"is {one.turn}, but this turn did not make call {one.call}; omit 'turn' or 'call'"
             )
         if one.end is not None and one.end > turn.tokens:
-            raise _invalid(f"[{n}].end", f"is {one.end}, but turn {turn.id} has {turn.tokens} tokens")
+            raise _invalid(f"[{n}].end", f"must be at most {turn.tokens}, the length of turn {turn.id}, not {one.end}")
         resolved.append(msgspec.structs.replace(one, turn=turn.id))
     return tuple(resolved)
 
@@ -130,7 +130,9 @@ def _find_callers(
 ) -> list[TurnRecord]:
     call = call_of.get(number)
     if call is None:
-        raise _invalid(f"[{n}].call", f"is {number}, but the session made {len(call_of)} host-tool calls")
+        raise _invalid(
+            f"[{n}].call", f"is {number}, but the session made no such host-tool call (calls made: {len(call_of)})"
+        )
     return find_callers(call, turn_of.values())
 
 
@@ -143,7 +145,7 @@ def _find_caller(
         which = _list_turns({turn.id: turn for turn in candidates})
         raise _invalid(
             f"[{n}].call",
-            f"is {one.call}, but it cannot be decided which turn made this call ({which}); set turn instead",
+            f"is {one.call}, but it cannot be decided which turn made this call ({which}); set 'turn' instead",
         )
     return candidates[0]
 

@@ -30,7 +30,7 @@ def check_attempts(session: StoredSession, results: CheckResults) -> None:
         if superseded or (session.status == "cancelled" and session.related.outcome is not None):
             why = "superseded" if superseded else "cancelled"
             waiting = sum(number is None for number in session.related.deliveries)
-            check.expect(not waiting, f"it is {why}, but is waiting for its group in {waiting} feeds")
+            check.expect(not waiting, f"it is {why}, but is waiting for its group in a feed (feeds: {waiting})")
     if superseded and any(number is not None for number in session.related.deliveries):
         results.note("attempt", "it was delivered to a trainer before it was superseded")
 

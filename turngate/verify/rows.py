@@ -139,7 +139,7 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
     sizes = len(row.ids) == len(row.mask) == len(row.logprobs)
     check.expect(
         sizes,
-        f"its row has {len(row.ids)} ids, {len(row.mask)} mask values and {len(row.logprobs)} log-probabilities",
+        f"the lists of its row have different lengths (ids: {len(row.ids)}, mask: {len(row.mask)}, logprobs: {len(row.logprobs)})",
         node=leaf.id,
     )
     at, due = 0, []
@@ -167,7 +167,7 @@ def _describe_difference(given: Ids, stored: Ids) -> str:
     if len(apart):
         at = int(apart[0])
         return f"token {at} of its row is {int(given[at])}, but the stored token is {int(stored[at])}"
-    return f"its row has {len(given)} tokens, but its branch has {len(stored)}"
+    return f"its row has length {len(given)}, but its branch has length {len(stored)}"
 
 
 def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: CheckResults) -> None:

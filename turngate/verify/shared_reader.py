@@ -63,7 +63,7 @@ class SharedSessionReader(SessionReader):
         if version not in SHARED_SCHEMAS:
             raise ConfigError(
                 f"data: {self._name} has schema version {version}, but this version of Turngate supports "
-                f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}",
+                f"{SHARED_SCHEMAS[0]} to {SHARED_SCHEMAS[-1]}; use the version that wrote it",
                 param="data",
             )
         return int(version)

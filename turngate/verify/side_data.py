@@ -125,7 +125,7 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
         results.note(
             "side data",
-            f"no turn lists the side data of node {nodes}; a crash may have prevented the turn from being written",
+            f"no turn lists the side data of these nodes: {nodes}; a crash may have prevented a turn from being written",
         )
 
 

@@ -444,7 +444,7 @@ class SessionReader:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in SCHEMAS:
             self._db.close()
-            hint = "" if version else _NO_WAL
+            hint = "; use the version that wrote it" if version else _NO_WAL
             raise ConfigError(
                 f"data: {file} has schema version {version}, but this version of Turngate supports "
                 f"{SCHEMAS[0]} to {SCHEMAS[-1]}{hint}",

@@ -82,7 +82,7 @@ def _check_tree(session: StoredSession, results: CheckResults) -> None:
         f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in zip([0, *ids], ids, strict=False) if b > a + 1
     ]
     if gaps:
-        results.note("tree", f"no node has the id {', '.join(gaps)}; the node was removed, or writing it failed")
+        results.note("tree", f"missing node ids: {', '.join(gaps)}; nodes were removed, or writing them failed")
 
 
 def _check_duplicates(session: StoredSession, results: CheckResults) -> None:

@@ -112,7 +112,7 @@ def _check_reward(one: Json, n: int, turns: dict[int, StoredTurn], check: Verify
     if turn is not None and ("start" in one or "end" in one):
         start, end = one.get("start"), one.get("end")
         inside = _is_count(start) and _is_count(end) and start < end <= len(turn.ids)
-        text = f"its span is {brief(start)} to {brief(end)}, but the turn has {len(turn.ids)} tokens"
+        text = f"its span is {brief(start)} to {brief(end)}, but the length of the turn is {len(turn.ids)}"
         holds.append(check.expect(inside, text, where=where))
     return all(holds)
 

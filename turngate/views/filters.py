@@ -96,7 +96,7 @@ def sort_by(
     name = order.removeprefix("-")
     key = keys.get(name)
     if key is None:
-        raise BadRequest(f"sort must be one of {', '.join(keys)}, not {name[:100]!r}", param="sort")
+        raise BadRequest(f"'sort' must be one of {', '.join(keys)}, not {name[:100]!r}", param="sort")
     descending = order.startswith("-")
     yield_interpreter()
     items.sort(key=tie, reverse=descending)

@@ -137,7 +137,7 @@ class Overview(RolloutIndex):
             (entry for entry in self.entries.values() if entry.row.group == name), key=lambda entry: entry.row.opened
         )
         if not entries or not name:
-            raise NotFound("unknown group; set name to the name of a recorded group", param="name")
+            raise NotFound("unknown group; set 'name' to the name of a recorded group", param="name")
         members = [(self.refresh_row(entry, now, store), entry.key) for entry in entries]
         deliveries = [delivery for delivery in self.deliveries if delivery.group == name]
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}

@@ -162,7 +162,7 @@ class SharedOverview:
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         rows = pages.group([name]) if name else []
         if not rows:
-            raise NotFound("unknown group; set name to the name of a recorded group", param="name")
+            raise NotFound("unknown group; set 'name' to the name of a recorded group", param="name")
         members = [(to_row(row, now), row.key) for row in rows]
         return {"cursor": cursor, **show_group(name, members, trains, map(_to_record, pages.deliveries(name)))}
 
@@ -262,7 +262,7 @@ def _build_filter(query: RolloutQuery) -> ListFilter:
 def _parse_sort(query: RolloutQuery, known: Mapping[str, str]) -> tuple[str, bool]:
     name = query.sort.removeprefix("-")
     if name not in known:
-        raise BadRequest(f"sort must be one of {', '.join(known)}, not {name[:100]!r}", param="sort")
+        raise BadRequest(f"'sort' must be one of {', '.join(known)}, not {name[:100]!r}", param="sort")
     return name, query.sort.startswith("-")
 
 

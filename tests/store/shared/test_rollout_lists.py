@@ -234,7 +234,7 @@ def test_only_one_process_updates_the_lists(postgres_url: str) -> None:
 def test_unknown_names_are_explained(postgres_url: str) -> None:
     open_shared(postgres_url).close()
     with open_both(postgres_url) as (store, _, found):
-        with pytest.raises(BadRequest, match="sort must be one of opened"):
+        with pytest.raises(BadRequest, match="'sort' must be one of opened"):
             found.rollouts(store, RolloutQuery(sort="secret"))
         with pytest.raises(NotFound, match="unknown rollout"):
             found.rollout(store, "nothing")

@@ -105,7 +105,10 @@ async def test_install_runs_after_work_is_in_place(shop: Task, isolated: Grading
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "a", {"shop/template": kit.FIX}), isolated)
     assert result.reward == 1.0, result.message  # the control's install would fail, but no control was needed
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "b", {"shop/prices.py": kit.FIX}), isolated)
-    assert (result.kind, result.reward) == ("invalid task", None) and "install command failed" in result.message
+    assert (result.kind, result.reward) == (
+        "invalid task",
+        None,
+    ) and "install command failed with exit code" in result.message
 
 
 def _binary(old: bytes, new: bytes) -> str:

@@ -312,7 +312,10 @@ async def test_plan_without_rewards_is_abandoned(tmp_path: Path) -> None:
         plan = make_plan(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
         async with running_worker(stage.gateway, plan=plan) as worker:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
-            with pytest.raises(RuntimeError, match=r"the last \d+ rollouts cannot be trained; .* has no reward: "):
+            with pytest.raises(
+                RuntimeError,
+                match=r"the last rollouts cannot be trained \(rollouts in a row: \d+\); .* has no reward: ",
+            ):
                 worker.check_health(scaled(5))
 
 

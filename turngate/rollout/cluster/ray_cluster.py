@@ -87,7 +87,9 @@ class RayCluster:
                 if is_hopeless and not any(count_slots(node, self._demand) for node in self._nodes):
                     raise SandboxUnavailable(explain_no_room(self._nodes, self._demand))
                 if time.monotonic() > deadline:
-                    raise SandboxUnavailable(f"no cell started on the Ray cluster within {_FIRST_CELL_S:.0f} s")
+                    raise SandboxUnavailable(
+                        f"no cell started on the Ray cluster within {_FIRST_CELL_S:.0f} s; check the cluster with `ray status`"
+                    )
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), _POLL_S)
 
@@ -165,10 +167,10 @@ class RayCluster:
                 case RunnerReady(version=version) if version == turngate.__version__:
                     self._cells[node.id] = PlacedCell(node, actor, CellLoad(slots=slots))
                     self._failures.pop(node.id, None)
-                    self.note(f"cell on {node.name} is ready, with {slots} slots")
+                    self.note(f"cell on {node.name} is ready (slots: {slots})")
                     return
                 case RunnerReady(version=version):
-                    problem = f"it has Turngate {version}, and this machine has {turngate.__version__}; install the same version"
+                    problem = f"it has Turngate {version}, but the driver has {turngate.__version__}; install the same version on both"
                 case RunnerFailed():
                     problem = reply.message
                 case _:

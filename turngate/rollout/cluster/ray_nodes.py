@@ -66,7 +66,8 @@ class RayConnection:
         except (*self._failures, RuntimeError, ValueError, OSError) as error:
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(
-                f"ray: no connection to Ray at {self._address!r} ({first}); start a cluster with `ray start --head`, or pass its address",
+                f"ray: no connection to Ray at {self._address!r} ({first}); start a cluster with `ray start --head`, or pass "
+                "the address of a running cluster",
                 param="ray",
             ) from None
 

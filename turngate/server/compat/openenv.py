@@ -129,7 +129,8 @@ class OpenEnvRoutes:
         mode = self._sessions.default_mode
         if body.purpose == "train" and mode == "observe":
             raise BadRequest(
-                "purpose cannot be 'train', because this gateway is in observe mode and training requires exact token capture"
+                "purpose cannot be 'train', because this gateway is in observe mode and training requires exact token "
+                "capture; use 'eval', or a gateway in exact mode"
             )
         bias: Literal["neutral", "record"] = "record" if body.purpose == "eval" else "neutral"
         config = SessionConfig(

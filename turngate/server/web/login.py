@@ -77,9 +77,9 @@ class PageLogin:
             del self._wrong[next(iter(self._wrong))]
         if len(tries) >= _MAX_TRIES:
             wait = tries[0] + _TRIES_WINDOW_S - now
-            raise TooManyRequests(f"too many attempts with a wrong key; try again in {wait:.0f} seconds", wait_s=wait)
+            raise TooManyRequests(f"too many attempts with a wrong key; try again in {wait:.0f} s", wait_s=wait)
         tries.append(now)
-        raise Unauthorized("key is neither the admin key nor a valid API key", param="key")
+        raise Unauthorized("the key is neither the admin key nor a valid API key", param="key")
 
     def log_out(self, request: Request) -> None:
         """Invalidate the client's cookie in all workers."""

@@ -167,7 +167,7 @@ class Coordinator:
         except TimeoutError:
             raise Stopping(f"worker {number} is not responding; retry the request in a moment") from None
         except (aiohttp.ClientError, OSError):
-            raise Stopping("a worker stopped before it answered; retry the request in a moment") from None
+            raise Stopping(f"the connection to worker {number} was lost; retry the request in a moment") from None
         if response.status != 200:
             raise Stopping(f"worker {number} failed with status {response.status}; retry the request in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)

@@ -168,7 +168,9 @@ class PeerWorkers:
                     ) from None
                 await asyncio.sleep(0.05)
             except (aiohttp.ClientError, OSError):
-                raise Stopping("the worker for this request has stopped; retry the request in a moment") from None
+                raise Stopping(
+                    "the connection to the worker for this request was lost; retry the request in a moment"
+                ) from None
 
 
 class ForwardingApp:
@@ -317,7 +319,7 @@ class ForwardingApp:
                 async for part in response.content.iter_any():
                     await send_or_give_up(send, {"type": "http.response.body", "body": part, "more_body": True})
             except (aiohttp.ClientError, OSError):
-                log.warning("worker %d exited in the middle of a reply", number)
+                log.warning("the connection to worker %d was lost in the middle of a reply", number)
                 return  # the truncated reply signals the failure to the client
             await send_or_give_up(send, {"type": "http.response.body", "body": b""})
 

@@ -255,7 +255,9 @@ class ShipmentWriter:
         db.flush()
         gone = {name for name, secret in removed.fetchall() if secret == secrets[name]}
         if gone:
-            log.warning("ignoring %d shipped sessions that were already removed from the shared store", len(gone))
+            log.warning(
+                "ignoring shipped sessions that were already removed from the shared store (sessions: %d)", len(gone)
+            )
         shipments = [shipment for shipment in shipments if shipment.id not in gone]
         known = {}
         for name, key, secret, cell, newest, outcome in found.fetchall():
@@ -265,7 +267,7 @@ class ShipmentWriter:
         old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
         if old:
             log.warning(
-                "the shared store has a newer state of %d sessions, such as %s, so this cell's older state is ignored; "
+                "this cell shipped states that are older than those in the shared store (sessions: %d, such as %s), so they are ignored; "
                 "check whether the cell is running on an old copy of its folder",
                 len(old),
                 min(old),

@@ -63,7 +63,7 @@ def _combine_turn_rewards(rubric: Rubric, grades: Mapping[str, Grade], reward: f
     without = [part.name for part in rubric.parts if part.weight and given[part.name] is None]
     if without and any(one.kind == "part" for one in combined):
         raise TaskError(
-            f"task: the rubric's parts {', '.join(without)} give no turn rewards, but others give rewards of kind 'part', which "
+            f"task: some parts of the rubric ({', '.join(without)}) give no turn rewards, but others give rewards of kind 'part', which "
             "must add up to the whole reward; use kind 'extra', or give turn rewards in every part",
             param="rubric",
         )

@@ -421,7 +421,11 @@ async def _install_work(sandbox: Sandbox, grader: Swe, log: GraderLog) -> None:
     done = await sandbox.exec(command, timeout_s=INSTALL_S, keep=grading_sandbox.OUTPUT_LIMIT, leave=False)
     log.add(f"install: {'timed out' if done.timed_out else f'exit code {done.exit_code}'}", done.stdout)
     if done.timed_out or done.exit_code:
-        raise Undecided("the install command failed")
+        raise Undecided(
+            f"the install command took longer than {INSTALL_S:g} s"
+            if done.timed_out
+            else f"the install command failed with exit code {done.exit_code}"
+        )
 
 
 async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: GraderLog) -> tuple[RunEvidence, int]:

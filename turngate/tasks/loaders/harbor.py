@@ -127,7 +127,8 @@ def load_task(path: Path) -> Task:
     """Load one task from a folder, or from a text file that contains the instruction."""
     if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
-            f"task: {path} contains many tasks, not one; run them with `turngate batch --tasks {path}`", param="task"
+            f"task: {path} is a file of tasks, not one task; run them with `turngate batch --tasks {path}`",
+            param="task",
         )
     if path.is_file():
         return Task(
@@ -144,7 +145,7 @@ def load_task(path: Path) -> Task:
                 ", …" if len(folders) > _MAX_NAMED else ""
             )
             raise TaskError(
-                f"task: {path} contains several tasks ({names}), not one; specify one of them, such as {folders[0]}, or run "
+                f"task: {path} is not a task, but a folder of tasks ({names}); specify one of them, such as {folders[0]}, or run "
                 f"them all with `turngate batch --tasks {path}`",
                 param="task",
             )

@@ -96,7 +96,7 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
         if not others:
             raise TaskError(f"task: {where} has no tasks")
         listed = ", ".join(others[:_MAX_LISTED]) + (", …" if len(others) > _MAX_LISTED else "")
-        raise TaskError(f"task: no task in {where} matches {', '.join(only)}; its tasks are {listed}", param="only")
+        raise TaskError(f"task: no task in {where} matches {', '.join(only)}; available tasks: {listed}", param="only")
 
 
 def _find_candidates(where: str) -> Iterator[Candidate]:

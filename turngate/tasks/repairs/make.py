@@ -133,7 +133,7 @@ async def make_repairs(
             if len(search.repairs) >= settings.per_package:
                 break
             await search.try_bugs(candidates[start : start + settings.benches])
-            report(f"{package.name}: {len(search.repairs)} tasks from {sum(search.fates.values())} bugs")
+            report(f"{package.name}: tasks: {len(search.repairs)}, from bugs tried: {sum(search.fates.values())}")
     repairs = tuple(search.repairs[: settings.per_package])
     return PackageRepairs(package=package, repairs=repairs, fates=dict(search.fates), baseline=baseline)
 

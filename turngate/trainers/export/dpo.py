@@ -56,7 +56,7 @@ class Dpo:
     def check(self, choices: ExportChoices) -> ExportChoices:
         for name, minimum in (("margin", 0.0), ("pairs", 1)):
             if not (value := getattr(choices, name)) >= minimum:
-                raise ConfigError(f"{name} must be at least {minimum:g}, not {value}", param=name)
+                raise ConfigError(f"--{name} must be at least {minimum:g}, not {value}", param=name)
         return reject_unused(choices, "form", "margin", "pairs", forms=("messages", "tokens"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:

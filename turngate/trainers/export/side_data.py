@@ -54,7 +54,7 @@ def check_experts(choices: ExportChoices) -> ExportChoices:
     """Raise `ConfigError` if side data other than routed experts is requested, because the format has no field for it."""
     if set(choices.side) - {ROUTED_EXPERTS}:
         raise ConfigError(
-            f"side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
+            f"--side must be {ROUTED_EXPERTS} for format {choices.format}, not {', '.join(choices.side)}", param="side"
         )
     return choices
 
@@ -102,7 +102,7 @@ def _decode_column(name: str, column: ExportedColumn) -> SideColumn:
         values = None
     if values is None or len(values) != sum(end - start for start, end in column.spans):
         raise ConfigError(
-            f"side.{name}.data has {len(column.data)} bytes, which does not match its dtype, shape and spans",
+            f"side.{name}.data does not match its dtype, shape and spans (length in bytes: {len(column.data)})",
             param="side",
         )
     return SideColumn(column.spans, values)

@@ -56,7 +56,7 @@ def _require_scores(summary: TeacherSummary) -> None:
     if summary.unscored and not summary.scored_rows:
         [(reason, _)] = summary.unscored.most_common(1)
         raise EngineError(
-            f"the teacher scored none of {summary.unscored.total()} rows, so no file was written: {reason}"
+            f"the teacher scored no row (rows: {summary.unscored.total()}), so no file was written: {reason}"
         )
 
 

@@ -172,7 +172,7 @@ def _check_turn_values(exported: ExportedTree) -> None:
         values = getattr(exported, name)
         if values is not None and len(values) != len(exported.tree.rows):
             raise ConfigError(
-                f"{name} has {len(values)} lists, but there are {len(exported.tree.rows)} rows", param=name
+                f"{name} has length {len(values)}, but rows has length {len(exported.tree.rows)}", param=name
             )
     for number, row in enumerate(rows):
         rewards = exported.turn_rewards[number] if exported.turn_rewards else ()
@@ -180,7 +180,8 @@ def _check_turn_values(exported: ExportedTree) -> None:
             raise ConfigError(f"turn_rewards[{number}] has a reward outside its row", param="turn_rewards")
         if exported.turn_advantages and len(exported.turn_advantages[number]) != len(row.spans):
             raise ConfigError(
-                f"turn_advantages[{number}] must have {len(row.spans)} values, one per turn", param="turn_advantages"
+                f"turn_advantages[{number}] must have one value per turn (turns: {len(row.spans)})",
+                param="turn_advantages",
             )
 
 

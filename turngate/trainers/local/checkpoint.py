@@ -54,7 +54,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
             return float(saved["param_groups"][0]["lr"])
         except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
-            raise ConfigError(f"checkpoint: cannot resume from {self.folder} ({error})", param="out") from None
+            raise ConfigError(
+                f"checkpoint: cannot resume from {self.folder} ({error}); restore it, or choose another --out folder",
+                param="out",
+            ) from None
 
     def _check_shapes(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
         own, saved = (
@@ -80,7 +83,9 @@ def find_newest(folder: Path) -> Checkpoint | None:
     try:
         return Checkpoint(checkpoints[-1], msgspec.json.decode(file.read_bytes(), type=TrainerState))
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"checkpoint: {file} cannot be read ({error})", param="out") from None
+        raise ConfigError(
+            f"checkpoint: {file} cannot be read ({error}); restore it, or choose another --out folder", param="out"
+        ) from None
 
 
 def write_checkpoint(

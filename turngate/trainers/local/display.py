@@ -144,7 +144,7 @@ def describe_step(step: Step, share: StepTime) -> str:
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
         f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {note}"
-        + (f"  {len(measured.refused)} rows rejected" if measured.refused else "")
+        + (f"  rows rejected: {len(measured.refused)}" if measured.refused else "")
         + f"  {share.whole:.0f} s (agents {share.agents:.0f}, sampling {share.sampling:.0f}, training {share.training:.0f}, "
         f"turngate {share.turngate:.1f})"
     )
@@ -173,8 +173,8 @@ def print_result(result: TrainingResult, console: Console) -> None:
         rejected = sum(len(step.measured.refused) for step in result.steps)
         say(
             console,
-            f"Recomputed {rows} rows with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
-            f"average; {rejected} rows of any version rejected",
+            f"Rows recomputed with the weights that sampled them: {rows}; their log-probabilities differ by "
+            f"{sum(gaps) / len(gaps):.1e} on average. Rows of any version rejected: {rejected}",
         )
     if alarmed := [step.step for step in result.steps if step.alarms]:
         count = f"{len(alarmed)} of {len(result.steps)} steps"

@@ -218,7 +218,7 @@ class Learner:
             return rows
         scored, unscored = split_scored(rows)
         if not scored:
-            raise MissingTeacherScores(f"none of {len(rows)} rows has a teacher's scores ({unscored[0]})")
+            raise MissingTeacherScores(f"no row has a teacher's scores (rows: {len(rows)}, the first: {unscored[0]})")
         totals.refused += unscored
         totals.mean_kl = compute_mean_kl(scored)
         return scored
@@ -557,7 +557,7 @@ class Trainer:
         except NonFiniteGradient as error:
             raise NonFiniteGradient(
                 f"step {self.state.step + 1} failed: {error.message}; the weights are still those of step {self.state.step}, and "
-                f"deliveries {deliveries[0].number} to {number} of feed {feed.name} will be delivered again after a restart"
+                f"feed {feed.name} will repeat its deliveries from number {deliveries[0].number} on after a restart"
             ) from None
         except LogprobMismatch as error:
             await feed.report_lags(number, version, error.lags)

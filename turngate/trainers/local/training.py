@@ -57,12 +57,12 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+                raise ConfigError(f"{name!r} must be at least 1, not {getattr(self, name)}", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
             raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         if self.settings.advantages == "turn" and not self.feed_config().credit:
             raise ConfigError(
-                "advantages is 'turn', but the feed does not deliver advantages of turns; set FeedConfig(credit=TurnCredit())",
+                "'advantages' is 'turn', but the feed does not deliver advantages of turns; set FeedConfig(credit=TurnCredit())",
                 param="advantages",
             )
         if self.settings.teacher_kl:

@@ -50,7 +50,7 @@ class VocabularyCheck:
                 self._compare_vocabularies(policy, self._tokenizer)
             if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
                 raise EngineRejected(
-                    f"id {int(ids.max())} is outside the teacher's vocabulary of {self._tokenizer.vocab_size}"
+                    f"id {int(ids.max())} is outside the teacher's vocabulary of {self._tokenizer.vocab_size} tokens"
                 )
 
     def _compare_vocabularies(self, policy: Tokenizer, teacher: Tokenizer) -> None:

@@ -20,7 +20,7 @@ try:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"TRL is not installed or too old ({error}); run pip install 'turngate[trl]'", name=error.name
+        f"TRL is not installed or is too old ({error}); run pip install 'turngate[trl]'", name=error.name
     ) from None
 
 from turngate.client.feed import DeliveredRollout, Delivery, Row

@@ -85,7 +85,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("ahead", "rows_ahead", "longest_row"):  # msgspec does not check structs that Python code creates
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
+                raise ConfigError(f"{name!r} must be at least 1, not {value}", param=name)
 
     def with_defaults(self) -> WorkerConfig:
         """Return the settings with the feed restricted to the plan's groups, unless `choices.groups` is set.
@@ -350,7 +350,8 @@ class _RewardWatch:
             lack = "no reward" if finished.reward is None else "no trained tokens"
             why = finished.message if finished.reward is None else "; ".join(finished.warnings)
             raise NoRewards(
-                f"the last {self._unusable} rollouts cannot be trained; {finished.rollout}, the last one, has {lack}: {why}"
+                f"the last rollouts cannot be trained (rollouts in a row: {self._unusable}); {finished.rollout}, the last one, "
+                f"has {lack}: {why}"
             )
 
 

@@ -184,8 +184,8 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
             trained and len(logprobs) != len(tokens.completion_ids)
         ):
             raise vf.InterceptionError(
-                f"gateway: step {index} has {len(tokens.completion_ids)} tokens, but {len(tokens.completion_mask)} mask entries and "
-                f"{len(logprobs)} log-probabilities"
+                f"gateway: the lists of step {index} have different lengths (tokens: {len(tokens.completion_ids)}, mask entries: "
+                f"{len(tokens.completion_mask)}, log-probabilities: {len(logprobs)})"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
         turns.append(
