@@ -145,7 +145,7 @@ def test_invalid_plan_is_refused(fields: dict[str, Any], line: str, tmp_path: Pa
     ("bound", "name"), [("running", "concurrency"), ("starting", "starting"), ("grading", "grading")]
 )
 def test_zero_bounds_are_refused(bound: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be at least 1, not 0$"):
+    with pytest.raises(ConfigError, match=f"^'{name}' must be at least 1, not 0$"):
         msgspec.structs.replace(Bounds(), **{bound: 0})
     assert Bounds(warm=0).sandboxes == 8
 

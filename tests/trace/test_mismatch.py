@@ -108,7 +108,10 @@ def test_alarms_say_what_to_change() -> None:
 
 @pytest.mark.parametrize(
     ("logprobs", "version", "problem"),
-    [(1, 5, "1 values for 2 trained tokens"), (2, 4, "version is 4, but a token was sampled at version 5")],
+    [
+        (1, 5, "logprobs has length 1, but the number of trained tokens is 2"),
+        (2, 4, "version is 4, but a token was sampled at version 5"),
+    ],
 )
 def test_wrong_input_is_rejected(logprobs: int, version: int, problem: str) -> None:
     with pytest.raises(BadRequest, match=problem):
