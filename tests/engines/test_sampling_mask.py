@@ -96,8 +96,12 @@ async def test_sglang_records_the_logprobs_of_the_kept_ids(stream: bool, masks: 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"sampling": TOP_P}, {"sampling": Sampling(top_p=0.9), "sampling_mask": True}],
-    ids=["not asked", "no top_k"],
+    [
+        {"sampling": TOP_P},
+        {"sampling": Sampling(top_p=0.9), "sampling_mask": True},
+        {"sampling": Sampling(top_k=4097), "sampling_mask": True},
+    ],
+    ids=["not asked", "no top_k", "large top_k"],
 )
 async def test_sglang_is_not_asked_for_masks_that_it_would_refuse(fields: dict[str, Any]) -> None:
     async with serving(StandIn(answer_with(sglang_events(None)[-1]))) as server:
@@ -109,6 +113,7 @@ async def test_sglang_is_not_asked_for_masks_that_it_would_refuse(fields: dict[s
     ("masks", "why"),
     [
         ([[3], [9], [2]], "excludes the sampled token 7"),
+        ([[3, 7, 3], [9], [2]], "repeated ids for token 7"),
         (MASKS[:2], "sampling masks for 2 tokens, but 3 tokens"),
     ],
 )

@@ -192,3 +192,9 @@ def test_each_token_has_the_version_that_sampled_it(
     rows = build_samples(recorder.trace)
     for row in (*rows, *build_tree(rows).rebuild_rows()):
         assert row.token_versions().tolist() == [-1, *expected, -1, 0, 0]
+
+
+def test_temperature_is_read_beside_unknown_parameters() -> None:
+    """Which a newer version may have recorded."""
+    recorder = Recorder([Call(FIRST, sampling=b'{"top_n_sigma":1,"temperature":0.5}'), Call(FIRST, sampling=b"{}")])
+    assert [row.spans[0].temperature for row in build_samples(recorder.trace, keep_empty=True)] == [0.5, 1.0]

@@ -209,6 +209,26 @@ def _make_scores(row: Row) -> Any:
     return SideColumn(((first, len(row.ids)),), np.zeros(len(row.ids) - first, np.float32))
 
 
+async def test_rows_that_cannot_be_computed_are_refused(tmp_path: Path) -> None:
+    """Greedy turns of a policy that trains biased turns, and masks with unknown ids. The gradients of other rows stay finite."""
+    async with training_gateway(tmp_path) as (g, client, engine):
+        for number, how in enumerate([{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 3}]):
+            session = await g.open(metadata={"group": "g"}, sampling={**how, "seed": number}, policy={"biased": True})
+            await g.ask(session.key, "Hi", max_tokens=8)
+            await g.seal(session.id)
+            await client.record(session.id, RecordedOutcome(kind="graded", reward=float(number), group="g", task="t"))
+        rows, _ = await read_rows(client, "f", MASK)
+        learner = Learner(engine.model, GrpoSettings())
+        measured = learner.gradients(rows, version=0)
+        [why] = measured.refused
+        assert "were sampled greedily" in why and measured.compared == 2 and measured.signal
+        column = rows[2].side[MASK]
+        unknown = RaggedArray.from_lists([[*each, engine.model.shape.vocabulary] for each in column.values.lists()])
+        rows[2] = msgspec.structs.replace(rows[2], side={MASK: msgspec.structs.replace(column, values=unknown)})
+        measured = learner.gradients(rows, version=0)
+        assert "ids that are not in the model's vocabulary" in measured.refused[1] and measured.compared == 1
+
+
 async def test_masked_tokens_get_no_gradient(tmp_path: Path) -> None:
     """The gradient of the loss equals that of the same loss, computed directly from the scores of the kept ids."""
     how = {"top_p": 0.7, "temperature": 0.8}

@@ -17,6 +17,7 @@ from turngate.engines.base import Chunk, Generate
 from turngate.trace.sample import Sample
 from turngate.trace.side_data import decode_values, encode_values
 from turngate.types import RaggedArray, SideArray
+from turngate.verify.store_reader import SideFacts
 from turngate.views.verdict import open_row_source
 
 
@@ -80,6 +81,14 @@ def test_altered_masks_are_found(
         rewrite_masks(t, change)
     found = run_verify(*copy)
     assert "sampling masks" in wrong(found) and why in str(found.wrong), found.wrong
+
+
+def test_huge_number_of_masks_is_reported(copy: tuple[Path, str]) -> None:
+    """A damaged turn may list more masks than memory can hold."""
+    with tampering(*copy) as t:
+        [node] = t.of_kind("sampled")
+        t.facts(node, side=(SideFacts("sampling_mask", 0, 2**60, "int32", (-1,)),))
+    assert "side data" in wrong(run_verify(*copy))
 
 
 def test_row_with_another_temperature_is_found(recorded: tuple[Path, str]) -> None:

@@ -26,7 +26,7 @@ def build_masks(
 ) -> tuple[SideArray, ...]:
     """Build the side data of the tokens `ids` of a reply, from the ids that were kept for each. `first` is the index of the first token.
 
-    Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token.
+    Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token or repeats an id.
     """
     if len(kept) != len(ids):
         raise EngineError(f"{engine} sent sampling masks for {len(kept)} tokens, but {len(ids)} tokens")
@@ -35,6 +35,8 @@ def build_masks(
     for at, (token, mask) in enumerate(zip(ids, kept, strict=True)):
         if token not in mask:
             raise EngineError(f"{engine} sent a sampling mask that excludes the sampled token {token}")
+        if len(np.unique(mask)) != len(mask):
+            raise EngineError(f"{engine} sent a sampling mask with repeated ids for token {token}")
         if len(mask) > MAX_KEPT:
             if at > start:
                 found.append(SideArray(SAMPLING_MASK, first + start, RaggedArray.from_lists(kept[start:at])))

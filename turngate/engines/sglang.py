@@ -30,7 +30,7 @@ from turngate.engines.http import EngineClient, Reply, align_logprobs, is_presen
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.load import EngineLoad, OldSGLangLoads, SGLangLoads
 from turngate.engines.routed_experts import ExpertShape, RoutedExpertsReply
-from turngate.engines.sampling_mask import build_masks
+from turngate.engines.sampling_mask import MAX_KEPT, build_masks
 from turngate.engines.weights import COMMAND_S, LOAD_S, ExpectedWeights, PolicyWeights, VersionSpan
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling, TokenId
@@ -313,7 +313,7 @@ class SGLang:
         if request.routed_experts is not None:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routed_experts
-        if request.sampling_mask and request.sampling.top_k:  # it rejects calls without top_k
+        if request.sampling_mask and 0 < request.sampling.top_k <= MAX_KEPT:  # it rejects other calls
             body["return_sampling_mask"] = True
         if request.model:
             body["lora_path"] = request.model

@@ -14,13 +14,21 @@ from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
 from turngate.trace.side_data import SideColumn, join_columns
 from turngate.trace.tree import RefusedCalls, Sampled, Trace, path_to
 from turngate.trace.turn_rewards import RowReward, TurnReward
-from turngate.types import LOGPROB_DTYPE, NEUTRAL, SAMPLING_MASK, TRUNCATIONS, Ids, Logprobs, Sampling, SideArray
+from turngate.types import LOGPROB_DTYPE, NEUTRAL, SAMPLING_MASK, TRUNCATIONS, Ids, Logprobs, SideArray
 
 REFUSED = "the agent was refused a model call"
 TRAINED_ELSEWHERE = "trained in another row"
 UNKNOWN_VERSION = -1
 NEEDS_MASK = "trained only with its sampling mask: "
-_sampling = msgspec.json.Decoder(Sampling)
+
+
+class _Temperature(msgspec.Struct, frozen=True):
+    """The temperature among recorded sampling parameters. Others are ignored, also those that only a newer version records."""
+
+    temperature: float = NEUTRAL.temperature
+
+
+_decode_temperature = msgspec.json.Decoder(_Temperature).decode
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -205,7 +213,7 @@ def has_sampling_masks(turn: Sampled) -> bool:
 
 def read_temperature(turn: Sampled) -> float:
     """Return the temperature at which a turn was sampled. If it is 1, return the default object, which msgspec leaves out."""
-    used = _sampling.decode(turn.info.sampling).temperature if turn.info.sampling else 1.0
+    used = _decode_temperature(turn.info.sampling).temperature if turn.info.sampling else 1.0
     return NEUTRAL.temperature if used == 1 else used
 
 

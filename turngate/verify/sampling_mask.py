@@ -15,8 +15,11 @@ _TRUNCATIONS = {"top_p", "top_k", "min_p"}
 
 def are_masks_complete(turn: StoredTurn) -> bool:
     """Return whether a turn is truncated only by parameters that masks describe, and has a mask for each of its tokens."""
-    tokens = [facts.first + n for facts in turn.info.side if facts.name == _NAME for n in range(facts.count)]
-    return set(range(len(turn.ids))) <= set(tokens) and set(turn.info.biases) <= _TRUNCATIONS
+    has_mask = np.zeros(len(turn.ids), bool)
+    for facts in turn.info.side:
+        if facts.name == _NAME:
+            has_mask[max(0, facts.first) : max(0, facts.first + facts.count)] = True
+    return bool(has_mask.all()) and set(turn.info.biases) <= _TRUNCATIONS
 
 
 def check_sampling_masks(session: StoredSession, results: CheckResults) -> None:

@@ -344,6 +344,11 @@ def test_conflicting_plan_and_feed_are_rejected(tmp_path: Path) -> None:
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)
 
 
+def test_feed_with_sampling_masks_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"choices\.side must not have sampling_mask: TRL computes"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=1, side=("sampling_mask",)))
+
+
 def test_empty_queue_times_out() -> None:
     worker = TurngateWorker(WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=1)), admin_key="k")
     with pytest.raises(queue.Empty):

@@ -53,7 +53,7 @@ from turngate.trainers.local.loss import (
     compute_loss,
 )
 from turngate.trainers.local.packing import pack_rows, pack_tree, split_batches
-from turngate.trainers.local.sampling import adjust_scores
+from turngate.trainers.local.sampling import adjust_scores, find_obstacle
 from turngate.trainers.tree_attention import make_block_mask, make_dense_mask
 
 _MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the setup is wrong, not the rows
@@ -198,7 +198,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
         by = compute_divisor(weights, tokens, settings.normalise)
-        usable = self._select_scored(rows, totals)
+        usable = self._select_scored(self._select_sampled(rows, totals), totals)
         # Rows with an advantage of 0 are compared, but need no backward pass.
         for silent in (False, True):
             chosen = [row for row in usable if self._is_silent(row) == silent]
@@ -211,6 +211,13 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(f"the gradient norm is {norm}")
         return measured
+
+    def _select_sampled(self, rows: Sequence[Row], totals: _UpdateTotals) -> list[Row]:
+        """Return the rows whose log-probabilities the model can compute. The others would make the gradients of all rows non-finite."""
+        vocabulary = self.model.shape.vocabulary
+        obstacles = [find_obstacle(row, self.settings.temperature, vocabulary) for row in rows]
+        totals.refused += [f"branch {row.branch}: {why}" for row, why in zip(rows, obstacles, strict=True) if why]
+        return [row for row, why in zip(rows, obstacles, strict=True) if not why]
 
     def _select_scored(self, rows: Sequence[Row], totals: _UpdateTotals) -> Sequence[Row]:
         """Return the rows that can be trained on. With `teacher_kl`, reject those without a teacher's scores."""

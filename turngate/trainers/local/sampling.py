@@ -35,6 +35,15 @@ def adjust_scores(scores: Tensor, rows: Sequence[Row], temperature: float | None
     return scores.masked_fill(excluded, -torch.inf)
 
 
+def find_obstacle(row: Row, temperature: float | None, vocabulary: int) -> str:
+    """Return why the distribution that a row was sampled from cannot be computed with `adjust_scores`, or ""."""
+    if temperature is None and not list_temperatures(row).all():
+        return "trained tokens were sampled greedily, so their probability does not depend on the weights"
+    if (_list_kept([row])[1] >= vocabulary).any():
+        return f"its sampling masks have ids that are not in the model's vocabulary of {vocabulary}"
+    return ""
+
+
 def list_temperatures(row: Row) -> np.ndarray:
     """Return the recorded temperature of each trained token of a row."""
     values = np.ones(row.ids.size, np.float32)
@@ -59,7 +68,7 @@ def _list_kept(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
         if column is None:
             continue
         assert isinstance(column.values, RaggedArray), "sampling masks are lists of ids"
-        tokens = np.concatenate([np.arange(start, end) for start, end in column.spans])
+        tokens = np.concatenate([np.arange(start, end) for start, end in ((0, 0), *column.spans)])
         of_id = np.repeat(tokens, column.values.sizes)
         trained = row.mask[of_id]
         places.append(number[of_id[trained]])

@@ -32,6 +32,7 @@ from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.plan import BatchPlan
 from turngate.trainers.trl.rows import DropReason, RowBuffer, RowName, Weighting, build_items
 from turngate.trainers.trl.throttle import DeliveryThrottle
+from turngate.types import SAMPLING_MASK
 
 STATE = "turngate.json"  # in TRL's checkpoint; written first
 LAST = "trainer_state.json"  # in TRL's checkpoint; written last
@@ -75,6 +76,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"plan: the {names}, but the feed accepts only groups whose names start with {self.choices.groups!r}; "
                 "leave `groups` empty, or set a plan `name` with this prefix",
                 param="plan",
+            )
+        if SAMPLING_MASK in (self.choices.side or ()):
+            raise ConfigError(
+                "choices.side must not have sampling_mask: TRL computes log-probabilities over all ids, so turns with top-p, top-k or "
+                "min-p would be trained with wrong ratios",
+                param="choices",
             )
         pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")
         if pinned is not None and pinned != self.temperature:
