@@ -36,7 +36,7 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How much of a rollout is trained. `reason` and `fix` are set if that is little."""
 
     amount: Literal["most", "few", "none"] = "most"
-    trained_tokens: int = 0
+    trained_tokens: int = 0  # of a session, including tokens that are trained only in rows with sampling masks
     main_tokens: int = 0  # tokens that the main turns sampled
     trained_main_tokens: int = 0
     reason: str = ""
