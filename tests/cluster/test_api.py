@@ -24,8 +24,8 @@ URL = "postgresql://turngate@db/turngate"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cluster": "auto"}, "data must be the URL of a PostgreSQL database"),
-        ({"cluster": "auto", "data": "folder"}, "data must be the URL of a PostgreSQL database"),
+        ({"cluster": "auto"}, "'data' must be the URL of a PostgreSQL database"),
+        ({"cluster": "auto", "data": "folder"}, "'data' must be the URL of a PostgreSQL database"),
         ({"data": URL}, "pass cluster="),
         ({"cluster": "auto", "data": URL, "gateway": "http://g"}, "gateway cannot be set"),
     ],

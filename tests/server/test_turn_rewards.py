@@ -113,7 +113,12 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], float | None, str, str]] = {
     "other kind": ([{"turn": 1, "value": 1, "kind": "bonus"}], 1.0, "turn_rewards[0].kind", "bonus"),
     "unknown field": ([{"turn": 1, "value": 1, "kind": "extra", "strat": 2}], 1.0, "turn_rewards[0].strat", "strat"),
     "text": ([{"turn": 1, "value": "1", "kind": "extra"}], 1.0, "turn_rewards[0].value", "value"),
-    "span": ([{"turn": 1, "value": 1, "kind": "extra", "start": 0, "end": 999}], 1.0, "turn_rewards[0].end", "tokens"),
+    "span": (
+        [{"turn": 1, "value": 1, "kind": "extra", "start": 0, "end": 999}],
+        1.0,
+        "turn_rewards[0].end",
+        "the length of turn",
+    ),
     "sum": ([{"turn": 1, "value": 0.5, "kind": "part"}], 1.0, "turn_rewards", "the difference is -0.5"),
     "no reward": ([{"turn": 1, "value": 0.5, "kind": "extra"}], None, "turn_rewards", "reward is null"),
 }
