@@ -366,7 +366,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"mismatch_difference must be one of {steps}, not {self.mismatch_difference:g}",
                 param="mismatch_difference",
             )
-        for name in ("mismatch_share", "mismatch_kl", "stale_kl"):
+        if not 0 <= self.mismatch_share <= 1:
+            raise ConfigError(
+                f"mismatch_share must be between 0 (no alarm) and 1 (all tokens), not {self.mismatch_share}",
+                param="mismatch_share",
+            )
+        for name in ("mismatch_kl", "stale_kl"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be 0 (no alarm) or greater, not {getattr(self, name)}", param=name)
 

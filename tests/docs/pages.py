@@ -246,6 +246,13 @@ UNRUN = [
         "tests/trainers/test_teacher.py",
     ),
     Unrun("docs/feed.md", "logprobs = [compute_logprobs", "needs a trainer", "tests/feed/test_mismatch.py"),
+    Unrun("docs/feed.md", "async with await Feed.open(gateway", "continues another block", "tests/feed/test_trees.py"),
+    Unrun(
+        "docs/feed.md",
+        'config = FeedConfig(n=8, side=("sampling_mask"',
+        "needs recorded masks",
+        "tests/trainers/test_sampling_masks.py",
+    ),
     Unrun("docs/feed.md", "from turngate.trainers.teacher", NEEDS_TEACHER, "tests/trainers/test_teacher.py"),
     Unrun("docs/gauntlet.md", "make gauntlet", TOO_LONG, "tests/gauntlet/test_turngate.py"),
     Unrun(

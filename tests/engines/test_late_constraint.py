@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engines.standins import make_request
-from turngate.engines.base import Chunk, Generate
+from turngate.engines.base import Chunk, Generate, VersionRuns
 from turngate.engines.late_constraint import generate_after_reasoning
 from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.errors import EngineError, EngineUnavailable
@@ -69,6 +69,36 @@ async def test_reply_without_reasoning_starts_over() -> None:
 async def test_reply_may_end_in_its_reasoning(turn: ScriptedTurn, finish: str) -> None:
     chunks, engine = await run([turn])
     assert chunks[-1].finish == finish and len(engine.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "rest", "whole"),
+    [
+        (((4, 3),), ((4, 2),), ((4, 5),)),  # the same weights
+        (((4, 3),), ((5, 2),), ((4, 3), (5, 2))),
+        (((3, 1), (4, 2)), ((4, 1), (5, 1)), ((3, 1), (4, 3), (5, 1))),
+        (None, ((4, 2),), None),
+    ],
+)
+async def test_policy_versions_of_both_parts_are_joined(
+    reasoning: VersionRuns | None, rest: VersionRuns, whole: VersionRuns | None
+) -> None:
+    parts = iter(
+        [
+            Chunk([OPEN, 7, CLOSE], [-1.0] * 3, "stop", version_runs=reasoning),
+            Chunk([9, STOP], [-1.0] * 2, "stop", version_runs=rest),
+        ]
+    )
+
+    @asynccontextmanager
+    async def generate(request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async def chunks() -> AsyncIterator[Chunk]:
+            yield next(parts)
+
+        yield chunks()
+
+    async with generate_after_reasoning(generate, REQUEST, ReasoningTokens(OPEN, CLOSE, False)) as chunks:
+        assert [chunk.version_runs async for chunk in chunks] == [reasoning, whole]
 
 
 async def test_no_room_after_the_reasoning() -> None:

@@ -52,6 +52,27 @@ async def test_report_causes_alarms_events_metrics_and_page() -> None:
         assert page["trend"][2]["mean"] is None  # no token was sampled with the trainer's own weights
 
 
+async def test_page_orders_reports_by_feed_and_forgets_deleted_feeds() -> None:
+    config = FeedConfig(n=1, advantage="none", from_start=True)
+    async with (
+        training() as t,
+        await Feed.open(t.client, "a", config) as a,
+        await Feed.open(t.client, "b", config) as b,
+    ):
+        for _ in range(3):
+            await t.rollout(1.0)
+        for feed in (a, b):
+            rows = [delivery.rows() for delivery in [await feed.next(10) for _ in range(3)] if delivery is not None]
+            for number in (1, 2, 3, 2):  # the trainer of each feed resumes from a checkpoint
+                await feed.report_mismatch(number, 0, rows[number - 1], recorded(rows[number - 1], 0.0))
+        page = await log_in(t.g)
+        trend = (await fetch(page, "training"))["mismatch"]["trend"]
+        assert [(one["feed"], one["number"]) for one in trend] == [(f, n) for f in "ab" for n in (1, 2, 2)]
+        await t.client.delete_feed("a")
+        left = (await fetch(page, "training"))["mismatch"]
+        assert {one["feed"] for one in (*left["newest"], *left["trend"])} == {"b"}
+
+
 async def test_limits_are_settings() -> None:
     async with (
         training(mismatch_difference=0.5, mismatch_kl=0.0) as t,
@@ -108,7 +129,8 @@ async def test_blocking_feed_reports() -> None:
     ("setting", "problem"),
     [
         ({"mismatch_difference": 0.3}, "mismatch_difference must be one of 0.001, 0.01, .*, 5, not 0.3"),
-        ({"mismatch_share": -0.1}, r"mismatch_share must be 0 \(no alarm\) or greater, not -0.1"),
+        ({"mismatch_share": -0.1}, r"mismatch_share must be between 0 \(no alarm\) and 1 \(all tokens\), not -0.1"),
+        ({"mismatch_share": 5.0}, "mismatch_share must be between 0 .* not 5.0"),
         ({"stale_kl": float("nan")}, "stale_kl must be 0"),
     ],
 )

@@ -13,6 +13,7 @@ from tests import page_kit
 from tests.kit import Running
 from tests.page import scenes
 from tests.page.browser import Web, open_browser
+from turngate.client.protocol import FeedConfig
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
@@ -103,6 +104,7 @@ async def test_training_shows_mismatch_and_alarms(tmp_path: Path, shots: Path) -
         counts[16] = 10
         same = {"lag": 0, "tokens": 100, "counts": counts, "mean": 0.05, "largest": 0.4, "k1": -0.04, "k3": 0.004}
         data = {"feed": "grpo", "number": 12, "version": 16, "lags": [same, {**same, "lag": 1}]}
+        await g.app.feeds.open("grpo", FeedConfig(n=1))
         await web.go("#/training")
         await web.wait_for(".chart-svg .chart-line")
         assert not await web.find(".banner").count()

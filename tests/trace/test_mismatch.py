@@ -67,10 +67,17 @@ def test_tokens_are_grouped_by_lag() -> None:
     assert MismatchMeter().summarize() == ()
 
 
+def _measure_exactly(differences: list[float]) -> tuple[LagMismatch, ...]:
+    """Measure tokens whose recorded log-probability is 0, so that no difference is rounded."""
+    meter = MismatchMeter()
+    meter.add(np.array(differences), np.zeros(len(differences)), np.zeros(len(differences), np.int64), 0)
+    return meter.summarize()
+
+
 @pytest.mark.parametrize("step", MISMATCH_STEPS)
 def test_tokens_over_a_difference_are_counted_from_the_histogram(step: float) -> None:
-    differences = [sign * edge * factor for edge in MISMATCH_STEPS for sign in (-1, 1) for factor in (0.7, 1.3)]
-    [one] = measure([0.0, *differences, NAN])
+    differences = [sign * edge * factor for edge in MISMATCH_STEPS for sign in (-1, 1) for factor in (0.7, 1.0, 1.3)]
+    [one] = _measure_exactly([0.0, *differences, NAN])
     assert one.count_over(step) == 1 + sum(abs(difference) > step for difference in differences)
 
 
@@ -79,6 +86,7 @@ def test_tokens_over_a_difference_are_counted_from_the_histogram(step: float) ->
     [
         ([0.0] * 100, 0, {}, []),
         ([0.3] * 5 + [0.0] * 95, 0, {"kl": 0}, []),  # exactly the limit of 5 %
+        ([0.3] * 29 + [0.0] * 71, 0, {"kl": 0, "share": 0.29}, []),
         ([0.3] * 6 + [0.0] * 94, 0, {"kl": 0}, ["difference"]),
         ([-0.3] * 6 + [0.0] * 94, 0, {"kl": 0}, ["difference"]),
         ([0.3] * 6 + [0.0] * 94, 0, {"kl": 0, "share": 0}, []),
@@ -118,11 +126,18 @@ def test_wrong_input_is_rejected(logprobs: int, version: int, problem: str) -> N
         MismatchMeter().add(np.zeros(logprobs), np.zeros(2, np.float32), np.array([5, 5]), version)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), ()])
+def test_logprobs_of_another_shape_are_rejected(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadRequest, match=r"logprobs has the shape .*, but the number of trained tokens is 2"):
+        MismatchMeter().add(np.zeros(shape), np.zeros(2, np.float32), np.array([5, 5]), 5)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"counts": (1,)}, r"lags\[0\]\.counts must have 21 buckets, not 1"),
         ({"tokens": 3}, r"lags\[0\]\.tokens must be the sum of its counts and not_finite, which is 2, not 3"),
+        ({"mean": 0.2}, r"lags\[0\]\.mean is 0.2, but the largest"),
         ({"k3": None}, "must be numbers if not_finite is less than tokens"),
     ],
 )

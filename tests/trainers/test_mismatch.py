@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines.local_kit import torch  # noqa: F401  # skips if torch is missing
 from tests.trainers.test_grpo import _model, _train, training_gateway
+from turngate.client.feed import Feed, TakenOver
 from turngate.client.gateway import GatewayClient
 from turngate.common.terminal import console
 from turngate.engines.base import Chunk, Generate
@@ -82,3 +83,13 @@ async def test_report_precedes_a_stop(tmp_path: Path) -> None:
             await _train(here, 1)
         [event] = await reports(here.client)
     assert [one["kind"] for one in event.data["alarms"]] == ["difference", "kl"]
+
+
+async def test_failed_report_does_not_hide_why_training_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise TakenOver("another reader has taken over the feed")
+
+    monkeypatch.setattr(Feed, "report_lags", fail)
+    async with training_gateway(tmp_path, engine=shifted_engine(-0.3)) as here:
+        with pytest.raises(LogprobMismatch):
+            await _train(here, 1)

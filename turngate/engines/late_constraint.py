@@ -68,10 +68,18 @@ async def _generate(
             check_echo(chunk, rest)
             rest_runs = chunk.version_runs
             if sampled and rest_runs is not None:
-                rest_runs = None if runs is None else runs + rest_runs
+                rest_runs = None if runs is None else _join_runs(runs, rest_runs)
             cached = None if sampled else chunk.cached  # already reported with the reasoning
             side = tuple(SideArray(each.name, each.first + len(sampled), each.values) for each in chunk.side)
             yield msgspec.structs.replace(chunk, prompt=None, cached=cached, version_runs=rest_runs, side=side)
+
+
+def _join_runs(runs: VersionRuns, more: VersionRuns) -> VersionRuns:
+    """Return the runs of two parts of a reply as those of the whole, in which each version has one run."""
+    if runs and more and runs[-1][0] == more[0][0]:
+        version, tokens = more[0]
+        return (*runs[:-1], (version, runs[-1][1] + tokens), *more[1:])
+    return (*runs, *more)
 
 
 def _extend(prompt: Ids | PromptIds, sampled: Sequence[int]) -> Ids | PromptIds:

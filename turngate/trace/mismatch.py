@@ -24,7 +24,7 @@ from turngate.errors import BadRequest
 from turngate.trace.sample import UNKNOWN_VERSION
 from turngate.types import Count
 
-# Edges of the histogram of d, in nats. Each bucket includes its upper edge.
+# Edges of the histogram of d, in nats. An edge belongs to the bucket that is nearer to 0.
 MISMATCH_EDGES = (*(-step for step in reversed(MISMATCH_STEPS)), *MISMATCH_STEPS)
 MAX_LAG = 16  # stands for this lag and all greater ones
 _MAX_LOG_RATIO = 20.0  # exp(d) is computed with |d| limited to this
@@ -39,8 +39,8 @@ class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
     not_finite: Count = 0  # tokens for which the trainer computed NaN or an infinite value
     counts: tuple[Count, ...]  # tokens per bucket of `MISMATCH_EDGES`, without those that are not finite
-    mean: float | None  # of |d|
-    largest: float | None  # of |d|
+    mean: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
+    largest: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
     k1: (
         float | None
     )  # mean of −d: unbiased estimate of the KL divergence of the trainer's policy from the sampling policy
@@ -69,9 +69,10 @@ class MismatchMeter:
 
         `versions` has the version that sampled each token, or `UNKNOWN_VERSION`.
         """
-        if not len(trainer) == len(recorded) == len(versions):
+        if not trainer.shape == recorded.shape == versions.shape:
+            found = f"length {len(trainer)}" if trainer.ndim == 1 else f"the shape {trainer.shape}"
             raise BadRequest(
-                f"logprobs has length {len(trainer)}, but the number of trained tokens is {len(recorded)}; pass one value for each",
+                f"logprobs has {found}, but the number of trained tokens is {len(recorded)}; pass one value for each",
                 param="logprobs",
             )
         newest = int(versions.max(initial=UNKNOWN_VERSION))
@@ -95,7 +96,8 @@ class MismatchMeter:
 
 def _summarize_lag(lag: int | None, differences: np.ndarray) -> LagMismatch:
     known = differences[np.isfinite(differences)]
-    buckets = np.searchsorted(MISMATCH_EDGES, known, side="left")
+    sizes = np.searchsorted(MISMATCH_STEPS, np.abs(known), side="left")
+    buckets = len(MISMATCH_STEPS) + np.where(known < 0, -sizes, sizes)
     limited = known.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return LagMismatch(
         lag=lag,
@@ -127,6 +129,11 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             raise BadRequest(
                 f"{where}.tokens must be the sum of its counts and not_finite, which is {sum(one.counts) + one.not_finite}, "
                 f"not {one.tokens}",
+                param="lags",
+            )
+        if one.mean is not None and one.largest is not None and one.mean > one.largest * (1 + 1e-6):
+            raise BadRequest(
+                f"{where}.mean is {one.mean}, but the largest |d| is {one.largest}; a mean cannot be greater",
                 param="lags",
             )
         if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
@@ -165,7 +172,7 @@ _SAME_WEIGHTS = (
 def _check_same_weights(one: LagMismatch, limits: MismatchLimits) -> list[MismatchAlarm]:
     alarms = []
     over = one.count_over(limits.difference) if limits.difference else 0
-    if limits.share and over > limits.share * one.tokens:
+    if limits.share and over / one.tokens > limits.share:
         message = (
             f"the log-probabilities of {over:,} of {one.tokens:,} tokens ({over / one.tokens:.1%}, limit {limits.share:.1%}) differ by "
             f"more than {limits.difference:g} nats, {_SAME_WEIGHTS}"

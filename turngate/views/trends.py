@@ -87,18 +87,22 @@ def list_feeds(store: Store) -> list[Json]:
 
 
 def list_mismatches(store: Store) -> dict[str, Json]:
-    """Return what trainers reported about log-probabilities (`trace/mismatch.py`).
+    """Return what trainers reported about log-probabilities (`trace/mismatch.py`), for the feeds that exist.
 
     `newest` has the last report of each feed. `trend` has the statistics of tokens with lag 0 for the newest reports, None without any.
+    Numbers increase within a feed: if a trainer went back to an earlier delivery, its reports replace those of later ones.
     """
     newest: dict[str, dict[str, Json]] = {}
-    trend: list[Json] = []
+    trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}
     for event in store.queries.last_gateway_events("mismatch", MOST_REPORTS):
         report = decode_or(_mismatch_decoder, event.data, None)
-        if report is None:
+        if report is None or report.feed not in trends:
             continue
         newest[report.feed] = {"at": event.time, **msgspec.to_builtins(report)}
         same = next((one for one in report.lags if one.lag == 0), None)
+        trend = trends[report.feed]
+        while trend and trend[-1]["number"] > report.number:
+            trend.pop()
         trend.append(
             {
                 "feed": report.feed,
@@ -108,7 +112,8 @@ def list_mismatches(store: Store) -> dict[str, Json]:
                 "alarms": len(report.alarms),
             }
         )
-    return {"edges": MISMATCH_EDGES, "newest": list(newest.values()), "trend": trend}
+    points = [point for trend in trends.values() for point in trend]
+    return {"edges": MISMATCH_EDGES, "newest": list(newest.values()), "trend": points}
 
 
 def compute_throughput(

@@ -18,6 +18,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -567,7 +568,8 @@ class Trainer:
                 f"feed {feed.name} will repeat its deliveries from number {deliveries[0].number} on after a restart"
             ) from None
         except LogprobMismatch as error:
-            await feed.report_lags(number, version, error.lags)
+            with suppress(TurngateError):  # the reason why training stops must not be hidden
+                await feed.report_lags(number, version, error.lags)
             raise
         return measured, await feed.report_lags(number, version, measured.mismatch)
 

@@ -28,7 +28,10 @@ export function mismatchCharts(mismatch) {
       const of = several ? ` (${report.feed})` : "";
       return [differences(mismatch.edges, report, of), ratios(mismatch.edges, report, of)];
     }),
-    trend(mismatch.trend),
+    trend(
+      mismatch.trend,
+      mismatch.newest.map((/** @type {Json} */ report) => report.feed),
+    ),
   ];
 }
 
@@ -65,18 +68,22 @@ function ratios(edges, report, of) {
   });
 }
 
-/** @param {Json[]} reports */
-function trend(reports) {
-  const by = (/** @type {string} */ key) => reports.map((one) => [one.number, one[key]]);
+/** @param {Json[]} reports @param {string[]} feeds */
+function trend(reports, feeds) {
+  const series = feeds.flatMap((feed, i) => {
+    const own = reports.filter((one) => one.feed === feed);
+    const of = feeds.length > 1 ? ` (${feed})` : "";
+    return [
+      { name: `mean difference${of}`, points: own.map((one) => [one.number, one.mean]), shade: (2 * i) % 4 },
+      { name: `KL (k3)${of}`, points: own.map((one) => [one.number, one.k3]), shade: (2 * i + 1) % 4 },
+    ];
+  });
   return chart({
     title: "Mismatch by update, same weights",
     x: "delivery",
     whole: true,
     y: "nats per token",
-    series: [
-      { name: "mean difference", points: by("mean"), shade: 0 },
-      { name: "KL (k3)", points: by("k3"), shade: 1 },
-    ],
+    series,
     empty: "No token was sampled with the trainer's own weights.",
   });
 }
