@@ -1,4 +1,4 @@
-"""`make demo`: train an unmodified agent on two CPU cores, in seven to ten minutes.
+"""`make demo`: train an unmodified agent on two CPU cores, in about five minutes.
 
 The agent is mini-SWE-agent from PyPI, and the model is SmolLM2-135M-Instruct, also from PyPI. The tasks are errands in a folder, such as
 renaming a file, and a function on the host grades each rollout. The agent runs in a sandbox and uses Turngate as its model provider.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import subprocess
 import sys
@@ -48,7 +47,6 @@ N, GROUPS, STEPS = 8, 2, 8  # rollouts per group, groups per step, steps
 HELD_OUT, HELD_OUT_FAST = 10, 5  # tasks evaluated before and after training
 RUNNING = 4  # rollouts at the same time
 LEARNING_RATE = 3e-5
-AGENTS_SHARE = 0.78  # of the time of a step, measured on two idle cores (docs/training.md)
 CONTEXT = 256  # tokens; an errand needs about half of that
 TOO_SHORT = (
     f"That was too short to learn much: without FAST=1, the demo makes {STEPS} steps of {GROUPS} × {N} rollouts."
@@ -120,8 +118,8 @@ def print_page(environment: TrainingEnvironment, run: TrainingRun, console: Cons
 
 async def show_first_rollout(
     run: TrainingRun, environment: TrainingEnvironment, display: TrainingDisplay, console: Console
-) -> float:
-    """Run one rollout with the untrained model, show its tokens with `turngate show`, and return its duration in seconds."""
+) -> None:
+    """Run one rollout with the untrained model, and show its tokens with `turngate show`."""
     plan = msgspec.structs.replace(
         run.goal.batch, tasks=run.held_out[:1], n=1, name="first", folder=run.folder / "first"
     )
@@ -136,20 +134,11 @@ async def show_first_rollout(
             "The first rollout recorded nothing. The training below shows why, if that happens again.",
             "yellow",
         )
-        return seconds
+        return
     say(console, f"One rollout of the untrained model took {seconds:.0f} s. These are its tokens:", "bold")
     command = ["show", rollout.session, "--data", str(run.folder / "data"), "--tokens"]
     say(console, f"$ turngate {' '.join(command)}", "bold")
     await asyncio.to_thread(subprocess.run, [sys.executable, "-m", "turngate", *command], check=False)
-    return seconds
-
-
-def print_estimate(run: TrainingRun, seconds: float, console: Console) -> None:
-    """Estimate the remaining time from one rollout. Agents take most of the time, and share the cores."""
-    parallel = min(RUNNING, len(os.sched_getaffinity(0)))
-    minutes = run.rollouts * seconds / parallel / AGENTS_SHARE / 60
-    about = "about a minute" if minutes < 1.5 else f"about {minutes:.0f} minutes"
-    say(console, f"\nThe other {run.rollouts} rollouts and the training take {about} on this machine.\n", "bold")
 
 
 async def run_demo(options: argparse.Namespace) -> None:
@@ -165,8 +154,8 @@ async def run_demo(options: argparse.Namespace) -> None:
     async with open_run(run) as environment:
         print_page(environment, run, console)
         with TrainingDisplay(console, run.goal.steps) as display:
-            seconds = await show_first_rollout(run, environment, display, console)
-        print_estimate(run, seconds, console)
+            await show_first_rollout(run, environment, display, console)
+        say(console, f"\nNow {run.rollouts} more rollouts, with training.\n", "bold")
         with TrainingDisplay(console, run.goal.steps, run.rollouts) as display:
             result = await train_and_evaluate(run, environment, display.callbacks())
             await print_improvements(environment, result, console)
