@@ -344,7 +344,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} must be 0 (keep {kept}) or greater, not {getattr(self, name)}", param=name)
         if self.archive and not self.session_days:
             raise ConfigError(
-                "archive has no effect without session_days; set session_days to the number of days after which sessions are removed",
+                "'archive' has no effect without session_days; set session_days to the number of days after which sessions are removed",
                 param="archive",
             )
         if self.verify_every < 0:
@@ -373,7 +373,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         for name in ("mismatch_kl", "stale_kl"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be 0 (no alarm) or greater, not {getattr(self, name)}", param=name)
+                raise ConfigError(
+                    f"{name} must be 0 (no alarm) or a finite number greater than 0, not {getattr(self, name)}",
+                    param=name,
+                )
 
     def _check_shared(self) -> None:
         parse_database_url(self.data)

@@ -290,7 +290,7 @@ def arguments(**options: Any) -> dict[str, Any]:
         ),
         ("Do it.", arguments(files={"a": 3}), "files['a'] must be str or bytes, not int"),
         ("Do it.", arguments(concurrency=0), "concurrency: Expected `int` >= 1"),
-        ("Do it.", arguments(options={"command": "true"}), "options needs an agent; also pass agent="),
+        ("Do it.", arguments(options={"command": "true"}), "options= needs an agent; also pass agent="),
         ("", arguments(), "task is empty; describe what the agent should do"),
         (3, arguments(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
         ("examples/tasks/fix-ad", arguments(), "task: examples/tasks/fix-ad does not exist"),
@@ -298,7 +298,7 @@ def arguments(**options: Any) -> dict[str, Any]:
         (
             "examples/tasks/fix-add",
             arguments(test_script="true"),
-            "test_script applies only to a task that is an instruction",
+            "test_script= applies only if the task is an instruction",
         ),
         ({"id": "a", "instruction": "b", "grade": 1}, arguments(), "grade is not a known field"),
         ("Do it.", arguments(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),

@@ -363,7 +363,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
     again = run_cli(*command(folder, "--n", "3", "--out", str(folder / "out"), "--json", "--resume"))
     assert again.exit_code == 0
     assert json.loads(again.stdout) == summary
-    assert "6 of 6 rollouts are already finished" in again.stderr
+    assert "rollouts already finished: 6 of 6" in again.stderr
     one = run_cli(*command(folder, "--n", "2", "--only", "one", "--out", str(folder / "one")))
     assert "2 rollouts (1 task × 2) in" in one.stdout
     other = run_cli(*command(folder, "--n", "2", "--out", str(folder / "out")))
@@ -374,7 +374,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
     ("more", "line"),
     [
         (["--n", "0"], "n must be at least 1, not 0"),
-        (["--concurrency", "0"], "concurrency must be at least 1, not 0"),
+        (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
         (["--retries", "-1"], "retries must be at least 0, not -1"),
         (
             ["--name", "a/b"],
@@ -387,7 +387,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
         ),
         (["--on-timeout", "ignore"], "--on-timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
-        (["--resume"], "resume failed: "),
+        (["--resume"], "--resume: "),
     ],
 )
 def test_invalid_option_error_names_option(more: list[str], line: str, folder: Path) -> None:

@@ -98,7 +98,7 @@ async def test_nothing_is_trained_twice_after_a_restore(
         cursor = events.newest()
         restore()
         # A reader whose position is newer than the store gets an error that says what to do.
-        with pytest.raises(Conflict, match=r"after is 2, but the newest delivery of feed 'f' is 1.*mark-restored"):
+        with pytest.raises(Conflict, match=r"'after' is 2, but the newest delivery of feed 'f' is 1.*mark-restored"):
             await read(feeds, reader, 2)
         # A follower of events whose cursor is newer than the store starts over.
         async for one in events.follow(after=cursor, wait=False):

@@ -37,9 +37,9 @@ async def test_export_from_served_folder_reports_losses(tmp_path: Path) -> None:
     ("more", "line"),
     [
         ([], "data: no recordings in "),
-        (["--unscored", "zero"], "unscored must be one of keep, drop, not 'zero'"),
-        (["--advantage", "best"], "advantage must be one of normalised, leave_one_out, none, not 'best'"),
-        (["--keep", "some"], "keep must be one of all, best, not 'some'"),
+        (["--unscored", "zero"], "--unscored must be one of keep, drop, not 'zero'"),
+        (["--advantage", "best"], "--advantage must be one of normalised, leave_one_out, none, not 'best'"),
+        (["--keep", "some"], "--keep must be one of all, best, not 'some'"),
         (["--min-reward", "nan"], "--min-reward must be a finite number, not nan"),
         (["--as", "tokens"], "--as does not apply to format rows; leave it out"),
     ],

@@ -44,7 +44,7 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
     kept = run_cli(*prune, "1h")
     assert "removed 0 sessions; kept 3 sessions" in kept.stdout and "2 × it ended too recently" in kept.stdout
     done = run_cli(*prune, "0m")
-    assert "removed 2 sessions, 2 of them written to the archive; kept 1 session" in done.stdout
+    assert "removed 2 sessions (written to the archive: 2); kept 1 session" in done.stdout
     assert "1 × the session is open" in done.stdout
     again = json.loads(run_cli(*prune, "0m", "--json").stdout)
     assert again == {
@@ -58,7 +58,7 @@ async def test_pruned_sessions_can_be_verified_and_exported_from_the_archive(tmp
         run_rejected("load-archive", archive, "--data", old, "--session", "x")
         == f"archive: {archive} has no session x; pass the ids of archived sessions"
     )
-    assert run_cli("load-archive", archive, "--data", old).stdout == f"added 1 session to {old}; it already had 1\n"
+    assert run_cli("load-archive", archive, "--data", old).stdout == f"added 1 session to {old}; already there: 1\n"
     verified = run_cli("verify", "--data", old)
     assert verified.exit_code == 0, verified.output
     assert "Hello." in run_cli("show", second, "--data", old).stdout
@@ -105,7 +105,7 @@ def test_invalid_option_is_named(
 async def test_session_days_removes_old_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="session_days must be 0"):
         ServeConfig(session_days=-1).check()
-    with pytest.raises(ConfigError, match="archive has no effect without session_days"):
+    with pytest.raises(ConfigError, match="'archive' has no effect without session_days"):
         ServeConfig(archive="x").check()
     monkeypatch.setattr(retention, "_FIRST_S", 0.01)
     *old, opened = await record(tmp_path / "data")

@@ -88,7 +88,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", ""], "task: prompt is empty; describe what the agent should do"),
         (["--task", "/no/such/task"], "task: /no/such/task does not exist; specify a folder with an instruction.md"),
         (["--prompt", " "], "task: prompt is empty; describe what the agent should do"),
-        (["--prompt", "x", "--network", "some"], "network must be none or open, not 'some'"),
+        (["--prompt", "x", "--network", "some"], "--network must be none or open, not 'some'"),
         (
             ["--prompt", "x", "--sandbox", "vm"],
             "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
@@ -101,9 +101,9 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         ),
         (["--prompt", "x", "--set", "command"], "--set must be NAME=VALUE, not 'command'"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
-        (["--prompt", "x", "--timeout", "0"], "timeout must be greater than 0, not 0.0"),
-        (["--prompt", "x", "--timeout", "nan"], "timeout must be greater than 0, not nan"),
-        (["--prompt", "x", "--timeout", "inf"], "timeout must be finite, not inf"),
+        (["--prompt", "x", "--timeout", "0"], "--timeout must be greater than 0, not 0.0"),
+        (["--prompt", "x", "--timeout", "nan"], "--timeout must be greater than 0, not nan"),
+        (["--prompt", "x", "--timeout", "inf"], "--timeout must be finite, not inf"),
         (["--prompt", "x", "--max-turns", "-1"], "--max-turns must be greater than 0, not -1"),
         (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
@@ -116,7 +116,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY is not set; set it to the gateway's admin key"),
         (
             ["--prompt", "x", "--gateway", "http://x", "--engine", "vllm"],
-            "engine cannot be set for the running gateway at http://x; remove --engine",
+            "--engine cannot be set for the running gateway at http://x; remove --engine",
         ),
         (
             ["--prompt", "x", "--out", "/dev/null/x"],
@@ -236,8 +236,8 @@ def test_engine_that_is_down_is_reported_before_the_agent_starts(data: Path) -> 
     done = run_cli(*shell_run(data, "true", *engine))
     assert done.exit_code == 2 and "sandbox" not in done.stdout
     assert done.stderr.splitlines()[-1] == (
-        "turngate: --engine-url: the engine at http://127.0.0.1:9 cannot be used (the connection to vllm failed: connection "
-        "refused); check that it has started, and that --engine-url is its address"
+        "turngate: --engine-url: no engine can be used (http://127.0.0.1:9: the connection to vllm failed: connection "
+        "refused); check that the engine has started, and that --engine-url is its address"
     )
     assert sessions(data) == []
 
@@ -384,7 +384,7 @@ def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
         other = run_cli(*shell_run(data, CALL_ONCE, "--script", tmp_path / "script.json"))
         assert (
             other.exit_code == 2
-            and "script cannot be set for the running gateway at" in other.stderr
+            and "--script cannot be set for the running gateway at" in other.stderr
             and "remove --script or choose a different --data folder" in other.stderr
         )
         # The gateway can also be given by its URL.

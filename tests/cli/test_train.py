@@ -88,7 +88,7 @@ def test_resume_and_conflicting_options(arguments: list[str | Path], tmp_path: P
     shutil.move(out / "checkpoints", tmp_path / "away")
     error = run_rejected(*arguments, "--steps", "2")
     assert error.startswith(
-        f"steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but "
+        f"--steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but "
     )
     assert "has no checkpoint;" in error and "pass --steps 3 or more, or choose a different --out folder" in error
     assert run_cli(*arguments, "--steps", "3").exit_code == 0

@@ -27,7 +27,7 @@ URL = "postgresql://turngate@db/turngate"
         ({"cluster": "auto"}, "'data' must be the URL of a PostgreSQL database"),
         ({"cluster": "auto", "data": "folder"}, "'data' must be the URL of a PostgreSQL database"),
         ({"data": URL}, "pass cluster="),
-        ({"cluster": "auto", "data": URL, "gateway": "http://g"}, "gateway cannot be set"),
+        ({"cluster": "auto", "data": URL, "gateway": "http://g"}, "gateway= cannot be set"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:

@@ -54,7 +54,9 @@ async def test_admin_key_file_must_be_private(tmp_path: Path, monkeypatch: pytes
     file.write_text("planted-admin-key-0123456789\n")
     file.chmod(0o644)
     finding = await run_check(settings(tmp_path), "admin key")
-    assert finding.state == "failure" and "is readable by other users" in finding.message and "chmod 600" in finding.fix
+    assert (
+        finding.state == "failure" and "is accessible to other users" in finding.message and "chmod 600" in finding.fix
+    )
     file.chmod(0o600)
     fine = await run_check(settings(tmp_path), "admin key")
     assert fine.state == "ok" and "0600" in fine.message and "planted" not in fine.message

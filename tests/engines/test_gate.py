@@ -91,8 +91,8 @@ async def test_missing_logprobs_stay_none(gate: Gate) -> None:
     ("ids", "logprobs", "finish", "words"),
     [
         ([4, 10], [-1, -1], "stop", "ids[1] is 10, which is outside the vocabulary of 10 tokens"),
-        ([4, -1], [-1, -1], "stop", "ids must be between 0"),
-        ([4, 2**40], [-1, -1], "stop", "ids must be between 0"),
+        ([4, -1], [-1, -1], "stop", "every id must be between 0"),
+        ([4, 2**40], [-1, -1], "stop", "every id must be between 0"),
         ([4.5], [-1], "stop", "ids must be a flat list of integers"),
         ([[4]], [[-1]], "stop", "ids must be a flat list of integers"),
         ([True], [-1], "stop", "ids must be a flat list of integers"),
@@ -169,7 +169,7 @@ async def test_repeated_piece_is_idempotent(gate: Gate) -> None:
     call = await take_one(gate)
     for _ in range(2):
         gate.accept_piece(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
-    with pytest.raises(Conflict, match="at must be 1, the number of tokens sent so far, not 0"):
+    with pytest.raises(Conflict, match="'at' must be 1, the number of tokens sent so far, not 0"):
         gate.accept_piece(call.id, call.lease, 0, np.array([5], ID_DTYPE), None, None)
     for _ in range(2):
         gate.accept_piece(call.id, call.lease, 1, np.array([STOP], ID_DTYPE), None, "stop")

@@ -322,7 +322,7 @@ async def test_align_logprobs_never_pads_or_truncates() -> None:
     assert align_logprobs("engine", [1, 2], [-0.5, None]) == [-0.5, None]
     assert align_logprobs("engine", [1, 2], [-9999.0, 0.0]) == [None, 0.0]
     for wrong in ([-0.5], [-0.5, -0.5, -0.5], []):
-        with pytest.raises(EngineError, match="log-probabilities for 2 tokens"):
+        with pytest.raises(EngineError, match="different numbers of log-probabilities"):
             align_logprobs("engine", [1, 2], wrong)
 
 

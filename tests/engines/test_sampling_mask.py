@@ -114,7 +114,7 @@ async def test_sglang_is_not_asked_for_masks_that_it_would_refuse(fields: dict[s
     [
         ([[3], [9], [2]], "excludes the sampled token 7"),
         ([[3, 7, 3], [9], [2]], "repeated ids for token 7"),
-        (MASKS[:2], "sampling masks for 2 tokens, but 3 tokens"),
+        (MASKS[:2], r"different numbers of sampling masks \(2\) and tokens \(3\)"),
     ],
 )
 async def test_wrong_masks_fail_the_call(masks: list[list[int]], why: str) -> None:

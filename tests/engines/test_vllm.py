@@ -298,13 +298,16 @@ async def test_missing_logprobs_stay_none() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (completion([5, 6], [-0.1], "stop"), "1 log-probabilities for 2 tokens"),
-        (completion([5], [-0.1, -0.2], "stop"), "2 log-probabilities for 1 tokens"),
+        (completion([5, 6], [-0.1], "stop"), r"log-probabilities \(1\) and tokens \(2\)"),
+        (completion([5], [-0.1, -0.2], "stop"), r"log-probabilities \(2\) and tokens \(1\)"),
         (completion(None, None, "stop"), "return_tokens_as_token_ids"),
         (completion([5], [-0.1], "error"), "'error'"),
         (completion([-5], [-0.1], "stop"), "cannot be decoded"),
         (completion([2**31], [-0.1], "stop"), "cannot be decoded"),
-        ({**completion([5, 6], [-0.1, -0.2], "stop"), "usage": {"completion_tokens": 3}}, "2 tokens, but reported 3"),
+        (
+            {**completion([5, 6], [-0.1, -0.2], "stop"), "usage": {"completion_tokens": 3}},
+            r"tokens \(3\) than it sent \(2\)",
+        ),
     ],
 )
 async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
@@ -326,7 +329,7 @@ async def test_repeated_or_missing_event_raises() -> None:
             if sent == 3:
                 assert (await whole_of(engine)).ids == [5, 6, 7]
                 continue
-            with pytest.raises(EngineError, match=f"sent {sent} tokens, but reported 3"):
+            with pytest.raises(EngineError, match=rf"tokens \(3\) than it sent \({sent}\)"):
                 await whole_of(engine)
 
 

@@ -131,5 +131,5 @@ async def test_retries_are_logged_and_invalid_name_is_bad_request(
     assert "retrying for up to" in caplog.text
     async with training() as t:
         for name in ("no/name", "", "no name"):
-            with pytest.raises(BadRequest, match=r"name must be 1 to 128 letters"):
+            with pytest.raises(BadRequest, match=r"the name of a feed must be 1 to 128 letters"):
                 await asyncio.to_thread(read, t.g.root, name)

@@ -131,8 +131,8 @@ async def test_reader_is_warned_of_groups_of_other_size(
         small = await Feed.open(t.client, "small", FeedConfig(n=2, from_start=True))
         assert [d is not None and len(d.rollouts) for d in (await small.next(5), await small.next(5))] == [2, 2]
         assert caplog.messages == [
-            "feed small: group batch.task is split into several deliveries; if the batch makes groups of more than 2 rollouts, "
-            "set n to the --n of the batch"
+            "feed small: group batch.task is split into several deliveries; if the groups of the batch are larger than 2, "
+            "set the feed's n to the batch's --n"
         ]
         for _ in range(4):
             await t.rollout(1.0, "batch.open")
@@ -302,7 +302,7 @@ async def test_deleting_feed_ends_its_reader(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_number_beyond_newest_is_rejected() -> None:
     async with training() as t, await Feed.open(t.client, "f", PLAIN, after=7) as feed:
-        with pytest.raises(RequestRejected, match="after is 7, but the newest delivery of feed 'f' is 0; check"):
+        with pytest.raises(RequestRejected, match="'after' is 7, but the newest delivery of feed 'f' is 0; check"):
             await feed.next(1)
 
 

@@ -95,7 +95,7 @@ async def test_wrong_reports_are_rejected() -> None:
         rows = delivery.rows()
         with pytest.raises(BadRequest, match="pass one value for each"):
             await feed.report_mismatch(1, 0, rows, [np.zeros(1)])
-        with pytest.raises(BadRequest, match="logprobs has 0 arrays for 1 rows"):
+        with pytest.raises(BadRequest, match=r"one array for each row \(arrays: 0, rows: 1\)"):
             await feed.report_mismatch(1, 0, rows, [])
         with pytest.raises(RequestRejected, match="number 2 was never handed out"):
             await feed.report_mismatch(2, 0, rows, recorded(rows, 0.0))

@@ -119,23 +119,29 @@ def change_row(tree: WireTree, **change: Any) -> dict[str, Any]:
 
 OUTSIDE = RowSpan(0, 0, 1000, "main", True, "", 0, 0)
 DAMAGED: list[tuple[Any, str]] = [
-    (lambda tree: {"ids": tree.ids[4:]}, r"\d+ ids and .* do not match its \d+ segments"),
-    (lambda tree: {"logprobs": tree.logprobs[4:]}, r"\d+ ids and .* do not match its \d+ segments"),
+    (lambda tree: {"ids": tree.ids[4:]}, r".*ids \(\d+\) and .* do not match"),
+    (lambda tree: {"logprobs": tree.logprobs[4:]}, r".*ids \(\d+\) and .* do not match"),
     (lambda tree: {"segments": (WireSegment(0, None), *tree.segments)}, "segment 0 is empty"),
-    (lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])}, "segment 0 is empty, or does not follow"),
+    (lambda tree: {"segments": (WireSegment(3, 5), *tree.segments[1:])}, "segment 0 is empty, or its parent"),
     (
         lambda tree: {"segments": (), "rows": (), "ids": b"", "logprobs": b""},
-        "0 ids and .* do not match its 0 segments",
+        r".*ids \(0\) and .* or there are no segments",
     ),
     (
         lambda tree: {"segments": (WireSegment(2**60, None), *tree.segments[1:])},
-        r"\d+ ids and .* do not match its \d+ segments",
+        r".*ids \(\d+\) and .* do not match",
     ),
     (lambda tree: change_row(tree, turn_advantages=(), empty_turns=(OUTSIDE,)), "a turn without tokens is not inside"),
     (lambda tree: {"rows": tree.rows[1:]}, r"segments\[\d+\].turn.trained_in must be the index of a row"),
     (lambda tree: change_row(tree, last=-1), "branch .* ends in segment -1"),
-    (lambda tree: change_row(tree, rollout=3), "it belongs to rollout 3, which has no advantage"),
-    (lambda tree: change_row(tree, turn_advantages=(1.0,)), "2 turns have 1 advantages"),
+    (
+        lambda tree: change_row(tree, rollout=3),
+        "the row belongs to rollout 3, which does not exist or has no advantage",
+    ),
+    (
+        lambda tree: change_row(tree, turn_advantages=(1.0,)),
+        r"the number of turn advantages \(1\) does not match the number of turns \(2\)",
+    ),
     (
         lambda tree: {"logprobs": memoryview(np.full(len(tree.logprobs) // 4, np.nan, "<f4").tobytes())},
         r"segments\[1\] is trained, but .* lacks log-probabilities",
@@ -149,7 +155,7 @@ async def test_teacher_needs_rows() -> None:
             return delivery
 
     async with training() as t:
-        with pytest.raises(ValueError, match='form must be "rows" with a teacher'):
+        with pytest.raises(ValueError, match='with a teacher, form must be "rows"'):
             await Feed.open(t.client, "f", FeedConfig(n=1), teacher=Teacher(), form="tree")
 
 

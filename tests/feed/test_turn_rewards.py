@@ -116,7 +116,7 @@ def test_a_row_without_turn_rewards_has_the_same_bytes_as_before() -> None:
     [
         ({"turn_rewards": (RowReward(2, 0, 9, "", 1.0, "extra"),)}, "outside the row"),
         ({"turn_rewards": (RowReward(2, 1, 1, "", 1.0, "extra"),)}, "outside the row"),
-        ({"turn_advantages": (1.0, 2.0)}, "1 turns have 2 advantages"),
+        ({"turn_advantages": (1.0, 2.0)}, r"turn advantages \(2\) does not match the number of turns \(1\)"),
     ],
 )
 def test_damaged_turn_rewards_are_refused(change: dict[str, Any], text: str) -> None:

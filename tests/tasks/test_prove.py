@@ -142,7 +142,7 @@ def test_check_command_exit_code_reflects_proofs(tmp_path: Path) -> None:
     assert (found["good"]["verdict"], found["good"]["solved"], found["good"]["untouched"]) == ("proven", 1.0, 0.0)
     assert found["lax"]["verdict"] == "not proven" and "the untouched task scores 1" in found["lax"]["message"]
     done = run(app, ["tasks", "check", str(tmp_path / "all"), "--only", "good"])
-    assert done.exit_code == 0 and "All 1 passed: 1 proven." in done.output
+    assert done.exit_code == 0 and "Tasks that passed: 1 of 1 (1 proven)." in done.output
 
 
 async def test_grader_is_tried_without_solution(tmp_path: Path) -> None:

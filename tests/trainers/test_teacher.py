@@ -181,7 +181,7 @@ def change_score(value: float | None) -> Callable[[list[Any]], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (drop_last, r"vllm scored \d+ of \d+ tokens"),
+        (drop_last, r"vllm returned the wrong number of scores: \d+ instead of \d+"),
         (change_score(math.nan), "cannot be read"),
         (change_score(None), "cannot be read"),
         (change_score(1e300), "not finite"),
@@ -214,7 +214,7 @@ def test_invalid_reply_leaves_row_unscored(
 
 def test_teacher_that_scores_nothing_fails_the_export(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.change = drop_last
-    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\), so no file was written: vllm scored"):
+    with pytest.raises(EngineError, match=r"scored no row \(rows: \d\), so no file was written: vllm returned"):
         recording.export("rows", teacher=config(server))
     assert not (recording.out / "out.jsonl").exists()
 
@@ -541,7 +541,7 @@ async def test_feed_marks_unscored_rows(recording: Recording, server: TeacherSer
                 delivery = await feed.next(10)
     assert delivery is not None and delivery.rows()
     for row in delivery.rows():
-        assert "teacher_logprobs" not in row.side and row.unscored.startswith("vllm scored")
+        assert "teacher_logprobs" not in row.side and row.unscored.startswith("vllm returned")
 
 
 # ── verification ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -155,7 +155,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             _install_pip(spec, new, report)
         if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file",
+                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file; correct it",
                 param="install.program",
             )
 

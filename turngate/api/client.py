@@ -81,7 +81,7 @@ class Client:
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
         given = parse_arguments(where, ClientSettings)
         if given.options and not given.agent:
-            raise BadRequest("options needs an agent; also pass agent=", param="options")
+            raise BadRequest("options= needs an agent; also pass agent=", param="options")
         self._tokenizer = given.tokenizer
         self._cluster = _choose_cluster(given)
         self._data = None if given.data is None or self._cluster is not None else Path(given.data)
@@ -246,7 +246,7 @@ class Client:
             group = f"{task.id}-{uuid.uuid4().hex[:8]}"
             jobs += [_Job(len(jobs) + index, task, group) for index in range(n)]
         if not jobs:
-            raise BadRequest("tasks is empty; pass at least one task", param="tasks")
+            raise BadRequest("tasks must not be empty; pass at least one task", param="tasks")
         return jobs
 
     async def _load_task(self, task: AnyTask, given: RunSettings) -> Task:
@@ -426,13 +426,13 @@ def _choose_cluster(given: ClientSettings) -> ClusterPlace | None:
     if not given.cluster:
         if is_database_url(data):
             raise BadRequest(
-                "without cluster, data must be a folder; pass cluster=, such as cluster='auto', to record in PostgreSQL",
+                "without cluster=, data= must be a folder; to record in PostgreSQL, also pass cluster=, such as cluster='auto'",
                 param="data",
             )
         return None
     if given.gateway:
         raise BadRequest(
-            "gateway cannot be set with cluster, because each node has its own gateway; remove one of them",
+            "gateway= cannot be set with cluster=, because each node has its own gateway; remove one of them",
             param="gateway",
         )
     place = ClusterPlace(address=given.cluster, shared=data)

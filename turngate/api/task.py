@@ -41,7 +41,7 @@ def load_task(
     given = {"test_script": test_script, "setup": setup, "files": files, "task_id": task_id}
     for name in (name for name, value in given.items() if value):
         raise BadRequest(
-            f"{name} applies only to a task that is an instruction; remove it, because this task defines its own",
+            f"{name}= applies only if the task is an instruction; remove it, or pass an instruction as the task",
             param=name,
         )
     if isinstance(task, Task):
@@ -61,7 +61,7 @@ def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
     if isinstance(tasks, str | Path):
         if isinstance(tasks, str) and not _is_path(tasks):
             raise BadRequest(
-                f"tasks must be a list or a path, not {tasks[:80]!r}; for a single instruction, use run or group",
+                f"tasks must be a list or a path, not {tasks[:80]!r}; for a single instruction, use run() or group()",
                 param="tasks",
             )
         yield from read_tasks(str(tasks))
@@ -125,7 +125,7 @@ def _load_path(where: str) -> Task:
     found = [*read_tasks(where, limit=2)]
     if len(found) > 1:
         raise TaskError(
-            f"task: {where} contains several tasks; select one (rows.jsonl#ID or a task's folder), or run all with batch",
+            f"task: {where} contains several tasks; select one (rows.jsonl#ID or a task's folder), or run all of them with batch()",
             param="task",
         )
     return found[0]

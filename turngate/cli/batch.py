@@ -101,7 +101,7 @@ def run_batch(options: BatchOptions) -> int:
             plan = msgspec.structs.replace(plan, folder=folder)
         if options.resume and not (plan.folder / LEDGER_NAME).is_file():
             raise ConfigError(
-                f"resume failed: {plan.folder} contains no batch; remove --resume to start one", param="resume"
+                f"--resume: {plan.folder} contains no batch; remove --resume to start one", param="resume"
             )
         return plan
 
@@ -325,7 +325,8 @@ def print_result(result: BatchResult, console: Console) -> None:
     if summary.rounds:
         console.print(_round_table(summary))
     say(
-        console, f"  mean seconds: {phases or 'none'}; {summary.overall.attempts} attempts in {_clock(summary.seconds)}"
+        console,
+        f"  mean seconds: {phases or 'none'}; attempts: {summary.overall.attempts}, in {_clock(summary.seconds)}",
     )
     for kind, messages in summary.messages.items():
         for message, count in messages:

@@ -16,7 +16,8 @@ def load_serve_config(options: ServeOptions) -> ServeConfig:
     config = load_config(options.config, dict(options.settings))
     if config.shared:
         raise ConfigError(
-            "shared applies only to a cell; start a cell with `turngate cell`, or remove the setting", param="shared"
+            "the setting 'shared' applies only to a cell; start a cell with `turngate cell`, or remove the setting",
+            param="shared",
         )
     return config
 
@@ -26,7 +27,8 @@ def load_cell_config(options: ServeOptions) -> ServeConfig:
     config = load_optional_cell_config(options)
     if not config.shared:
         raise ConfigError(
-            f"shared is not set; pass --shared postgresql://user@host/database or set {SHARED_URL}", param="shared"
+            f"the shared store is not set; pass --shared postgresql://user@host/database or set {SHARED_URL}",
+            param="shared",
         )
     return config
 
@@ -36,7 +38,7 @@ def load_optional_cell_config(options: ServeOptions) -> ServeConfig:
     flag = options.settings.get("shared") or ""
     if flag and _parse_shared(flag).has_password:
         raise ConfigError(
-            f"shared: the URL contains a password, which would appear in process lists; set {SHARED_URL} to the URL, put it "
+            f"--shared: the URL contains a password, which would appear in process lists; set {SHARED_URL} to the URL, put it "
             "in the config file, or set PGPASSFILE or PGPASSWORD",
             param="shared",
         )

@@ -29,7 +29,8 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
         if getattr(options, name):
             flag = name.replace("_", "-")
             raise ConfigError(
-                f"{name} cannot be set with --ray, because each node has its own gateway; remove --{flag}", param=name
+                f"{name} cannot be set with --ray, because each node has its own gateway; remove --{flag}",
+                param=name,
             )
     choice = ClusterChoice(address=options.ray, labels=labels, config=config)
     choice.check()

@@ -78,10 +78,15 @@ def list_flags() -> dict[str, str]:
 
 
 def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
-    """Return an error's message with flags instead of option names that contain an underscore. `flags` maps option names to flags."""
+    """Return an error's message with flags instead of the names of options. `flags` maps names to flags.
+
+    A name without an underscore may be an ordinary word, so it is replaced only where it is the subject of the message.
+    """
     message = error.message
     if error.param == "tasks" and "tasks" in flags:  # the error is about the value of --tasks, not about a single task
         message = re.sub(r"^tasks?: ", f"{flags['tasks']}: ", message)
+    if error.param and error.param in flags:
+        message = re.sub(rf"^{error.param}(?= (?:applies|cannot|has|is|must|needs) )", flags[error.param], message)
     for name, flag in flags.items():
         if "_" in name:
             message = re.sub(rf"(?<![\w./='\"-]){name}(?![\w/='\"-]|\.\w)", flag, message)

@@ -99,7 +99,8 @@ def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
     for name in ("url", "model", "version", "top_k", "tokenizer"):
         if getattr(options, f"teacher_{name}"):
             raise ConfigError(
-                f"teacher_{name} applies only with a teacher; also pass --teacher", param=f"teacher_{name}"
+                f"teacher_{name} applies only with a teacher; also pass --teacher",
+                param=f"teacher_{name}",
             )
     return None
 

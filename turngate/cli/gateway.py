@@ -116,7 +116,8 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
         return False
     except Unauthorized:
         raise ConfigError(
-            f"data folder {data} is served by {client.url}; set {ADMIN_KEY} to its admin key, or choose a different --data folder",
+            f"data folder {data} is served by the gateway at {client.url}, which rejected the admin key; set {ADMIN_KEY} to the "
+            "gateway's admin key, or choose a different --data folder",
             param="data",
         ) from None
     return True
@@ -127,15 +128,14 @@ async def _require_engine(client: GatewayClient, *, own: bool) -> None:
     engines = (await client.engines()).engines
     if not engines or any(engine.up for engine in engines):
         return
-    urls = " and ".join(engine.url for engine in engines)
-    reason = engines[0].detail or "it is down"
+    reasons = "; ".join(f"{engine.url}: {engine.detail or 'it is down'}" for engine in engines)
     if own:
         raise ConfigError(
-            f"engine_url: the engine at {urls} cannot be used ({reason}); check that it has started, and that engine_url is its address",
+            f"engine_url: no engine can be used ({reasons}); check that the engine has started, and that engine_url is its address",
             param="engine_url",
         )
     raise EngineUnavailable(
-        f"the engine of the gateway at {client.url} cannot be used ({urls}: {reason}); check that it has started, and list the "
+        f"the gateway at {client.url} has no engine that can be used ({reasons}); check that the engine has started, and list the "
         f"engines with `turngate engines list --gateway {client.url}`"
     )
 

@@ -51,9 +51,9 @@ app = CommandGroup(
     pretty_exceptions_enable=False,
     help="The token-exact gateway for training coding agents.",
 )
-agents_app = CommandGroup(help="List, install and check agents.")
+agents_app = CommandGroup(help="List, install, check and create agents.")
 app.add_typer(agents_app, name="agents")
-tasks_app = CommandGroup(help="List and check tasks.", no_args_is_help=True)
+tasks_app = CommandGroup(help="List, check and make tasks.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
 make_app = CommandGroup(help="Make tasks.", no_args_is_help=True)
 tasks_app.add_typer(make_app, name="make")
@@ -277,7 +277,9 @@ def mark_restored(
 
 @app.command()
 def prune(
-    older_than: Annotated[str, typer.Option(help="Remove sessions that ended this long ago, such as 30d, 12h or 2w.")],
+    older_than: Annotated[
+        str, typer.Option(help="Remove sessions that ended at least this long ago, such as 30d, 12h or 2w.")
+    ],
     data: Annotated[
         str, typer.Option(help="Data folder without a running gateway, or postgresql:// address of a shared store.")
     ] = "turngate-data",
@@ -430,7 +432,7 @@ def add_engine(
     url: _EngineArgument,
     version: Annotated[
         Optional[int],
-        typer.Option(help="Current policy version, if the engine already has its weights.", min=0),
+        typer.Option(help="Current policy version, if the engine already has the weights of that version.", min=0),
     ] = None,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,

@@ -114,7 +114,10 @@ def build_end_policy(options: RolloutOptions) -> EndPolicy:
     choices = {"on_timeout": options.on_timeout, "on_failure": options.on_failure, "on_limit": options.on_limit}
     for flag, choice in choices.items():
         if choice not in get_args(EndAction):
-            raise ConfigError(f"{flag} must be one of {', '.join(get_args(EndAction))}, not {choice!r}", param=flag)
+            raise ConfigError(
+                f"{flag} must be one of {', '.join(get_args(EndAction))}, not {choice!r}",
+                param=flag,
+            )
     if options.on_lost not in ("exclude", "zero"):
         raise ConfigError(f"on_lost must be exclude or zero, not {options.on_lost!r}", param="on_lost")
     return msgspec.convert(

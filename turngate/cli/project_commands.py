@@ -11,7 +11,9 @@ from turngate.cli import options as flags
 from turngate.cli.command import CommandGroup
 from turngate.cli.exit_codes import or_exit
 
-projects_app = CommandGroup(help="List and create the projects of a running gateway.", no_args_is_help=True)
+projects_app = CommandGroup(
+    help="List, create, change and delete the projects of a running gateway.", no_args_is_help=True
+)
 keys_app = CommandGroup(help="List, create, rotate and revoke the API keys of projects.", no_args_is_help=True)
 
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
@@ -37,7 +39,7 @@ def list_projects(gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags
 
 @projects_app.command("create")
 def create_project(
-    name: Annotated[str, typer.Argument(help="Lowercase letters, digits and hyphens.")],
+    name: Annotated[str, typer.Argument(help="Name of the new project: lowercase letters, digits and hyphens.")],
     weight: _WeightFlag = None,
     live_sessions: _LiveFlag = None,
     tokens_per_day: _TokensFlag = None,

@@ -49,7 +49,7 @@ def parse_age(text: str) -> float:
 def _print_result(prefix: str, result: PruneResult, dry_run: bool) -> None:
     out = console()
     verb = "would remove" if dry_run else "removed"
-    archived = f", {result.archived:,} of them written to the archive" if result.files else ""
+    archived = f" (written to the archive: {result.archived:,})" if result.files else ""
     say(out, f"{prefix}{verb} {_count(result.removed)}{archived}; kept {_count(result.kept.total())}")
     for file in result.files:
         say(out, f"  archive  {file}")
@@ -76,7 +76,7 @@ def load_sessions(archive: Path, data: str, sessions: Sequence[str]) -> None:
             f"archive: {archive} has no session {' or '.join(sessions)}; pass the ids of archived sessions",
             param="session",
         )
-    say(console(), f"added {_count(added)} to {data}" + (f"; it already had {had:,}" if had else ""))
+    say(console(), f"added {_count(added)} to {data}" + (f"; already there: {had:,}" if had else ""))
 
 
 def _count(sessions: int) -> str:

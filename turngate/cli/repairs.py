@@ -51,7 +51,9 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
     )
     packages = [load_package(source) for source in options.sources]
     if len({package.slug for package in packages}) < len(packages):
-        raise ConfigError("sources: two sources have the same package name; list each package once", param="sources")
+        raise ConfigError(
+            "sources: several sources have the same package name; list each package once", param="sources"
+        )
     splits = split_packages([package.name for package in packages], options.held_out, options.seed)
     made = asyncio.run(cancel_on_signal(_make_all(packages, options, settings, console), console))
     if made is None:
@@ -76,7 +78,7 @@ async def _make_all(
                 say(console, sanitize_line(error.message), "red")
                 return None
             count, tried = len(made.repairs), sum(made.fates.values())
-            say(console, f"{sanitize_line(package.name)}: {count} tasks from {tried} bugs")
+            say(console, f"{sanitize_line(package.name)}: tasks made: {count}, bugs tried: {tried}")
             return made
 
     try:

@@ -243,10 +243,10 @@ def _print_checks(lines: Sequence[TaskCheck], options: CheckTasksOptions, consol
     bad = sum(line.verdict not in _GOOD for line in lines)
     proven = sum(line.verdict == "proven" for line in lines)
     if bad:
-        say(console, f"{bad} of {len(lines)} failed.", "bold red")
+        say(console, f"Tasks that failed: {bad} of {len(lines)}.", "bold red")
     else:
         rest = f", {len(lines) - proven} valid but not proven" if proven < len(lines) else ""
-        say(console, f"All {len(lines)} passed: {proven} proven{rest}.", "bold green")
+        say(console, f"Tasks that passed: {len(lines)} of {len(lines)} ({proven} proven{rest}).", "bold green")
 
 
 def _number(reward: float | None) -> str:

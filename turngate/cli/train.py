@@ -58,7 +58,7 @@ def train_model(options: TrainOptions) -> int:
         say(console, "Stopped. Run the same command to resume from the last checkpoint.", "yellow")
         return INTERRUPTED
     if not result.shares:
-        done = f"The run has already completed {len(result.steps)} steps, so there is nothing to train."
+        done = f"The run is already complete (steps: {len(result.steps)}), so there is nothing to train."
         say(console, f"{done} Increase --steps to continue.", "yellow")
     print_result(result, console)
     plot = write_files(result, run.folder, f"{run.goal.batch.agent.name}, {run.model_folder.name}")
@@ -74,7 +74,7 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
     if options.ray:
         if not is_database_url(options.data):
             raise ConfigError(
-                "with --ray, data must be the URL of a PostgreSQL database that all nodes can reach, such as "
+                "with --ray, --data must be the URL of a PostgreSQL database that all nodes can reach, such as "
                 "postgresql://user@host/turngate",
                 param="data",
             )
@@ -88,7 +88,9 @@ def _choose_cluster(options: TrainOptions, console: Console) -> TrainingCluster 
         if value:
             raise ConfigError(f"{name} needs a cluster; also pass --ray", param=name)
     if is_database_url(options.data):
-        raise ConfigError("without --ray, data must be a folder; also pass --ray to record in PostgreSQL", param="data")
+        raise ConfigError(
+            "without --ray, --data must be a folder; also pass --ray to record in PostgreSQL", param="data"
+        )
     return None
 
 

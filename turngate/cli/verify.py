@@ -396,7 +396,7 @@ def _print_differences(verdict: Verdict, console: Console) -> None:
             console,
             Text.assemble(
                 ("  · ", "cyan"),
-                f"the template renders branch {difference.branch} differently from token {difference.token} on (node {difference.node}): ",
+                f"from token {difference.token} (node {difference.node}) on, the template renders branch {difference.branch} differently: ",
                 (difference.why, "bold"),
                 (f"  {_show_difference(difference.sent, difference.template)}", "dim"),
             ),

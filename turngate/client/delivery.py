@@ -178,12 +178,14 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
-        raise DamagedDelivery(f"{where}: the mask has {len(wire.mask)} bytes, which does not match {len(ids)} tokens")
+        raise DamagedDelivery(
+            f"{where}: the mask's length in bytes ({len(wire.mask)}) does not match the number of tokens ({len(ids)})"
+        )
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):
         raise DamagedDelivery(
-            f"{where}: the row has {len(sampled)} log-probabilities, which does not match the length of its spans"
+            f"{where}: the number of log-probabilities ({len(sampled)}) does not match the length of the row's spans"
         )
     logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     trained = np.zeros(len(ids), np.bool_)
@@ -191,7 +193,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     for span in wire.spans:
         if not 0 <= span.start <= span.end <= len(ids):
             raise DamagedDelivery(
-                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row has {len(ids)} tokens"
+                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row's length in tokens is {len(ids)}"
             )
         if span.version_runs and sum(tokens for _, tokens in span.version_runs) != span.end - span.start:
             raise DamagedDelivery(f"{where}: the policy versions of turn {span.node} do not cover its tokens")
@@ -224,14 +226,18 @@ def _decode_column(wire: WireColumn, tokens: int, where: str) -> SideColumn:
         raise DamagedDelivery(f"{where}: {wire.name} has the unknown type {wire.dtype!r}")
     edges = [0, *(edge for span in wire.spans for edge in span), tokens]
     if edges != sorted(edges):
-        raise DamagedDelivery(f"{where}: {wire.name} has values for tokens {wire.spans}, but there are {tokens} tokens")
+        raise DamagedDelivery(
+            f"{where}: the spans of {wire.name}, {wire.spans}, are out of order or extend beyond token {tokens}"
+        )
     count = sum(end - start for start, end in wire.spans)
     try:
         values = decode_values(wire.data, wire.dtype, wire.shape)
     except ValueError:
         values = None
     if values is None or len(values) != count:
-        raise DamagedDelivery(f"{where}: {wire.name} has {len(wire.data)} bytes, which does not match {count} values")
+        raise DamagedDelivery(
+            f"{where}: the size of {wire.name} in bytes ({len(wire.data)}) does not match the number of values ({count})"
+        )
     return SideColumn(wire.spans, values)
 
 
@@ -242,7 +248,9 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
     start = 0
     for index, part in enumerate(wire.segments):
         if part.tokens < 1 or not (part.parent is None or 0 <= part.parent < index):
-            raise DamagedDelivery(f"{where}: segment {index} is empty, or does not follow its parent {part.parent}")
+            raise DamagedDelivery(
+                f"{where}: segment {index} is empty, or its parent ({part.parent}) is not an earlier segment"
+            )
         above = None if part.parent is None else segments[part.parent]
         position = 0 if above is None else above.position + above.end - above.start
         attends = list_attended(segments, part.parent)
@@ -252,8 +260,8 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
     count = sum(part.tokens for part in wire.segments if part.turn is not None)
     if not segments or len(wire.ids) != 4 * start or len(wire.logprobs) != 4 * count:
         raise DamagedDelivery(
-            f"{where}: {len(wire.ids) // 4} ids and {len(wire.logprobs) // 4} log-probabilities do not match its {len(segments)} segments, "
-            f"which have {start} tokens, {count} of them sampled"
+            f"{where}: the numbers of ids ({len(wire.ids) // 4}) and log-probabilities ({len(wire.logprobs) // 4}) do not match the "
+            f"numbers of tokens ({start}) and sampled tokens ({count}) in the segments, or there are no segments"
         )
     sizes = [part.tokens for part in wire.segments]
     sampled = np.repeat([part.turn is not None for part in wire.segments], sizes)
@@ -283,7 +291,9 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
 
 def _decode_path(wire: WireTreeRow, segments: Sequence[Segment], where: str) -> RowPath:
     if not 0 <= wire.last < len(segments):
-        raise DamagedDelivery(f"{where}: branch {wire.branch} ends in segment {wire.last} of {len(segments)}")
+        raise DamagedDelivery(
+            f"{where}: branch {wire.branch} ends in segment {wire.last}, which does not exist (segments, numbered from 0: {len(segments)})"
+        )
     path: list[int] = []
     at: int | None = wire.last
     while at is not None:
@@ -296,10 +306,14 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
     where = f"{where}, branch {wire.branch}"
     advantage = delivery.rollouts[wire.rollout].advantage if 0 <= wire.rollout < len(delivery.rollouts) else None
     if advantage is None:
-        raise DamagedDelivery(f"{where}: it belongs to rollout {wire.rollout}, which has no advantage")
+        raise DamagedDelivery(
+            f"{where}: the row belongs to rollout {wire.rollout}, which does not exist or has no advantage"
+        )
     tokens = path[-1].position + path[-1].end - path[-1].start
     if any(not 0 <= span.start == span.end <= tokens for span in wire.empty_turns):
-        raise DamagedDelivery(f"{where}: a turn without tokens is not inside the row, which has {tokens} tokens")
+        raise DamagedDelivery(
+            f"{where}: a turn without tokens is not inside the row, whose length in tokens is {tokens}"
+        )
     turns = len({part.turn.node for part in path if part.turn is not None}) + len(wire.empty_turns)
     _check_turn_values(wire, tokens, turns, where)
     return TreeRow(
@@ -313,6 +327,10 @@ def _decode_tree_row(wire: WireTreeRow, path: Sequence[Segment], delivery: WireD
 
 def _check_turn_values(wire: WireRow | WireTreeRow, tokens: int, turns: int, where: str) -> None:
     if any(not 0 <= reward.start < reward.end <= tokens for reward in wire.turn_rewards):
-        raise DamagedDelivery(f"{where}: a turn reward is outside the row, which has {tokens} tokens")
+        raise DamagedDelivery(
+            f"{where}: the span of a turn reward is empty or outside the row, whose length in tokens is {tokens}"
+        )
     if wire.turn_advantages and len(wire.turn_advantages) != turns:
-        raise DamagedDelivery(f"{where}: {turns} turns have {len(wire.turn_advantages)} advantages")
+        raise DamagedDelivery(
+            f"{where}: the number of turn advantages ({len(wire.turn_advantages)}) does not match the number of turns ({turns})"
+        )

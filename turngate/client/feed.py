@@ -136,9 +136,9 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         """
         check_feed_name(name)
         if form != "rows" and teacher is not None:
-            raise ValueError('form must be "rows" with a teacher, because teachers score rows')
+            raise ValueError('with a teacher, form must be "rows", because teachers score rows')
         if after is not None and after < 0:
-            raise ValueError(f"after must be 0 or more, not {after}")
+            raise ValueError(f"'after' must be 0 or greater, not {after}")
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
             try:
                 current = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
@@ -210,7 +210,8 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         """
         if len(rows) != len(logprobs):
             raise BadRequest(
-                f"logprobs has {len(logprobs)} arrays for {len(rows)} rows; pass one for each row", param="logprobs"
+                f"logprobs must have one array for each row (arrays: {len(logprobs)}, rows: {len(rows)})",
+                param="logprobs",
             )
         meter = MismatchMeter()
         for row, computed in zip(rows, logprobs, strict=True):

@@ -92,7 +92,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             except RequestRejected as error:
                 if error.answered == 404:
                     raise ConfigError(
-                        f"gateway: {self._client.url} has its own engine; start it with --engine gate (docs/gate.md)",
+                        f"gateway: {self._client.url} has its own engine; restart the gateway with --engine gate (docs/gate.md)",
                         param="gateway",
                     ) from None
                 raise
@@ -177,7 +177,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                     "/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s
                 )
             except TurngateError as error:
-                log.warning("cannot renew the leases of %d calls: %s; retrying", len(leases), error.message)
+                log.warning("cannot renew leases (calls: %d): %s; retrying", len(leases), error.message)
                 continue
             for call_id, why in renewed.over.items():
                 if (call := self._mine.pop(call_id, None)) is not None and not call.over:

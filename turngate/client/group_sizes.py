@@ -11,7 +11,7 @@ log = logging.getLogger("turngate")
 _REPORT_S = 10.0  # waiting time after which the wait is first reported
 _FIRST_LOOK_S = 30.0  # waiting time until the incomplete groups are first checked again; doubled after each check
 _MAX_GROUPS = 1000  # delivered groups that are remembered
-_FIX = "set n to the --n of the batch"
+_FIX = "set the feed's n to the batch's --n"
 
 
 class GroupSizeWatch:
@@ -38,7 +38,7 @@ class GroupSizeWatch:
         if group and group in self._delivered and not self._has_warned_of_split:
             self._has_warned_of_split = True
             log.warning(
-                "feed %s: group %s is split into several deliveries; if the batch makes groups of more than %d rollouts, %s",
+                "feed %s: group %s is split into several deliveries; if the groups of the batch are larger than %d, %s",
                 *(self._feed, group, self._n, _FIX),
             )
         elif group and rollouts < self._n and group not in self._delivered and rollouts not in self._small_sizes:
@@ -70,7 +70,7 @@ class GroupSizeWatch:
         self._next_look_s = 2 * waited_s
         if groups and groups == self._last_seen:
             log.warning(
-                "feed %s: no delivery for %.0f s: %s; a group is delivered when it has %d rollouts, or when its batch closes it; if the "
+                "feed %s: no delivery for %.0f s: %s; a group is delivered when its size reaches %d, or when its batch closes it; if the "
                 "batch makes smaller groups, %s",
                 *(self._feed, waited_s, self._describe(groups), self._n, _FIX),
             )

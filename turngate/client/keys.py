@@ -69,7 +69,8 @@ def read_key_file(path: Path) -> str | None:
         return None
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise ConfigError(
-            f"data: {path} is readable by other users; run chmod 600 on it, or delete it to get a new key", param="data"
+            f"data: {path} is accessible to other users; run chmod 600 on it, or delete it to get a new key",
+            param="data",
         )
     key = path.read_bytes().decode("utf-8", "replace").strip()
     if len(key) < 16 or not (key.isascii() and key.isprintable()):

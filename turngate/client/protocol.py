@@ -540,7 +540,8 @@ class FeedReader(msgspec.Struct, frozen=True):
 def check_feed_name(name: str) -> None:
     if not _FEED_NAME.fullmatch(name):
         raise BadRequest(
-            f"name must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit, not {name[:200]!r}",
+            f"the name of a feed must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit, "
+            f"not {name[:200]!r}",
             param="name",
         )
 

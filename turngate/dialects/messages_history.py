@@ -159,7 +159,7 @@ class MessagesHistory:
         # If a message has two `role` fields, `_read_role` reads the first and the decoder reads the last.
         for wire, where in zip(wires, places, strict=True):
             if wire.role != role:
-                raise BadRequest(f"{where}.role is set twice", param=f"{where}.role")
+                raise BadRequest(f"{where}.role is set twice; send it once", param=f"{where}.role")
         if role == "assistant":
             return (_decode_assistant(blocks),)
         return tuple(_decode_user(blocks, self._tools)) if role == "user" else (_decode_system(blocks, self._tools),)

@@ -207,13 +207,15 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             "conversation", "is not supported; continue with previous_response_id, or send all items as input"
         )
     if is_given(request.prompt):
-        raise field_error("prompt", "is not supported, because no prompts are stored here; send its text as input")
+        raise field_error(
+            "prompt", "is not supported, because no prompts are stored here; send the text of the prompt as input"
+        )
     if request.background:
         raise field_error("background", "is not supported; stream the response or wait for it")
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
         raise field_error(
-            field, "requests log-probabilities, which the gateway returns only in the chat dialect; leave them out"
+            field, "requests log-probabilities, which the gateway returns only in the chat dialect; do not request them"
         )
     if is_given(request.context_management) and bytes(request.context_management) != b"[]":
         raise field_error(
@@ -317,7 +319,7 @@ def _decode_constraint(
     forced, shown = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _decode_text_format(text)
     if forced is not None and shape is not None:
-        raise field_error("tool_choice", "cannot force a tool together with text.format; leave one out")
+        raise field_error("tool_choice", "cannot force a tool together with text.format; leave one of them out")
     return forced or shape, shown
 
 

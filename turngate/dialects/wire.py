@@ -111,7 +111,7 @@ def require_shallow(value: Json, field: str) -> Json:
         level = [child for children in inner for child in children]
         if not level:
             return value
-    raise field_error(field, f"is nested more than {_MAX_DEPTH} levels deep")
+    raise field_error(field, f"is nested too deeply; use fewer than {_MAX_DEPTH} levels")
 
 
 def one_line(json: str) -> str:

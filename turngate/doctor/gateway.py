@@ -41,8 +41,9 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     if fence.paused:
         results.append(
             warning(
-                "the gateway is holding all calls, for a weight update or because a cell has no lease",
-                "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md)",
+                "the gateway is holding all calls, for a weight update or because it is a cell without a lease",
+                "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md); "
+                "for a cell, check that it can reach the shared store",
             )
         )
     return results
@@ -71,7 +72,9 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
         async with _client(context) as client:
             if (await client.fence()).paused:
                 return [
-                    not_checked("the gateway is holding all calls, for a weight update or because a cell has no lease")
+                    not_checked(
+                        "the gateway is holding all calls, for a weight update or because it is a cell without a lease"
+                    )
                 ]
             opened = await client.open({"metadata": {"doctor": True}, "limits": {"turns": 1}})
             try:
@@ -121,7 +124,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
             "a call succeeded, but its tokens cannot be trained on",
             "to find the reason, run: turngate doctor --engine …",
         )
-    return ok(f"a call took {took:.2f} s and produced {trained} trainable tokens; its session was deleted")
+    return ok(f"a call took {took:.2f} s; trainable tokens: {trained}; the session of the call was deleted")
 
 
 def _error_message(answer: bytes) -> str:
@@ -165,7 +168,7 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     if errors > 10 and errors > 0.05 * turns:
         results.append(
             warning(
-                f"{errors:.0f} engine calls failed and {turns:.0f} turns were recorded",
+                f"engine calls that failed: {errors:.0f}; turns that were recorded: {turns:.0f}",
                 "see the gateway's log for the reasons",
             )
         )

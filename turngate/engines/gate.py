@@ -229,7 +229,7 @@ class Gate:
                 return
             ticket = self._find_taken(call_id, lease)
             if at != ticket.sent:
-                raise Conflict(f"at must be {ticket.sent}, the number of tokens sent so far, not {at}")
+                raise Conflict(f"'at' must be {ticket.sent}, the number of tokens sent so far, not {at}")
             ticket.check_fits(ids, finish, self._vocabulary)
             current = ticket.version if self._version is None else self._version()
             versions = ticket.version_range(version, current)

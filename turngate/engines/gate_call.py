@@ -160,7 +160,9 @@ def to_arrays(
             param="ids",
         )
     if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < 2**31:
-        raise BadRequest("ids must be between 0 and 2147483647, because token ids are 32-bit integers", param="ids")
+        raise BadRequest(
+            "every id must be between 0 and 2147483647, because token ids are 32-bit integers", param="ids"
+        )
     if scores is None:
         return id_array.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":
@@ -187,7 +189,7 @@ def to_arrays(
 def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
     """Check that ids and log-probabilities match and are valid. NaN marks an unknown log-probability."""
     if ids.size and int(ids.min()) < 0:
-        raise BadRequest("ids must be 0 or more", param="ids")
+        raise BadRequest("every id must be 0 or greater", param="ids")
     if logprobs is None:
         return
     if len(logprobs) != len(ids):

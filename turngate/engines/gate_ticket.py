@@ -83,7 +83,8 @@ class Ticket:
             return self.version, current
         if not 0 <= version <= current:
             raise BadRequest(
-                f"version must be between 0 and the gateway's current version {current}, not {version}; first resume at the new version",
+                f"version must be between 0 and the gateway's current version {current}, not {version}; before you answer with a "
+                "newer version, resume the gateway at that version",
                 param="version",
             )
         return version, version

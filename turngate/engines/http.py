@@ -178,14 +178,14 @@ def _map_error(engine: str, error: BaseException) -> TurngateError | None:
 def _reason(error: Exception) -> str:
     """Return why a connection failed. The address is left out, because agents read these messages."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it closed the connection without a response"
+        return "the server closed the connection without a response"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the response ended early"
     if isinstance(error, ConnectionCut | ConnectFailed) and not error.errno:
         return str(error)
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return os.strerror(error.errno).lower()
-    return "it is unreachable"
+    return "the server is unreachable"
 
 
 def extract_message(body: bytes) -> str:
@@ -213,7 +213,9 @@ def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | N
     if logprobs is None:
         return [None] * len(ids)
     if len(logprobs) != len(ids):
-        raise EngineError(f"{engine} sent {len(logprobs)} log-probabilities for {len(ids)} tokens")
+        raise EngineError(
+            f"{engine} sent different numbers of log-probabilities ({len(logprobs)}) and tokens ({len(ids)})"
+        )
     return clean_logprobs(logprobs)
 
 

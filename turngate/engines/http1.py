@@ -97,7 +97,7 @@ class ConnectionPool:
             connection.abort()  # the connection may have been established at the last moment
             raise ConnectFailed("the connection attempt timed out") from None
         except ssl.SSLCertVerificationError as error:
-            raise ConnectFailed("its TLS certificate could not be verified") from error
+            raise ConnectFailed("the server's TLS certificate could not be verified") from error
         except ssl.SSLError as error:
             raise ConnectFailed("the TLS handshake failed") from error
         except OSError as error:
@@ -307,7 +307,9 @@ class _Connection(asyncio.Protocol):
         else:
             response.fail(
                 ConnectionCut(
-                    "the response ended early" if response.status else "it closed the connection without a response"
+                    "the response ended early"
+                    if response.status
+                    else "the server closed the connection without a response"
                 )
             )
 

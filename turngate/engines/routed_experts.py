@@ -59,8 +59,8 @@ class RoutedExpertsReply:
             values = values[start:]
         if len(values) != total - start:
             raise EngineError(
-                f"{self._engine} sent routed experts for {len(values)} tokens ({_format_shape(values)} each); "
-                f"expected {total - start}"
+                f"{self._engine} sent routed experts ({_format_shape(values)} per token) for the wrong number of tokens: "
+                f"{len(values)} instead of {total - start}"
             )
         return (SideArray(ROUTED_EXPERTS, start - prompt, self._narrow(values)),) if len(values) else ()
 

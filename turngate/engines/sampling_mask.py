@@ -29,7 +29,7 @@ def build_masks(
     Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token or repeats an id.
     """
     if len(kept) != len(ids):
-        raise EngineError(f"{engine} sent sampling masks for {len(kept)} tokens, but {len(ids)} tokens")
+        raise EngineError(f"{engine} sent different numbers of sampling masks ({len(kept)}) and tokens ({len(ids)})")
     found: list[SideArray] = []
     start = 0
     for at, (token, mask) in enumerate(zip(ids, kept, strict=True)):

@@ -58,10 +58,12 @@ def check_scores(engine: str, spans: Sequence[Span], scores: Sequence[TokenScore
     for (start, end), found in zip(spans, scores, strict=True):
         where = f"{engine}: tokens {start} to {end - 1}"
         if found.logprobs.shape != (end - start,):
-            raise InvalidScores(f"{where} have {len(found.logprobs)} log-probabilities instead of {end - start}")
+            raise InvalidScores(
+                f"{where} have the wrong number of log-probabilities: {len(found.logprobs)} instead of {end - start}"
+            )
         shapes = {found.top_ids.shape, found.top_logprobs.shape}
         if shapes != {(end - start, top_k)}:
-            raise InvalidScores(f"{where} do not have {top_k} most likely tokens each")
+            raise InvalidScores(f"{where} do not each have the requested number of most likely tokens ({top_k})")
         for name, values in (
             ("log-probability", found.logprobs),
             ("log-probability of a likely token", found.top_logprobs),
@@ -147,8 +149,9 @@ class _ScoringServer:
     def find_model(self) -> str:
         served = [card.id for card in self._request("/v1/models", _Models).data]
         if not served or (self._model and self._model not in served):
+            wanted = f"the model {self._model!r}" if self._model else "any model"
             raise EngineError(
-                f"{self.name} at {self._url} does not serve the model {self._model!r}; it serves: {', '.join(served)}"
+                f"{self.name} at {self._url} does not serve {wanted}; it serves: {', '.join(served) or 'none'}"
             )
         self._model = self._model or served[0]
         return self._model
@@ -169,7 +172,7 @@ class _ScoringServer:
                 answer: bytes = reply.read()
         except urllib.error.HTTPError as error:
             if error.code == 401:
-                raise EngineError(f"{self.name} at {self._url} rejected the API key") from None
+                raise EngineError(f"{self.name} at {self._url} rejected the API key; check the key") from None
             if 300 <= error.code < 400:
                 raise EngineError(
                     f"{self.name} at {self._url} answered with a redirect ({error.code}), which is not followed; "
@@ -198,7 +201,7 @@ class VLLMScoring(_ScoringServer):
         if scored is None:
             raise InvalidScores(f"{self.name} returned no prompt log-probabilities")
         if len(scored) != len(ids):
-            raise InvalidScores(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
+            raise InvalidScores(f"{self.name} returned the wrong number of scores: {len(scored)} instead of {len(ids)}")
         found = [self._read_span(ids, scored, span, top_k) for span in spans]
         check_scores(self.name, spans, found, top_k)
         return found
@@ -234,8 +237,9 @@ class SGLangScoring(_ScoringServer):
         scored, tops = info.input_token_logprobs, info.input_top_logprobs
         if scored is None or (top_k and tops is None):
             raise InvalidScores(f"{self.name} returned no log-probabilities for the input")
-        if len(scored) != len(ids) or (tops is not None and top_k and len(tops) != len(ids)):
-            raise InvalidScores(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
+        counts = [len(scored), len(scored) if tops is None or not top_k else len(tops)]
+        if wrong := [count for count in counts if count != len(ids)]:
+            raise InvalidScores(f"{self.name} returned the wrong number of scores: {wrong[0]} instead of {len(ids)}")
         if not np.array_equal(np.array([token.token_id for token in scored], ID_DTYPE), ids):
             raise InvalidScores(f"{self.name} returned scores for different ids from those it was sent")
         found = [self._read_span(scored, tops if top_k else None, span, top_k) for span in spans]
@@ -263,7 +267,9 @@ def _build_scores(
     engine: str, logprobs: Sequence[float], tops: Sequence[Sequence[tuple[int, float]]], span: Span, top_k: int
 ) -> TokenScores:
     if any(len(top) != top_k for top in tops):
-        raise InvalidScores(f"{engine}: tokens {span[0]} to {span[1] - 1} do not have {top_k} most likely tokens each")
+        raise InvalidScores(
+            f"{engine}: tokens {span[0]} to {span[1] - 1} do not each have the requested number of most likely tokens ({top_k})"
+        )
     shape = (len(tops), top_k)
     with np.errstate(over="ignore"):  # `check_scores` rejects numbers that become infinite
         return TokenScores(

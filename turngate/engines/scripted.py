@@ -247,7 +247,9 @@ class _Counter:
 def _play(turns: list[ScriptedTurn], name: str) -> Script:
     def script(request: Generate, index: int) -> ScriptedTurn:
         if index >= len(turns):
-            raise EngineError(f"{name} has no reply for call {index + 1}: its script has {len(turns)} turns; add more")
+            raise EngineError(
+                f"{name} has no reply for call {index + 1}: its script ends after call {len(turns)}; add more turns"
+            )
         return turns[index]
 
     return script

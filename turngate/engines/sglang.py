@@ -408,7 +408,8 @@ def _slice_new(name: str, items: Sequence[T], seen: int, total: int) -> Sequence
     if len(items) == total - seen:
         return items
     raise EngineError(
-        f"{name} sent ids or log-probabilities of {len(items)} tokens; expected all {total} tokens, or the {total - seen} new ones"
+        f"{name} sent ids or log-probabilities for the wrong number of tokens: {len(items)} instead of {total} (all) or "
+        f"{total - seen} (only the new ones)"
     )
 
 

@@ -211,7 +211,9 @@ class VLLM:
         card = next((card for card in models.data if self.model in (card.id, "")), None)
         if card is None:
             served = ", ".join(card.id for card in models.data)
-            return [msgspec.structs.replace(seen, ok=False, detail=f"it serves {served}, not {self.model}")]
+            return [
+                msgspec.structs.replace(seen, ok=False, detail=f"it serves {served or 'no models'}, not {self.model}")
+            ]
         if wrong := await self._wrong_weights(models):
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
@@ -424,7 +426,9 @@ class VLLM:
         if values is None:
             return [None] * len(ids)
         if len(values) != len(ids):
-            raise EngineError(f"{self.name} sent {len(values)} log-probabilities for {len(ids)} tokens")
+            raise EngineError(
+                f"{self.name} sent different numbers of log-probabilities ({len(values)}) and tokens ({len(ids)})"
+            )
         return values
 
 
@@ -475,7 +479,9 @@ class VLLMGeneration:
             if chunk.counted is None and self._request.stream and not self._reply.done:
                 chunk = await self._read_usage(chunk)
             if chunk.counted not in (None, self._sampled) and chunk.finish != "abort":
-                raise EngineError(f"{self._engine.name} sent {self._sampled} tokens, but reported {chunk.counted}")
+                raise EngineError(
+                    f"{self._engine.name} reported a different number of tokens ({chunk.counted}) than it sent ({self._sampled})"
+                )
             if self._experts is not None and self._sampled and chunk.finish != "abort":
                 experts = await self._experts.read(self._request, self._sampled)
                 chunk = msgspec.structs.replace(chunk, side=chunk.side + experts)

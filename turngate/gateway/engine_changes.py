@@ -160,7 +160,7 @@ class EngineChanges:
             except TimeoutError:
                 raise EngineTimeout(
                     f"{address} still has calls after {limit_s:g} s, so it was not removed and is still draining; repeat the request, "
-                    "or set force to end its calls"
+                    "or set 'force' to end its calls"
                 ) from None
         async with self._updates.lock:
             if self._listed.read().used.get(address) == "active" and not force:

@@ -139,7 +139,7 @@ class Feeds:
             if self._restores.is_unconfirmed(row.key):
                 raise Conflict(
                     f"{restored}. In the backup, the newest delivery is {row.newest} and the last committed one is {row.committed}; later "
-                    f"commits may be lost. Open the feed with after set to the number in your checkpoint, or to {row.committed} if "
+                    f"commits may be lost. Open the feed with 'after' set to the number in your checkpoint, or to {row.committed} if "
                     "nothing later was trained",
                     param="after",
                 )
@@ -192,7 +192,7 @@ class Feeds:
                 raise self._not_the_reader(name)
             if after is not None and after > row.newest:
                 raise Conflict(
-                    f"after is {after}, but the newest delivery of feed {name!r} is {row.newest}; "
+                    f"'after' is {after}, but the newest delivery of feed {name!r} is {row.newest}; "
                     f"check that the gateway uses the same data folder as before{_RESTORED_HINT}",
                     param="after",
                 )

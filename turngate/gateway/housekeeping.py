@@ -53,7 +53,7 @@ class Housekeeper:
     def _prune_events(self, before: float) -> None:
         try:
             if removed := self._events.prune(before):
-                log.info("removed %d events older than event_days", removed)
+                log.info("removed events older than event_days: %d", removed)
         except TurngateError as error:
             log.warning("cannot remove old events: %s", error.message)
 

@@ -93,7 +93,7 @@ class Projects:
         if unfinished and not force:
             raise Conflict(
                 f"project {name!r} has sessions that are open or not shipped yet ({unfinished}); seal or cancel the open ones and wait "
-                "until all are shipped, or delete the project anyway with force",
+                "until all are shipped, or set 'force' to delete the project anyway",
                 param="force",
             )
         details = {"unfinished_sessions": unfinished, "force": force}

@@ -77,8 +77,8 @@ class ProjectQuota:
                 f"operator to raise the quota: turngate projects change {self.project} --stored-bytes N"
             )
         raise QuotaExceeded(
-            f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
-            "(live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
+            f"project {self.project!r} has reached its quota of live sessions ({self.limits.live_sessions:,}; "
+            "live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
             f"turngate projects change {self.project} --live-sessions N"
         )
 

@@ -140,7 +140,9 @@ class Sessions:
             raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
         check_rollout(config.rollout)
         if config.attempt > 1 and not config.rollout:
-            raise BadRequest("attempt requires rollout; pass the name of the rollout as well", param="rollout")
+            raise BadRequest(
+                "an attempt greater than 1 needs the name of its rollout; also set 'rollout'", param="rollout"
+            )
         for field, wrong in find_faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
         check_tools(config.tools)

@@ -512,7 +512,9 @@ def _check(chunk: Chunk, request: Generate) -> None:
     """Raise `EngineError` if the chunk does not match the request."""
     check_echo(chunk, request)
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
-        raise EngineError(f"the engine returned {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+        raise EngineError(
+            f"the engine returned different numbers of log-probabilities ({len(chunk.logprobs)}) and tokens ({len(chunk.ids)})"
+        )
 
 
 def _find_unrouted(prompt: Prompt) -> int:

@@ -350,7 +350,7 @@ class WeightUpdates:
             )
         if in_force.name and load.path and mode == "keep":
             raise Conflict(
-                "mode keep is not possible because calls in flight use an adapter of the old model; use drain",
+                "mode 'keep' is not possible because calls in flight use an adapter of the old model; use mode 'drain'",
                 param="mode",
             )
         return in_force
@@ -369,7 +369,7 @@ class WeightUpdates:
         except TimeoutError:
             await self._restore(*snapshot)
             raise EngineTimeout(
-                f"calls in flight did not end within {limit_s:g} s, so nothing was loaded; use mode keep or a longer limit_s"
+                f"calls in flight did not end within {limit_s:g} s, so nothing was loaded; use mode 'keep', or a longer limit_s"
             ) from None
         except TurngateError:
             await self._restore(*snapshot)

@@ -156,7 +156,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(2048)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error}); choose a different --port", param="port"
+                f"cannot listen on {host}:{port} ({error}); choose a different --host or --port", param="port"
             ) from None
         yield listener
 

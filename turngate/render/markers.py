@@ -101,8 +101,8 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         marker = min(wrong)
         raise ConfigError(
             f"tokenizer {tokenizer.folder}: the chat template writes {', '.join(map(repr, sorted(wrong)))}, but the vocabulary has no such "
-            f"token and encodes {marker!r} as {len(tokenizer.encode(marker))} tokens of plain text; add it to added_tokens in "
-            "tokenizer.json, with the id that the model was trained with, or choose the chat template of this model",
+            f"token and encodes {marker!r} as {len(tokenizer.encode(marker))} tokens of plain text; add every such token to added_tokens "
+            "in tokenizer.json, with the id that the model was trained with, or choose the chat template of this model",
             param="tokenizer",
         )
 

@@ -239,7 +239,7 @@ class Batch:
         await self._retries.reply_earlier(requests, accepted)
         progress.before = progress.done
         if progress.before:
-            results.note(f"{progress.before} of {progress.total} rollouts are already finished")
+            results.note(f"rollouts already finished: {progress.before} of {progress.total}")
         progress.started = time.monotonic()
         results.report()
 

@@ -249,4 +249,4 @@ def test_wrong_hint(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app, ["tasks", "make", "repairs", str(folder), "--out", str(tmp_path / "x"), "--hint", "all"]
     )
-    assert done.exit_code == 2 and "hint must be one of tests, file, function" in done.output
+    assert done.exit_code == 2 and "--hint must be one of tests, file, function" in done.output

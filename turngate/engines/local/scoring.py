@@ -48,8 +48,9 @@ class LocalScoring:
                 f"{self.name}: the row has {len(ids)} tokens, but the model has a context of {shape.context}"
             )
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < shape.vocabulary:
+            wrong = int(ids[(ids < 0) | (ids >= shape.vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {int(ids.max())} is outside the model's vocabulary of {shape.vocabulary}"
+                f"{self.name}: id {wrong} is outside the model's vocabulary of {shape.vocabulary}; use the model's own tokenizer"
             )
         if any(start < 1 for start, _ in spans):
             raise EngineRejected(f"{self.name}: the first token of a row has no context, so it cannot be scored")

@@ -412,7 +412,7 @@ class _Answer:
                 self._blocks.append({"type": "tool_use", "id": block.id, "name": block.name, "input": {}})
                 return []
             case _:
-                raise EngineError(f"{self._client.engine} sent a {block.type} block, which is not supported")
+                raise EngineError(f"{self._client.engine} sent a block of type {block.type!r}, which is not supported")
 
     def _add(self, delta: _Delta) -> list[Delta | CallDelta]:
         match delta.type:

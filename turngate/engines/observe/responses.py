@@ -413,7 +413,7 @@ class _Answer:
                 self._calls.append(call)
                 return [CallDelta(len(self._calls) - 1, call)]
             case kind:
-                raise EngineError(f"{self._client.engine} sent a {kind} item, which is not supported")
+                raise EngineError(f"{self._client.engine} sent an item of type {kind!r}, which is not supported")
 
     def _end(self, response: _Response) -> None:
         self.finish = "stop"

@@ -180,7 +180,7 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
     unsupported = [name for name in values if name not in names]
     if unsupported:
         raise EngineRejected(
-            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open a session without these settings"
+            f"this session pins sampling settings that {endpoint} does not support ({', '.join(unsupported)}); open a session without them"
         )
     return {names[name]: value for name, value in values.items()}
 

@@ -111,7 +111,7 @@ class Shipper:
         if position.history is not None and history != position.history:
             self.outbox.announce_again()
             lost = sum(self._add_missing(self._target))
-            log.warning("the shared store was restored from a backup; shipping %d lost sessions again", lost)
+            log.warning("the shared store was restored from a backup; shipping lost sessions again: %d", lost)
         if history != position.history:
             self.outbox.set_history(history)
         self._check_at = time.monotonic() + _CHECK_S
