@@ -373,12 +373,12 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--n", "0"], "n must be at least 1, not 0"),
+        (["--n", "0"], "--n must be at least 1, not 0"),
         (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
-        (["--retries", "-1"], "retries must be at least 0, not -1"),
+        (["--retries", "-1"], "--retries must be at least 0, not -1"),
         (
             ["--name", "a/b"],
-            "name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'",
+            "--name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'",
         ),
         (["--only", "three"], "task: no task in"),
         (

@@ -100,7 +100,7 @@ def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     assert run_rejected("agents", "check", "shell").startswith("agent shell has no [[check]] steps to run; ")
     assert "did you mean claude-code" in run_rejected("agents", "check", "claude_code")
     assert run_rejected("agents", "check", "pi", "--sandbox", "cloud").startswith(
-        "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'cloud'"
+        "--sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'cloud'"
     )
     assert run_rejected("agents", "check", str(tmp_path / "none.toml")).endswith(
         "cannot be read (No such file or directory)"

@@ -20,6 +20,7 @@ FLAGS = {"on_timeout": "--on-timeout", "engine_url": "--engine-url", "data": "--
         ("engine vllm needs engine_url, and model", "engine", "engine vllm needs --engine-url, and model"),
         ("data: no recordings", "data", "data: no recordings"),
         ("data must be a folder", "data", "--data must be a folder"),
+        ("'data' must be a folder", "data", "--data must be a folder"),
         ("data folder x must be empty", "data", "data folder x must be empty"),
         ("tasks must be named", "data", "tasks must be named"),
         ("task: nope does not exist", "tasks", "--tasks: nope does not exist"),

@@ -91,7 +91,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--network", "some"], "--network must be none or open, not 'some'"),
         (
             ["--prompt", "x", "--sandbox", "vm"],
-            "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
+            "--sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
         ),
         (["--prompt", "x"], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
         ([], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
@@ -107,7 +107,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--max-turns", "-1"], "--max-turns must be greater than 0, not -1"),
         (["--prompt", "x", "--memory-mb", "0"], "--memory-mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
-        (["--prompt", "x", "--engine", "vlm"], "engine must be one of vllm, sglang, "),
+        (["--prompt", "x", "--engine", "vlm"], "--engine must be one of vllm, sglang, "),
         (["--prompt", "x", "--public-url", "here"], "--public-url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],

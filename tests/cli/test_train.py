@@ -106,7 +106,7 @@ def test_changed_held_out_set_is_rejected(arguments: list[str | Path], tmp_path:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--every", "0"], "every must be at least 1, not 0"),
+        (["--every", "0"], "--every must be at least 1, not 0"),
         (["--held-out-n", "0"], "--held-out-n must be at least 1, not 0"),
         (["--held-out", "nope"], "--held-out: nope does not exist; specify a task folder"),
         (["--tasks", "nope"], "--tasks: nope does not exist; specify a task folder"),

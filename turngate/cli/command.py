@@ -86,7 +86,9 @@ def name_flags(error: TurngateError, flags: Mapping[str, str]) -> str:
     if error.param == "tasks" and "tasks" in flags:  # the error is about the value of --tasks, not about a single task
         message = re.sub(r"^tasks?: ", f"{flags['tasks']}: ", message)
     if error.param and error.param in flags:
-        message = re.sub(rf"^{error.param}(?= (?:applies|cannot|has|is|must|needs) )", flags[error.param], message)
+        message = re.sub(
+            rf"^('?){error.param}\1(?= (?:applies|cannot|has|is|must|needs) )", flags[error.param], message
+        )
     for name, flag in flags.items():
         if "_" in name:
             message = re.sub(rf"(?<![\w./='\"-]){name}(?![\w/='\"-]|\.\w)", flag, message)
