@@ -98,7 +98,7 @@ def test_unreadable_config_file(tmp_path: Path) -> None:
 
 def test_flags_override_config_file(tmp_path: Path) -> None:
     file = write_file(tmp_path / "turngate.toml", 'engine = "vllm"\nport = 1\n')
-    assert run_rejected("--config", file, "--port", "70000").startswith("port must be between 0 and 65535, not 70000")
+    assert run_rejected("--config", file, "--port", "70000").startswith("--port must be between 0 and 65535, not 70000")
 
 
 def test_invalid_tokenizer_folder(tmp_path: Path) -> None:
