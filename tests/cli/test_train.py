@@ -17,6 +17,8 @@ from tests.batch.kit import AGENT
 from tests.cli.kit import run_cli, run_rejected
 from tests.engines import local_kit  # skips without torch
 from turngate.cli import app
+from turngate.cli.options import TrainOptions
+from turngate.config import MismatchLimits
 from turngate.engines.local.weights import save
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
@@ -101,6 +103,13 @@ def test_changed_held_out_set_is_rejected(arguments: list[str | Path], tmp_path:
     assert run_cli(*arguments, *held_out).exit_code == 0
     error = run_rejected(*arguments, *held_out, "--held-out-n", "2")
     assert "(--held-out-n: was 1, is now 2)" in error and "resume it with its original --held-out-n, or choose" in error
+
+
+def test_alarm_flags_have_the_defaults_of_the_gateway() -> None:
+    defaults = {name: getattr(TrainOptions, name) for name in ("mismatch_difference", "mismatch_share", "mismatch_kl")}
+    limits = MismatchLimits()
+    assert list(defaults.values()) == [limits.difference, limits.share, limits.kl]
+    assert TrainOptions.stale_kl == limits.stale_kl
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ import typer
 
 from turngate.cli.option_command import BATCH, WHAT
 from turngate.cli.option_command import describe_flag as _flag
-from turngate.config import MismatchLimits
 
-_LIMITS = MismatchLimits()
 ALL_SETTINGS = ("*",)
 SERVE_SETTINGS = ("*", "-cell")  # all settings except those of a cell
 DEFAULT_AGENT = "mini-swe-agent"
@@ -292,24 +290,24 @@ class TrainOptions:
     ] = ""
     mismatch_difference: Annotated[
         float, _flag("Count tokens whose log-probability differs by more than this with the same weights.", ALARMS)
-    ] = _LIMITS.difference
+    ] = 0.2
     mismatch_share: Annotated[
         float, _flag("Raise an alarm if a larger share of tokens has such a difference; 0 turns it off.", ALARMS)
-    ] = _LIMITS.share
+    ] = 0.05
     mismatch_kl: Annotated[
         float,
         _flag(
             "Raise an alarm if trainer and engine diverge by more nats per token with the same weights; 0 turns it off.",
             ALARMS,
         ),
-    ] = _LIMITS.kl
+    ] = 0.01
     stale_kl: Annotated[
         float,
         _flag(
             "Raise an alarm if the policy diverges by more nats per token from older weights that sampled; 0 turns it off.",
             ALARMS,
         ),
-    ] = _LIMITS.stale_kl
+    ] = 0.1
     data: Annotated[
         str,
         _flag("Folder for all recorded data; with --ray, URL of a PostgreSQL database.", OUTPUT, default="OUT/data"),
