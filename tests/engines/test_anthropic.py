@@ -126,7 +126,7 @@ async def test_native_request_is_forwarded_verbatim() -> None:
 
 
 async def test_pinned_unsupported_sampling_is_rejected() -> None:
-    with pytest.raises(EngineRejected, match="pins min_p, seed"):
+    with pytest.raises(EngineRejected, match=r"pins sampling settings that anthropic does not support \(min_p, seed\)"):
         await relay_answer(make_relay, OK, native_call("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
 
 

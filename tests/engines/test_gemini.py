@@ -107,7 +107,9 @@ async def test_logprobs_are_requested_when_captured() -> None:
 
 
 async def test_pinned_unsupported_sampling_is_rejected() -> None:
-    with pytest.raises(EngineRejected, match="pins repetition_penalty"):
+    with pytest.raises(
+        EngineRejected, match=r"pins sampling settings that gemini does not support \(repetition_penalty\)"
+    ):
         await relay_answer(make_relay, OK, foreign_call(HI), sampling=Sampling(repetition_penalty=1.1))
 
 

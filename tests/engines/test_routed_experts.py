@@ -141,8 +141,8 @@ async def test_many_experts_need_16_bits() -> None:
     ("experts", "shape", "problem"),
     [
         (None, None, "vllm returned no routed experts; start it with --enable-return-routed-experts"),
-        (to_npy(make_experts(4)), None, r"for 4 tokens \(3x2 each\); expected 5"),
-        (to_npy(make_experts(6)), None, r"for 6 tokens \(3x2 each\); expected 5"),
+        (to_npy(make_experts(4)), None, r"\(3x2 per token\) for the wrong number of tokens: 4 instead of 5"),
+        (to_npy(make_experts(6)), None, r"\(3x2 per token\) for the wrong number of tokens: 6 instead of 5"),
         (to_npy(make_experts(5)), (48, 8), "of shape 3x2, not 48x8"),
         (to_npy(make_experts(5)[:, 0]), None, "three-dimensional integer array in C order, not uint8"),
         (to_npy(make_experts(5, dtype="float32")), None, "integer array in C order, not float32"),
@@ -162,7 +162,7 @@ async def test_invalid_reply_of_vllm(experts: str | None, shape: Any, problem: s
     [
         (None, SHAPE, "sglang returned no routed experts; start it with --enable-return-routed-experts"),
         (to_base64(make_experts(5)), (3, 4), "sent 30 routed experts, which is not a multiple of 3x4"),
-        (to_base64(make_experts(5)), (1, 2), r"for 15 tokens \(1x2 each\); expected 5"),
+        (to_base64(make_experts(5)), (1, 2), r"\(1x2 per token\) for the wrong number of tokens: 15 instead of 5"),
         (to_base64(make_experts(5).astype(int) + 70_000), SHAPE, "valid numbers are 0 to 65535"),
     ],
 )

@@ -79,7 +79,7 @@ async def test_sessions_play_their_own_script() -> None:
     assert await play(engine, session="a") == [[1]]
     assert await play(engine, session="b") == [[1]]
     assert await play(engine, session="a") == [[2]]
-    with pytest.raises(EngineError, match="2 turns"):
+    with pytest.raises(EngineError, match="its script ends after call 2"):
         await play(engine, session="a")
     engine.release("a")
     assert await play(engine, session="a") == [[1]]

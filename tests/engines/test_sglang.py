@@ -232,9 +232,9 @@ async def test_null_logprobs_stay_null() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (output([5, 6], [[-0.1, 5, None]], 2, STOP), "of 1 tokens; expected all 2 tokens, or the 2 new ones"),
+        (output([5, 6], [[-0.1, 5, None]], 2, STOP), r"tokens: 1 instead of 2 \(all\) or 2 \(only the new ones\)"),
         (output([5], [[-0.1, 6, None]], 1, STOP), "tokens that it did not sample"),
-        (output([5, 6, 7], [[-0.1, 5, None]], 1, STOP), "of 3 tokens; expected all 1"),
+        (output([5, 6, 7], [[-0.1, 5, None]], 1, STOP), r"tokens: 3 instead of 1 \(all\)"),
         (output(None, None, 1, STOP), "no token ids"),
         (output([5], [[-0.1, 5, None]], 1, {"type": "odd"}), "'odd'"),
         ({"text": "only text"}, "meta_info"),
