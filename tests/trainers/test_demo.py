@@ -57,6 +57,6 @@ def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None
         "admin-key",
         "outcome graded · reward",
         "mean log-probability",
-        "minute",
+        "more rollouts, with training",
     ):
         assert text in first, first
