@@ -231,13 +231,14 @@ def wait_for_end(pids: dict[int, str]) -> None:
         time.sleep(0.2)
 
 
-def list_sandboxes() -> list[Path]:
-    return [*sandbox_folder().glob("local-*")]
+def list_abandoned_sandboxes() -> list[Path]:
+    """Return the local sandboxes whose owner has ended. Other tests may have sandboxes, too."""
+    return [folder for folder in sandbox_folder().glob("local-*") if _is_abandoned(folder)]
 
 
 def sweep_sandboxes() -> None:
     """Remove the sandboxes of killed nodes, as the next cell on their machine would."""
-    abandoned = [folder for folder in list_sandboxes() if _is_abandoned(folder)]  # other tests may have sandboxes, too
+    abandoned = list_abandoned_sandboxes()
     asyncio.run(get_backend("local").sweep())
     assert not [folder for folder in abandoned if folder.exists() or find_processes(folder)]
 

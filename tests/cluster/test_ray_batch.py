@@ -16,7 +16,7 @@ from tests.cluster.batch_kit import (
     check_leftovers,
     check_results,
     copy_tasks,
-    list_sandboxes,
+    list_abandoned_sandboxes,
     sweep_sandboxes,
     wait_for_end,
     wait_for_no_cells,
@@ -61,7 +61,7 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
         first.process.wait()
         before = first.finished()
         check_leftovers(cluster)  # cells without a driver end their agents and themselves
-        assert not list_sandboxes()
+        assert not list_abandoned_sandboxes()
         # A node needs a while to join: the rollouts take longer.
         second = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks, pause_s=10)
         second.wait_for(lambda: f"rollouts already finished: {before} of 12" in second.log())
