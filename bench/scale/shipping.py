@@ -311,7 +311,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def measure_run(server: postgres.PostgresServer, url: str, shippers: int, per_transaction: int, seconds: float) -> Run:
-    """Run shippers, each in its own process, and let them ship as fast as they can."""
+    """Run shippers, each in its own process, and let them ship as fast as they can for some seconds, at least once each."""
     command = [sys.executable, "-m", "bench.scale.shipping", "--worker", url, str(per_transaction), str(seconds)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = [subprocess.Popen([*command, os.urandom(4).hex()], **pipes) for _ in range(shippers)]
@@ -327,18 +327,20 @@ def measure_run(server: postgres.PostgresServer, url: str, shippers: int, per_tr
         time.sleep(max(0.0, begin - time.time()))
         before, was_busy = _read_wal(db), _busy_s()
         cpu = server_cpu_s(server)
-        time.sleep(max(0.0, begin + seconds - time.time()))
+        outputs = [process.stdout.readline() for process in started if process.stdout is not None]
+        took = time.time() - begin
         cpu, busy = server_cpu_s(server) - cpu, _busy_s() - was_busy
         after = _read_wal(db)
-    outputs = [process.communicate()[0] for process in started]
+    for process in started:
+        process.communicate()  # closes its input, so that it ends
     if any(process.returncode for process in started):
         raise SystemExit("bench: a shipper failed, so there are no numbers")
     each = [msgspec.json.decode(output, type=Phases) for output in outputs]
     total = Phases(*(sum(getattr(one, name) for one in each) for name in Phases.__struct_fields__))
     flushes = max(1, after[1] - before[1])
-    others = max(0.0, busy - cpu - total.client_cpu_s) / seconds
+    others = max(0.0, busy - cpu - total.client_cpu_s) / took
     flush_s = (after[2] - before[2]) / 1000 / flushes
-    return Run(shippers, per_transaction, seconds, total, cpu, after[0] - before[0], flush_s, others)
+    return Run(shippers, per_transaction, took, total, cpu, after[0] - before[0], flush_s, others)
 
 
 def _read_wal(db: psycopg.Connection[Row]) -> tuple[float, int, float]:
@@ -358,11 +360,11 @@ def _work(url: str, per_transaction: int, seconds: float, name: str) -> None:
     print("ready", flush=True)
     begin = float(sys.stdin.readline())
     time.sleep(max(0.0, begin - time.time()))
+    shipper.ship(per_transaction)
     while time.time() < begin + seconds:
         shipper.ship(per_transaction)
-    sys.stdout.buffer.write(msgspec.json.encode(shipper.phases))
-    sys.stdout.flush()
-    time.sleep(1.0)  # PostgreSQL's process must not end before its CPU time is read
+    print(msgspec.json.encode(shipper.phases).decode(), flush=True)
+    sys.stdin.read()  # PostgreSQL's process must not end before its CPU time is read
     shipper.close()
 
 

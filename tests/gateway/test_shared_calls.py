@@ -16,6 +16,7 @@ from tests.projects.kit import create_key, create_project
 from tests.store.kit import open_shared
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.load import EngineLoad
+from turngate.engines.placement import LONG_QUEUE
 from turngate.engines.pool import Pool
 from turngate.engines.replica import PoolTiming
 from turngate.engines.scripted import Scripted
@@ -123,12 +124,16 @@ def test_store_without_calls_is_migrated(postgres_server: PostgresServer, postgr
 
 
 class SlottedEngine(Scripted):
-    """An engine that runs a few calls at a time, reports its load, and counts the calls of each project that ended."""
+    """An engine that runs a few calls at a time, reports its load, and counts the calls of each project that ended.
+
+    While it is crowded, a call ends only if enough others wait, so that the engine stays crowded on a slow machine too.
+    """
 
     def __init__(self, slots: int) -> None:
         super().__init__(lambda request, n: say("Hello."))
         self._free = asyncio.Semaphore(slots)
         self.running = self.queued = 0
+        self.is_crowded = False
         self.ended: Counter[str] = Counter()
 
     async def load_report(self) -> list[EngineLoad]:
@@ -144,6 +149,8 @@ class SlottedEngine(Scripted):
         self.running += 1
         try:
             await asyncio.sleep(0.4)
+            while self.is_crowded and self.queued < LONG_QUEUE:
+                await asyncio.sleep(0.02)
             async with super().generate(request) as chunks:
                 yield chunks
             self.ended[request.session.partition("/")[0]] += 1
@@ -184,6 +191,7 @@ async def test_projects_share_the_engines_of_two_cells(
                 agents.create_task(work("large"))
                 if n == 7:
                     await until(large.is_saturated, 60)
+            engine.is_crowded = True
             await until(lambda: large.queue.waiting >= 6, 60)
             for _ in range(8):
                 agents.create_task(work("small"))
@@ -191,5 +199,6 @@ async def test_projects_share_the_engines_of_two_cells(
             engine.ended.clear()
             await until(lambda: engine.ended.total() >= 60, 60)
             ended = dict(engine.ended)
+            engine.is_crowded = False
             done.set()
         assert ended["small"] == pytest.approx(30, abs=10), ended

@@ -9,27 +9,34 @@ import pytest
 
 from tests.redteam import attacks
 from tests.sandboxes.kit import backends, processes
-from tests.speed import scaled
+from tests.speed import paced
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Resources
 from turngate.tasks.grading.types import GradingEnvironment
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
+ENDLESS = ("never ends", "forks without end")
 
 
 @pytest.fixture(scope="module")
 def prices(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
-    return kit.script_task(tmp_path_factory.mktemp("prices"), timeout_s=scaled(2))  # some works run into it
+    return kit.script_task(tmp_path_factory.mktemp("prices"))
+
+
+@pytest.fixture(scope="module")
+def short_prices(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
+    """The same task with a timeout that endless work runs into."""
+    return kit.script_task(tmp_path_factory.mktemp("prices"), timeout_s=paced(2))
 
 
 @pytest.mark.real
 @pytest.mark.promise(6)
 @pytest.mark.parametrize("name", attacks.SCRIPT)
 async def test_cheating_work_scores_zero(
-    name: str, prices: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+    name: str, prices: kit.Task, short_prices: kit.Task, isolated: GradingEnvironment, tmp_path: Path
 ) -> None:
     work = kit.make_work(tmp_path / "work", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
-    result = await kit.grade_and_check(prices, work, isolated)
+    result = await kit.grade_and_check(short_prices if name in ENDLESS else prices, work, isolated)
     assert (result.kind, result.reward) == ("graded", 0.0), (result.message, result.log)
     assert not processes("tests/check.py")
 
@@ -77,14 +84,14 @@ async def test_honest_work_scores_one_with_and_without_probe(
 
 @pytest.mark.parametrize("sandbox", backends("docker", "local"))
 async def test_honest_and_cheating_work_in_other_sandboxes(
-    sandbox: str, prices: kit.Task, root: Path, tmp_path: Path
+    sandbox: str, prices: kit.Task, short_prices: kit.Task, root: Path, tmp_path: Path
 ) -> None:
     environment = kit.grading_environment(sandbox, root, resources=Resources(pids=64))
     honest = kit.make_work(tmp_path / "honest", {"prices.py": kit.FIX}, kit.FOLDER)
     assert (await kit.grade_and_check(prices, honest, environment)).reward == 1.0
     name = {"docker": "forks without end", "local": "leaves a daemon"}[sandbox]
     cheat = kit.make_work(tmp_path / "cheat", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
-    result = await kit.grade_and_check(prices, cheat, environment)
+    result = await kit.grade_and_check(short_prices if name in ENDLESS else prices, cheat, environment)
     assert (result.kind, result.reward) == ("graded", 0.0), (result.message, result.log)
 
 
