@@ -19,7 +19,8 @@ from aiohttp import web
 from gauntlet import proof
 from gauntlet.engine import MAX_MODEL_LEN, Api
 from gauntlet.sampler import Behaviour, Engine, Generation, Sample
-from gauntlet.tokens import Model, model_folder
+from gauntlet.tokens import Model
+from tests.docs.warm_tokenizer import load_engine_model
 
 SOLUTION = "sed -i 's/a - b/a + b/' main.py; echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _CALL = {"name": "bash", "arguments": {"command": SOLUTION, "description": "Fix the task and submit"}}
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--logprobs-mode", choices=["processed_logprobs"], required=True)
     parser.add_argument("--enable-lora", action="store_true")
     args = parser.parse_args(arguments)
-    app = StandInApi(SolvingEngine(Model(model_folder())), args.model).app()
+    app = StandInApi(SolvingEngine(load_engine_model()), args.model).app()
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None, handler_cancellation=True)
 
 

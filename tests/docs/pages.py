@@ -8,6 +8,9 @@ from tests.docs.script import Setting
 
 _MODEL = "--engine vllm --engine-url http://127.0.0.1:8000 --model Qwen/Qwen3-8B --tokenizer Qwen/Qwen3-8B"
 _SHELL_AGENT = """--agent shell --sandbox local --set command="sh $AGENT" """
+_PYTHON_SHELL_AGENT = (
+    """agent="shell", sandbox="local", options={"command": "sh " + __import__("os").environ["AGENT"]}"""
+)
 
 
 def _record(data: str, out: str, agent: str = _SHELL_AGENT) -> str:
@@ -113,12 +116,19 @@ done
 """
 
 SETTINGS = {
-    "README.md": Setting(after=_AWAIT_ROLLOUT),
+    "README.md": Setting(
+        after=_AWAIT_ROLLOUT,
+        replaced={"--agent mini-swe-agent --n 8 --rounds 100": f"{_SHELL_AGENT} --n 8 --rounds 100"},
+    ),
     "docs/agents.md": Setting(
         before="echo 'print(1)' > agent.py" + _OWN_PROGRAM,
         replaced={'"""…"""': '"""print(\'done\')"""'},
     ),
-    "docs/batch.md": Setting(names=_THROTTLE_NAMES, is_python_last=True, replaced={"--rounds 50": "--rounds 1"}),
+    "docs/batch.md": Setting(
+        names=_THROTTLE_NAMES,
+        is_python_last=True,
+        replaced={"--rounds 50": "--rounds 1", "--agent pi --n 8 --rounds": f"{_SHELL_AGENT} --n 8 --rounds"},
+    ),
     "docs/configuration.md": Setting(
         files={"gateway.toml": ("toml", 0)},
         replaced={
@@ -171,6 +181,14 @@ SETTINGS = {
             "--out acme.key": "--out acme.key --gateway http://127.0.0.1:8700",
             "--agent pi": _SHELL_AGENT,
         },
+    ),
+    # Pi runs in the first three examples.
+    "docs/python.md": Setting(
+        replaced={
+            'agent="pi", model=model)': f"{_PYTHON_SHELL_AGENT}, model=model)",
+            'tg.Client(model, agent="pi"': f"tg.Client(model, {_PYTHON_SHELL_AGENT}",
+            'tg.open(model, agent="pi"': f"tg.open(model, {_PYTHON_SHELL_AGENT}",
+        }
     ),
     "docs/retention.md": Setting(
         before=_record("turngate-data", "runs/recorded"),

@@ -17,15 +17,17 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from gauntlet.tokens import Model, model_folder
+from tests.docs import warm_programs
 from tests.docs.blocks import PAGES, ROOT
 from tests.docs.engine import SOLUTION, SolvingEngine, StandInApi
 from tests.docs.pages import SETTINGS, UNRUN
 from tests.docs.script import PORTS, Script, Setting, write_command
-from tests.docs.workspace import environment, prepare
-from tests.needs import HEAVY
+from tests.docs.workspace import MODEL, environment, prepare
+from tests.needs import HEAVY, needs
 from tests.ports import free_ports
 from tests.speed import scaled
 from tools.agent_names import AGENTS
+from turngate.agents.install import cache_folder
 
 
 def read_script(page: str) -> Script:
@@ -62,11 +64,14 @@ def pages() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Path]:
-    """The socket of a process that forks the programs of the pages."""
+def server(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The socket of a process that forks the programs of the pages. It loads the tokenizer of their model if a page needs it."""
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:
         socket = Path(folder) / "socket"
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": folder, "LANG": "C.UTF-8"}
+        env["TURNGATE_CACHE"] = str(cache_folder())
+        if any("tokenizers" in needs(item) for item in request.session.items if "test_page_works" in item.nodeid):
+            env[warm_programs.TOKENIZER] = f"{model_folder()} {MODEL}"
         process = subprocess.Popen([sys.executable, "-m", "tests.docs.warm_programs", str(socket)], cwd=folder, env=env)
         end = time.monotonic() + scaled(30)
         while not socket.exists():

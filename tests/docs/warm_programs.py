@@ -3,7 +3,8 @@
     python -m tests.docs.warm_programs SOCKET                        # the server
     python -I -S tests/docs/warm_programs.py SOCKET MODULE ARGS …    # like `python -m MODULE ARGS …`
 
-A forked program has the files, folder, environment and signals of its client, and the client exits as the program does.
+A forked program has the files, folder, environment and signals of its client, and the client exits as the program does. If the server has
+the environment variable `WARM_TOKENIZER`, the folder and the model name of a tokenizer, its programs also share that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 
+TOKENIZER = "WARM_TOKENIZER"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PRELOADED = (
     *(f"turngate.cli.{name}" for name in ("agents", "batch", "certify", "doctor", "export", "run", "show", "tasks")),
@@ -47,10 +49,19 @@ def run(path: str, words: list[str]) -> None:
 
 def serve(path: str) -> None:
     """Import the libraries, then fork a watcher and a program for each client."""
+    import gc
     import importlib
 
+    if place := os.environ.pop(TOKENIZER, ""):
+        from pathlib import Path
+
+        from tests.docs import warm_tokenizer
+
+        folder, _, model = place.partition(" ")
+        warm_tokenizer.load(Path(folder), model)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # so that collections in the programs do not touch, and copy, what they share
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(16)
