@@ -11,6 +11,7 @@
 | `sample(3)` | has many similar cases; all but three of them are marked `full` | depends on the other marks |
 | `alone` | needs the machine to itself | depends on the other marks; runs before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
+| `product` | is a case of a product whose values other cases cover in pairs | `make soak` only |
 | `subset` | repeats a part of a `full` test | `make test-real` only |
 
 If a part is missing, its tests are skipped, and the reason names the command that installs it; with `CI=true` they fail. Collection
@@ -196,8 +197,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add the timeout and the xdist group. xdist reads the groups at the end of collection."""
+    """Add the timeout and the xdist group, which xdist reads at the end of collection, and keep products out of the lighter tiers."""
     needed = needs.needs(item)
+    if item.get_closest_marker("product"):
+        item.add_marker(pytest.mark.full)
     if not item.get_closest_marker("timeout"):
         item.add_marker(pytest.mark.timeout(scaled(REAL_LIMIT_S if needed & needs.HEAVY.keys() else LIMIT_S)))
     if "vllm" in needed:

@@ -101,7 +101,7 @@ TIERS = {
     ),
     "test-all": Tier(
         "all tests",
-        "not subset",
+        "not subset and not product",
         [
             *ALL_PARTS,
             [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe", "trainers"],
@@ -110,7 +110,7 @@ TIERS = {
         verify_every=1,
         more_workers=2,
     ),
-    "soak": Tier("the stress tests at full size", "soak", ALL_PARTS, soak=True),
+    "soak": Tier("the stress tests at full size, and whole products", "(soak or product)", ALL_PARTS, soak=True),
 }
 
 

@@ -27,7 +27,10 @@ TURNS = {"aider": 1}  # its reply contains all edits
 
 
 def agents_in_sandboxes() -> list[Any]:
-    """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them."""
+    """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them.
+
+    `make test-all` runs each agent locally and in at most one other sandbox, and `make soak` runs the whole product.
+    """
     pairs = [(agent, "local") for agent in (*AGENTS, *MORE_AGENTS)]
     pairs += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in ISOLATED]
     found = []
@@ -35,7 +38,9 @@ def agents_in_sandboxes() -> list[Any]:
         marks = [pytest.mark.needs(f"agent:{agent}", *([] if sandbox == "local" else [sandbox]))]
         if (agent, sandbox) in REAL:
             marks += [pytest.mark.real, pytest.mark.promise(4)]
-        elif (agent, sandbox) != ("mini-swe-agent", "local"):
+        elif sandbox != "local":
+            marks.append(pytest.mark.product)
+        elif agent != "mini-swe-agent":
             marks.append(pytest.mark.full)
         found.append(pytest.param(agent, sandbox, marks=marks, id=f"{agent}-{sandbox}"))
     return found
