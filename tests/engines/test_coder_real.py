@@ -46,7 +46,7 @@ def sandboxes() -> Iterator[Path]:
 
 @pytest.mark.needs("agent:mini-swe-agent")
 async def test_agent_with_coder_is_graded(tmp_path: Path, sandboxes: Path) -> None:
-    """Two turns on a CPU: too few to solve the task, but everything is sampled, recorded and graded."""
+    """One turn on a CPU: too few to solve the task, but everything is sampled, recorded and graded."""
     torch.set_num_threads(2)
     spec, installed = kit.agent("mini-swe-agent")
     config = ServeConfig(data=str(tmp_path / "data"), port=0, model="coder", tokenizer=str(folder()), max_context=8192)
@@ -57,7 +57,7 @@ async def test_agent_with_coder_is_graded(tmp_path: Path, sandboxes: Path) -> No
         backend=LocalBackend(sandboxes),
         model="coder",
         timeout_s=scaled(900),
-        session={"limits": {"turns": 2}, "max_tokens": 16},
+        session={"limits": {"turns": 1}, "max_tokens": 16},
         model_limits=ModelLimits(context_tokens=8192, max_output_tokens=16),
         folder=tmp_path / "rollouts",
     )

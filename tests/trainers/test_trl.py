@@ -49,10 +49,11 @@ while pending:
             continue
         pending += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
 names = {name.lower().replace("_", "-") for name in declared}
+distributions = packages_distributions()
 for node in ast.parse(open(sys.argv[1]).read()).body:
     modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
     for module in modules:
-        packages = packages_distributions().get(module.split(".")[0], [])
+        packages = distributions.get(module.split(".")[0], [])
         if packages and not {name.lower().replace("_", "-") for name in packages} & {*names, "turngate"}:
             print(module)
 """
