@@ -411,7 +411,7 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
             print(f"{name}: a part could not be installed, which is an error with CI=true")
             return 1
         run.remember()
-        for alone in (True, False):  # the first collects in one process, where a wrong mark gives a clear error
+        for alone in (True, False):
             print(
                 f"\n{name}: {'tests that need the machine to themselves' if alone else f'{tier.workers} tests at a time'}",
                 flush=True,
@@ -419,6 +419,12 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
             results.add(*_run_pytest(run, tier, alone, pytest_options))
             if run.interrupted or results.exit_code in COLLECTION_FAILED:
                 break
+        if results.exit_code in COLLECTION_FAILED and not alone and not run.interrupted:
+            print(
+                f"\n{name}: collecting the tests again in one process, where a wrong mark gives a clear error",
+                flush=True,
+            )
+            run.call([PYTHON, "-m", "pytest", "-qq", "--collect-only", "-p", "tests.tiers", *pytest_options])
         left = [] if run.interrupted else run.leftovers()
         left += [f"{thing} (could not be removed)" for thing in run.clean()]
         return _summarize(name, results, left, run.interrupted, time.monotonic() - began)
@@ -434,6 +440,8 @@ def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[
     command += ["-o", f"faulthandler_timeout={speed.scaled(HANG_S):.0f}", "-o", "faulthandler_exit_on_timeout=true"]
     if tier.soak:
         command += ["--soak"]
+    if alone and not tier.complete and not options:
+        command += _find_alone()  # collecting all tests takes 20 s, with one core idle
     if not alone:
         command += ["-n", str(tier.workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart=2"]
     report = run.folder / "pytest-of-tier.json"
@@ -441,6 +449,12 @@ def _run_pytest(run: Run, tier: Tier, alone: bool, options: list[str]) -> tuple[
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(run.folder / "pytest-of-torch"), "ONEDNN_JIT_PROFILE": "0"}  # torch's files
     env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin take the cores from the other tests
     return report, run.call(command, **env)
+
+
+def _find_alone() -> list[str]:
+    """Return the files with tests that need the machine to themselves."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.alone" in path.read_text(encoding="utf-8")]
 
 
 def _summarize(name: str, results: Results, left: list[str], interrupted: bool, seconds: float) -> int:
