@@ -30,7 +30,7 @@ from turngate.types import Json
 
 pytestmark = pytest.mark.full
 MODELS = {"pi": "smollm2", "mini-swe-agent": "tiny-qwen3"}  # the second is for long prompts: vLLM echoes all of them
-TURNS = {"pi": 3, "mini-swe-agent": 2}  # session limits; both agents would continue
+TURNS = {"pi": 2, "mini-swe-agent": 2}  # session limits; both agents would continue
 TEMPERATURES = {"pi": 0.2, "mini-swe-agent": 1.0}  # higher values keep the first model from ending its answers
 QUESTION = "What is the capital of France?"
 
