@@ -14,12 +14,12 @@ from gauntlet.gateways.delivery import Delivery, Feature, Segment, Verdict
 from gauntlet.tokens import Json
 
 FEATURES: dict[Feature, str] = {
-    "experts": "the experts that each token was routed to, at its own token over turns and a branch",
+    "experts": "the experts that each token was routed to, aligned with the tokens across turns and a branch",
     "masks": "the ids that were left to sample from, for each trained token",
-    "tree": "rows that share a prefix as a tree, with the shared turns once",
-    "turn rewards": "rewards that the host gives to single turns, at the tokens of these turns",
+    "tree": "rows as a tree, in which each shared turn occurs once",
+    "turn rewards": "rewards that the host gives to single turns, aligned with the tokens of these turns",
     "teacher": "a teacher's log-probability of each trained token",
-    "versions": "the policy version that sampled each trained token, also if the weights change within a turn",
+    "versions": "the policy version that sampled each trained token, even if the weights change within a turn",
     "loaders": "rows that a trainer's own package loads, with every value unchanged",
 }
 
@@ -39,7 +39,7 @@ class Mismatch(Exception):
 
 
 def _check_turns(rows: Sequence[Row], log: Sequence[Json]) -> None:
-    """Check that the rows train every turn. Otherwise, a gateway without rows would have no wrong values."""
+    """Check that the rows train every turn. Otherwise, a gateway that delivers no rows would pass."""
     for n, entry in enumerate(log):
         if not any(_find_trained(row, entry) for row in rows):
             raise Mismatch(f"no row trains turn {n + 1}")
@@ -70,7 +70,7 @@ def _compare(delivery: Delivery, expected: Callable[[Row], Iterator[tuple[int, A
             missing += given is None
             different += given is not None and not _is_equal(given, value)
     if missing or different:
-        raise Mismatch(f"{what}: of {total} tokens, {different} have other values and {missing} have none")
+        raise Mismatch(f"{what}: of {total} tokens, {different} have wrong values and {missing} have none")
 
 
 def _is_equal(given: Any, expected: Any) -> bool:
@@ -124,10 +124,10 @@ def _judge_rewards(delivery: Delivery, log: Sequence[Json], rewards: Sequence[fl
         for row, values in zip(delivery.rows, delivery.values, strict=True):
             given += sum(values[at] or 0.0 for at in _find_trained(row, entry) or ())
         if abs(given - reward) > 1e-6:
-            raise Mismatch(f"turn {n + 1} has the reward {reward}, but its tokens have {given:g}")
+            raise Mismatch(f"turn {n + 1} has the reward {reward:g}, but the rewards of its tokens sum to {given:g}")
     total = sum(value or 0.0 for values in delivery.values for value in values)
     if abs(total - sum(rewards)) > 1e-6:
-        raise Mismatch(f"all turns have {sum(rewards):g}, but all tokens have {total:g}")
+        raise Mismatch(f"the rewards of all turns sum to {sum(rewards):g}, but those of all tokens sum to {total:g}")
 
 
 def _judge_tree(delivery: Delivery, log: Sequence[Json], rewards: Sequence[float]) -> None:
@@ -166,7 +166,7 @@ def _judge_loaders(delivery: Delivery, log: Sequence[Json], rewards: Sequence[fl
         raise Mismatch("no trainer loaded the rows")
     for trainer, loaded in delivery.loaded.items():
         if sorted(map(_flatten, loaded)) != sorted(map(_flatten, delivery.rows)):
-            raise Mismatch(f"{trainer} loaded other rows")
+            raise Mismatch(f"the rows that {trainer} loaded differ from the delivered rows")
 
 
 def _flatten(row: Row) -> tuple[Any, ...]:

@@ -58,9 +58,9 @@ def write_page(page: Path, results: Sequence[Result], about: dict[str, str], our
 
 
 def update_features(page: Path, readme: Path, results: Sequence[Result], about: dict[str, str]) -> None:
-    """Write only what rows carry into a page, its JSON file and a README that have the other results already.
+    """Update only what rows carry, in a page, its JSON file and a README that already contain the other results.
 
-    Gateways that were not tested now keep what they had.
+    Gateways that were not tested this time keep their previous verdicts.
     """
     data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     tested = {result.gateway: result for result in results}
@@ -84,7 +84,10 @@ def update_features(page: Path, readme: Path, results: Sequence[Result], about: 
     values = {result.gateway: describe_features(result) for result in merged}
     inside = inside.replace(table, set_column(table, COLUMN, values))
     inside = re.sub(
-        r"^(Measured on .*?)( The last column .*)?$", rf"\1 The last column is of {about['date']}.", inside, flags=re.M
+        r"^(Measured on .*?)( The last column .*)?$",
+        rf"\1 The last column was tested on {about['date']}.",
+        inside,
+        flags=re.M,
     )
     readme.write_text(before + BEGIN + inside + END + after, encoding="utf-8")
 

@@ -158,7 +158,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Annotated[
         Literal["process", "disk"],
         _about(
-            "Crashes that recorded turns survive: only those of the gateway (process), or also those of the machine (disk).",
+            "Which crashes recorded turns survive: those of the gateway (process), or those of the machine too (disk).",
             GATEWAY,
         ),
     ] = "process"
@@ -209,26 +209,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mismatch_difference: Annotated[
         float,
         _about(
-            "Count tokens whose log-probability in the trainer differs by more than this from the engine's, with the same weights: "
+            "Count tokens whose log-probability in the trainer differs from the engine's by more than this with the same weights; one of "
             + ", ".join(f"{step:g}" for step in MISMATCH_STEPS)
             + ".",
             CHECKS,
         ),
     ] = _LIMITS.difference
     mismatch_share: Annotated[
-        float, _about("Raise an alarm if a larger share of tokens has such a difference; 0 turns it off.", CHECKS)
+        float, _about("Raise an alarm if more than this share of tokens has such a difference; 0 turns it off.", CHECKS)
     ] = _LIMITS.share
     mismatch_kl: Annotated[
         float,
         _about(
-            "Raise an alarm if trainer and engine diverge by more nats per token with the same weights; 0 turns it off.",
+            "Raise an alarm if trainer and engine diverge by more than this many nats per token with the same weights; 0 turns it off.",
             CHECKS,
         ),
     ] = _LIMITS.kl
     stale_kl: Annotated[
         float,
         _about(
-            "Raise an alarm if the trainer's policy diverges by more nats per token from older weights that sampled; 0 turns it off.",
+            "Raise an alarm if the trainer's policy diverges by more than this many nats per token from the older weights that sampled "
+            "the tokens; 0 turns it off.",
             CHECKS,
         ),
     ] = _LIMITS.stale_kl

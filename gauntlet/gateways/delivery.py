@@ -23,8 +23,8 @@ class Verdict:
 class Absence:
     """Why a gateway lacks a feature, with a file in its installed package that shows it.
 
-    The file must contain `says`, if given, and nothing that matches the pattern `without`, if given. So a new version of the package does
-    not go on lacking what it has.
+    The file must contain `says`, if given, and nothing that matches the pattern `without`, if given. Otherwise, the verdict is
+    "not tested", because a new version of the package may have gained the feature.
     """
 
     why: str
@@ -38,9 +38,13 @@ class Absence:
             return Verdict("not tested", f"{self.file} was not found")
         text = path.read_text(encoding="utf-8")
         if self.without and (found := re.search(self.without, text)):
-            return Verdict("not tested", f"{self.file} mentions {found[0]!r}; check whether it still lacks it")
+            return Verdict(
+                "not tested", f"{self.file} mentions {found[0]!r}; check whether the gateway still lacks this"
+            )
         if self.says not in text:
-            return Verdict("not tested", f"{self.file} does not contain {self.says!r}; check whether it still lacks it")
+            return Verdict(
+                "not tested", f"{self.file} does not contain {self.says!r}; check whether the gateway still lacks this"
+            )
         return Verdict("no", f"{self.why} (`{self.file}`)")
 
 

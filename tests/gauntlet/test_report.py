@@ -179,7 +179,7 @@ def test_features_are_updated_without_the_other_results(tmp_path: Path) -> None:
         line.replace(" tree |", "").replace(f" {DASH} |", "") for line in lines if line.startswith("| turngate")
     ] == [line.replace(f" {DASH} |", "") for line in before[0].splitlines() if line.startswith("| turngate")]
     assert len(lines) == len(before[0].splitlines())
-    assert "Measured on 2026-01-01: a machine. The last column is of 2026-01-01." in lines
+    assert "Measured on 2026-01-01: a machine. The last column was tested on 2026-01-01." in lines
     assert page.read_text().count("### What rows carry") == 1 and "Tested on 2026-01-01" in page.read_text()
     assert (
         "- `rllm`, experts, masks, tree, turn rewards, teacher, versions, loaders: no: it has no field"

@@ -137,7 +137,7 @@ def test_logprobs_of_another_shape_are_rejected(shape: tuple[int, ...]) -> None:
     [
         ({"counts": (1,)}, r"lags\[0\]\.counts must have 21 buckets, not 1"),
         ({"tokens": 3}, r"lags\[0\]\.tokens must be the sum of its counts and not_finite, which is 2, not 3"),
-        ({"mean": 0.2}, r"lags\[0\]\.mean is 0.2, but the largest"),
+        ({"mean": 0.2}, r"lags\[0\]\.mean is 0.2, but lags\[0\]\.largest is"),
         ({"k3": None}, "must be numbers if not_finite is less than tokens"),
     ],
 )
@@ -146,7 +146,7 @@ def test_contradictory_report_is_rejected(change: dict[str, object], problem: st
     check_lags([one])
     with pytest.raises(BadRequest, match=problem):
         check_lags([msgspec.structs.replace(one, **change)])
-    with pytest.raises(BadRequest, match="0 occurs twice"):
+    with pytest.raises(BadRequest, match="0 occurs more than once"):
         check_lags([one, one])
     with pytest.raises(BadRequest, match="lags is empty"):
         check_lags([])

@@ -127,7 +127,7 @@ def test_side_data_of_different_shapes_is_rejected() -> None:
     tree = Tree()
     tree.call(None, array(-3, 1, 2, 3, 4))
     tree.call(None, SideArray("experts", -3, np.ones((4, 1), np.uint8)))
-    with pytest.raises(UnequalSideData, match="experts have different types or shapes in different branches"):
+    with pytest.raises(UnequalSideData, match="experts differs in type or shape between branches"):
         build_tree(build_samples(tree.trace, EVERY_ROLE, side=tree.arrays))
 
 

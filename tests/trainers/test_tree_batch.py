@@ -247,7 +247,10 @@ def test_batch_has_side_data_of_all_trees() -> None:
         offset += len(exported.tree.ids)
     assert not pack_trees([plain]).side
     other = ExportedTree("s", 1.0, 1.0, build_tree(add_side_data(forks().rows(), "float32")))
-    with pytest.raises(ConfigError, match="one type and shape of sums, but these have 2; pack them separately"):
+    with pytest.raises(
+        ConfigError,
+        match="sums must have the same type and shape in all trees, but has 2 different ones; pack such trees",
+    ):
         pack_trees([trees[0], other])
 
 

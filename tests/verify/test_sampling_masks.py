@@ -71,7 +71,7 @@ def test_turn_with_masks_passes_and_is_trained(recorded: tuple[Path, str]) -> No
     [
         (lambda masks: [[token + 5 for token in each] for each in masks], "is not in its sampling mask"),
         (lambda masks: [masks[0], [*masks[1], masks[1][0]], *masks[2:]], "has repeated or negative ids"),
-        (lambda masks: [masks[0], masks[1][:1], *masks[2:]], "was the only one left, but its log-probability is -0.7"),
+        (lambda masks: [masks[0], masks[1][:1], *masks[2:]], "has no other ids, but its log-probability is -0.7"),
     ],
 )
 def test_altered_masks_are_found(

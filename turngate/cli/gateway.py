@@ -97,7 +97,7 @@ async def connect_gateway(
                 )
                 say(
                     console,
-                    f"Using the gateway that already serves {config.data}: {running.url}, with its engine",
+                    f"Using the gateway at {running.url}, which already serves {config.data}, and its engine",
                     "dim",
                 )
                 await _require_engine(client, own=False)

@@ -53,6 +53,10 @@ def _biasing(setting: str) -> str:
     return f"{setting}. Turns sampled with it are not trained."
 
 
+def _truncating(setting: str) -> str:
+    return f"{setting}. Turns sampled with it are trained only with sampling masks."
+
+
 GatewayFlag = Annotated[str, typer.Option(help="URL of the gateway. Set TURNGATE_ADMIN_KEY to its key.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 GATEWAY_URL = "http://127.0.0.1:8700"
@@ -132,9 +136,9 @@ class RolloutOptions:
         Optional[float],
         _flag("Temperature, regardless of what the agent requests.", SAMPLING, default="the agent file's, or 1"),
     ] = None
-    top_p: Annotated[Optional[float], _flag(_biasing("Top-p"), SAMPLING)] = None
-    top_k: Annotated[Optional[int], _flag(_biasing("Top-k"), SAMPLING)] = None
-    min_p: Annotated[Optional[float], _flag(_biasing("Min-p"), SAMPLING)] = None
+    top_p: Annotated[Optional[float], _flag(_truncating("Top-p"), SAMPLING)] = None
+    top_k: Annotated[Optional[int], _flag(_truncating("Top-k"), SAMPLING)] = None
+    min_p: Annotated[Optional[float], _flag(_truncating("Min-p"), SAMPLING)] = None
     presence_penalty: Annotated[Optional[float], _flag(_biasing("Presence penalty"), SAMPLING)] = None
     frequency_penalty: Annotated[Optional[float], _flag(_biasing("Frequency penalty"), SAMPLING)] = None
     repetition_penalty: Annotated[Optional[float], _flag(_biasing("Repetition penalty"), SAMPLING)] = None
@@ -292,19 +296,20 @@ class TrainOptions:
         float, _flag("Count tokens whose log-probability differs by more than this with the same weights.", ALARMS)
     ] = 0.2
     mismatch_share: Annotated[
-        float, _flag("Raise an alarm if a larger share of tokens has such a difference; 0 turns it off.", ALARMS)
+        float, _flag("Raise an alarm if more than this share of tokens has such a difference; 0 turns it off.", ALARMS)
     ] = 0.05
     mismatch_kl: Annotated[
         float,
         _flag(
-            "Raise an alarm if trainer and engine diverge by more nats per token with the same weights; 0 turns it off.",
+            "Raise an alarm if trainer and engine diverge by more than this many nats per token with the same weights; 0 turns it off.",
             ALARMS,
         ),
     ] = 0.01
     stale_kl: Annotated[
         float,
         _flag(
-            "Raise an alarm if the policy diverges by more nats per token from older weights that sampled; 0 turns it off.",
+            "Raise an alarm if the policy diverges by more than this many nats per token from the older weights that sampled the tokens; "
+            "0 turns it off.",
             ALARMS,
         ),
     ] = 0.1
@@ -413,7 +418,8 @@ class ExportOptions:
     credit: Annotated[
         str,
         _flag(
-            "rows, tree: include turn advantages, comparing each turn by turn_index or with all_turns of the group.",
+            "rows, tree: include turn advantages, which compare each turn with turns of the same index (turn_index) or with all "
+            "turns of the group (all_turns).",
             FORMAT,
         ),
     ] = ""

@@ -205,7 +205,9 @@ def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], s
             continue
         if name in _KINDS:
             raise field_error(f"{where}.{name}", f"is not allowed in {speaker}")
-        raise field_error(f"{where}.{name}", "is not supported; this gateway accepts text and functions only")
+        raise field_error(
+            f"{where}.{name}", "is not supported; this gateway accepts only text, function calls and function responses"
+        )
     return next((name for name in kinds if name in part), "text")
 
 
@@ -273,7 +275,8 @@ def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
         if media:
             texts.append(placeholder(media, bytes(part[media])))
             unsupported = (
-                unsupported or f"{where}.{media}: media are not supported; this gateway accepts text and functions only"
+                unsupported
+                or f"{where}.{media}: media are not supported; this gateway accepts only text, function calls and function responses"
             )
         elif _read_kind(part, where, ("text", "functionResponse"), "user content") == "text":
             texts.append(read_field(part, "text", str, "", where))
@@ -316,7 +319,7 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
     result = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in result and read_items(result["parts"], f"{where}.parts"):
-        unsupported = f"{where}.parts: media are not supported; this gateway accepts text and functions only"
+        unsupported = f"{where}.parts: media are not supported; this gateway accepts only text, function calls and function responses"
         media = "\n" + placeholder("media", bytes(result["parts"]))
     name, result_id = read_field(result, "name", str, "", where), read_field(result, "id", str, "", where)
     call = calls.take(result_id, name)

@@ -160,7 +160,7 @@ async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Ren
     unsupported = (
         f"; not compared, because they could not be rendered by both templates: {', '.join(skipped)}" if skipped else ""
     )
-    return ok(f"{name}: same ids for {compared} test conversations{unsupported}")
+    return ok(f"{name}: same ids for {compared} test conversation{'s' if compared > 1 else ''}{unsupported}")
 
 
 def _supports_tools(renderer: Renderer) -> bool:

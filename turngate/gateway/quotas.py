@@ -108,7 +108,7 @@ class ProjectQuota:
         return False
 
     def wake(self) -> None:
-        """Let waiting calls check their quota again. The thread calls this."""
+        """Let waiting calls check their quota again. This may be called from any thread."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.get_loop().call_soon_threadsafe(_resolve, waiter)

@@ -52,7 +52,7 @@ def _is_loopback(host: str | None) -> bool:
 
 
 class SharedCalls:
-    """The calls of one process of a cell, and those of the others."""
+    """Reports the calls of one process of a cell, and uses the reports of other cells."""
 
     def __init__(self, shares: FairShares, pool: Pool, fence: Fence) -> None:
         self._shares = shares

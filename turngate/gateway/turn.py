@@ -130,7 +130,9 @@ class TurnPipeline:
         if session.config.mode == "observe":
             return await self._require_relay().count(self._build_relay_request(session, call, None, {}))
         if self._renderer is None:
-            raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+            raise Conflict(
+                "this gateway has no engine for exact sessions; open a session with a mode that it serves, such as 'observe'"
+            )
         return len((await self._prompts.build(session, call, self._renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
@@ -237,7 +239,9 @@ class TurnPipeline:
     async def _run_exact(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
-            raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+            raise Conflict(
+                "this gateway has no engine for exact sessions; open a session with a mode that it serves, such as 'observe'"
+            )
         if session.config.mode != self._settings.mode:
             raise Conflict(
                 f"this session has mode {session.config.mode!r}, but this gateway's engine serves mode {self._settings.mode!r}; open "
@@ -390,7 +394,9 @@ class TurnPipeline:
 
     def _require_relay(self) -> Relay:
         if self._relay is None:
-            raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
+            raise Conflict(
+                "this gateway has no endpoint to observe; open a session with a mode that it serves, such as 'exact'"
+            )
         return self._relay
 
     async def _run_observed(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:

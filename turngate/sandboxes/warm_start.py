@@ -261,7 +261,7 @@ class WarmStart:
 
 
 class ForkFailed(Exception):
-    """A fork server could not fork a process. A plain start follows, and its reason is counted."""
+    """A fork server could not fork a process, so the process is started without one. The reason is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

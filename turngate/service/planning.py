@@ -67,7 +67,8 @@ def _build_swe_task(request: SweRolloutRequest, config: ServiceConfig) -> Task:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
     if not config.allows_image(task.image):
         raise BadRequest(
-            f"the task uses the image {task.image[:200]!r}, which this server does not allow (allowed: {', '.join(config.images)})",
+            f"the task uses the image {task.image[:200]!r}, which this server does not allow (allowed: "
+            f"{', '.join(config.images) or 'none'})",
             param="task",
         )
     return msgspec.structs.replace(task, setup_timeout_s=config.setup_timeout_s)

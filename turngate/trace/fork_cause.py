@@ -159,7 +159,7 @@ def _unlike_cause(trace: Trace, request: RequestMessages, has_tools: bool, quote
 
 
 def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
-    """Return the cause of a conversation that repeats an earlier one with other tools or another system prompt, or None."""
+    """Return the cause of a conversation that repeats an earlier one with different tools or a different system prompt, or None."""
     head, question = request.meaning(0), _first_question(request)
     # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]

@@ -41,13 +41,14 @@ class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     counts: tuple[Count, ...]  # tokens per bucket of `MISMATCH_EDGES`, without those that are not finite
     mean: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
     largest: Annotated[float, msgspec.Meta(ge=0)] | None  # of |d|
-    k1: (
-        float | None
-    )  # mean of −d: unbiased estimate of the KL divergence of the trainer's policy from the sampling policy
+    k1: float | None  # mean of −d: unbiased estimate of KL(sampling policy ‖ trainer's policy)
     k3: float | None  # mean of exp(d) − 1 − d: estimate of the same that is never negative
 
     def count_over(self, difference: float) -> int:
-        """Return the number of tokens with |d| > `difference`, which must be one of `MISMATCH_STEPS`. Includes those not finite."""
+        """Return the number of tokens with |d| > `difference`, including those that are not finite.
+
+        `difference` must be one of `MISMATCH_STEPS`.
+        """
         inside = bisect_left(MISMATCH_EDGES, -difference), bisect_left(MISMATCH_EDGES, difference)
         return self.tokens - sum(self.counts[inside[0] + 1 : inside[1] + 1])
 
@@ -119,7 +120,8 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
     for place, one in enumerate(lags):
         where = f"lags[{place}]"
         if seen.count(one.lag) > 1:
-            raise BadRequest(f"{where}.lag: {one.lag} occurs twice; merge the entries with this lag", param="lags")
+            lag = "null" if one.lag is None else one.lag
+            raise BadRequest(f"{where}.lag: {lag} occurs more than once; merge the entries with this lag", param="lags")
         if len(one.counts) != len(MISMATCH_EDGES) + 1:
             raise BadRequest(
                 f"{where}.counts must have {len(MISMATCH_EDGES) + 1} buckets, not {len(one.counts)}; their edges are {MISMATCH_EDGES}",
@@ -133,7 +135,7 @@ def check_lags(lags: Sequence[LagMismatch]) -> None:
             )
         if one.mean is not None and one.largest is not None and one.mean > one.largest * (1 + 1e-6):
             raise BadRequest(
-                f"{where}.mean is {one.mean}, but the largest |d| is {one.largest}; a mean cannot be greater",
+                f"{where}.mean is {one.mean}, but {where}.largest is {one.largest}; a mean cannot exceed the largest value",
                 param="lags",
             )
         if (one.not_finite < one.tokens) != all(value is not None for value in (one.mean, one.largest, one.k1, one.k3)):
@@ -163,9 +165,9 @@ def _check_not_finite(lags: Sequence[LagMismatch]) -> list[MismatchAlarm]:
 
 
 _SAME_WEIGHTS = (
-    "although the weights are the same; check that engine and trainer use the same data type (quantization and bfloat16 differ), the same "
-    "temperature and the same model, and that the engine reports the log-probabilities of the distribution that it samples from "
-    "(vLLM: --logprobs-mode processed_logprobs)"
+    "although the weights are the same; check that engine and trainer use the same data type (quantization and bfloat16 cause "
+    "differences), the same temperature and the same model, and that the engine reports the log-probabilities of the distribution that "
+    "it samples from (vLLM: --logprobs-mode processed_logprobs)"
 )
 
 

@@ -242,7 +242,7 @@ class TreePath(msgspec.Struct, frozen=True, eq=False):
 
 
 def lay_out_paths(paths: Sequence[TreePath]) -> PrefixLayout:
-    """Return the layout of rows of one or more trees. It has each segment of a tree that they contain once."""
+    """Return the layout of rows from one or more trees. Each segment that the rows contain occurs in it once."""
     index_of: dict[tuple[int, int], int] = {}  # by tree and segment
     ranges: list[RowRange] = []
     for key, tree in {id(path.tree): path.tree for path in paths}.items():
@@ -262,11 +262,11 @@ def lay_out_paths(paths: Sequence[TreePath]) -> PrefixLayout:
 
 
 class UnequalSideData(ValueError):
-    """Side data of the same name has different types or shapes in different rows, so one array cannot hold it."""
+    """Side data with the same name has different types or shapes in different rows, so one array cannot hold it."""
 
 
 def build_tree(rows: Sequence[Sample], rollouts: Sequence[int] | None = None) -> PrefixTree:
-    """Build the tree of the rows of a rollout, or of several ones. `rollouts` has a number for the rollout of each row; None: all have one.
+    """Build the tree of the rows of one or more rollouts. `rollouts` has the number of each row's rollout; None: all rows are from one.
 
     Rows share tokens with the same ids, turn and side data. Different turns never share tokens, because each has its own log-probabilities.
     """
@@ -329,7 +329,7 @@ def _side_columns(rows: Sequence[Sample], name: str) -> Iterator[list[np.ndarray
     """Yield two columns for each row: whether each token has a value, and the values, with 0 where there is none."""
     kinds = {(row.side[name].values.shape[1:], row.side[name].values.dtype) for row in rows if name in row.side}
     if len(kinds) > 1:
-        raise UnequalSideData(f"its {name} have different types or shapes in different branches")
+        raise UnequalSideData(f"its side data {name} differs in type or shape between branches")
     [(shape, _)] = kinds
     numbers: dict[bytes, int] = {}  # of each distinct list, so that lists can be compared as numbers
     for row in rows:

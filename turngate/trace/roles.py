@@ -328,7 +328,7 @@ class _Structure:
                 else _UNKNOWN
             )
         if root.info.cause == "handoff":
-            return RoleDecision("subagent", "structure", "it takes over a conversation that continues after it")
+            return RoleDecision("subagent", "structure", "it took over a conversation that later continued without it")
         return _UNKNOWN
 
     def _decide_like(self, other: Context, why: str) -> RoleDecision:

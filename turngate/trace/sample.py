@@ -23,7 +23,7 @@ NEEDS_MASK = "trained only with its sampling mask: "
 
 
 class _Temperature(msgspec.Struct, frozen=True):
-    """The temperature among recorded sampling parameters. Others are ignored, also those that only a newer version records."""
+    """The temperature among recorded sampling parameters. Others are ignored, including those that only a newer version records."""
 
     temperature: float = NEUTRAL.temperature
 

@@ -41,7 +41,7 @@ class PackedSide(msgspec.Struct, frozen=True, eq=False):
     """Side data of a batch under one name, for the tokens that have a value."""
 
     tokens: Tensor  # indices of these tokens in the batch, in ascending order
-    values: Tensor  # one for each of them; if they are lists, the numbers of all lists
+    values: Tensor  # one for each of them; if they are lists, all lists concatenated
     sizes: Tensor | None = None  # the number of values of each token, if they are lists of different lengths
 
 
@@ -149,7 +149,8 @@ def _pack_side(trees: Sequence[PrefixTree], device: str) -> dict[str, PackedSide
         kinds = {(column.values.dtype, column.values.shape[1:]) for _, column in found}
         if len(kinds) > 1:
             raise ConfigError(
-                f"trees must have one type and shape of {name}, but these have {len(kinds)}; pack them separately",
+                f"trees: {name} must have the same type and shape in all trees, but has {len(kinds)} different ones; pack such trees "
+                "separately",
                 param="trees",
             )
         tokens = [offset + np.arange(*span) for offset, column in found for span in column.spans]

@@ -36,7 +36,7 @@ def check_sampling_masks(session: StoredSession, results: CheckResults) -> None:
         for turn, facts in listed:
             check.expect(
                 bool(_TRUNCATIONS & set(turn.info.biases)),
-                "it has sampling masks, but was sampled without top-p, top-k and min-p",
+                "it has sampling masks, but was sampled without top-p, top-k or min-p",
                 node=turn.id,
             )
             masks = stored.read(turn, facts)
@@ -56,12 +56,14 @@ def _check_turn(turn: StoredTurn, facts: SideFacts, masks: RaggedArray, check: V
         if at >= len(turn.ids):
             return  # reported by the check of side data
         token = int(turn.ids[at])
-        check.expect(token in kept, f"its token {at}, {token}, is not in its sampling mask", node=turn.id)
+        check.expect(token in kept, f"its token {at} (id {token}) is not in its sampling mask", node=turn.id)
         unique = len(np.unique(kept)) == len(kept) and (kept >= 0).all()
         check.expect(bool(unique), f"the sampling mask of its token {at} has repeated or negative ids", node=turn.id)
         if len(kept) == 1 and turn.logprobs is not None and at < len(turn.logprobs):
             logprob = float(turn.logprobs[at])
             certain = not np.isfinite(logprob) or abs(logprob) <= LOGPROB_TOLERANCE
             check.expect(
-                certain, f"its token {at} was the only one left, but its log-probability is {logprob:.4g}", node=turn.id
+                certain,
+                f"the sampling mask of its token {at} has no other ids, but its log-probability is {logprob:.4g}, not 0",
+                node=turn.id,
             )

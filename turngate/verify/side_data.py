@@ -149,7 +149,7 @@ def check_columns(session: StoredSession, every: Sequence[RowWithSideData], resu
         return
     stored, leaves = StoredSideArrays(session), {leaf.id: leaf for leaf in session.leaves}
     with results.check(
-        "rows", "side data", "every value of side data is at its own token; nothing is filled in"
+        "rows", "side data", "every value of side data is at the token that it belongs to; nothing is filled in"
     ) as check:
         for row in every:
             if row.branch in leaves:

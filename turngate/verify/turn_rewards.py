@@ -128,7 +128,7 @@ def check_row_rewards(session: StoredSession, every: Sequence[RowWithRewards], r
         return
     leaves = {leaf.id: leaf for leaf in session.leaves}
     with results.check(
-        "rows", "turn rewards", "every turn reward is at its own tokens, in the row that trains them"
+        "rows", "turn rewards", "every turn reward is at the tokens that it belongs to, in the row that trains them"
     ) as check:
         if not isinstance(rewards, list) or not all(isinstance(one, dict) for one in rewards):
             check.skip("the stored turn rewards are not valid")

@@ -345,7 +345,7 @@ def test_conflicting_plan_and_feed_are_rejected(tmp_path: Path) -> None:
 
 
 def test_feed_with_sampling_masks_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"choices\.side must not have sampling_mask: TRL computes"):
+    with pytest.raises(ConfigError, match=r"choices\.side must not contain sampling_mask: TRL computes"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=1, side=("sampling_mask",)))
 
 

@@ -413,7 +413,10 @@ class LocalGeneration:
         return None if last is None else (self._request.version if first is None else first, last)
 
     def _list_runs(self) -> VersionRuns | None:
-        """Return the policy versions of all tokens so far, if the weights changed and all versions are known. See `_span` for the first."""
+        """Return the policy versions of all tokens so far, if the weights changed and all versions are known.
+
+        If only the first is unknown, use the request's version, as in `_span`.
+        """
         if len(self._runs) < 2:
             return None
         (first, tokens), *later = self._runs

@@ -65,9 +65,9 @@ def compute_clipped_share(terms: LossTerms, *, low: float, high: float) -> Tenso
 
 
 def compute_divergence(now: Tensor, then: Tensor) -> Tensor:
-    """Compute r − 1 − log r for each token.
+    """Compute r − 1 − log r for each token, where r is its importance ratio.
 
-    The mean estimates the divergence from the sampling policy, and is 0 only if the policies are equal.
+    The mean estimates the KL divergence between the sampling policy and the current one. It is 0 only if all ratios are 1.
     """
     log_ratio = _log_ratio(now.detach(), then)
     return torch.exp(log_ratio) - 1 - log_ratio

@@ -17,7 +17,7 @@ from turngate.types import SAMPLING_MASK, RaggedArray
 
 
 def adjust_scores(scores: Tensor, rows: Sequence[Row], temperature: float | None) -> Tensor:
-    """Return the scores of the trained tokens of all rows as they were sampled: divided by their temperature, and masked.
+    """Adjust the scores of all trained tokens to the distributions that these were sampled from: divide by the temperature, and mask.
 
     `scores` has one row per trained token. If `temperature` is None, each token has the temperature that was recorded for its turn.
     """

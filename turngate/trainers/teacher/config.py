@@ -40,10 +40,12 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"teacher must be one of {', '.join(get_args(TeacherEngine))}, not {self.engine!r}", param="teacher"
             )
         if not 0 <= self.top_k <= MAX_TOP_K:
-            raise ConfigError(f"teacher_top_k must be 0 to {MAX_TOP_K}, not {self.top_k}", param="teacher_top_k")
+            raise ConfigError(
+                f"teacher_top_k must be between 0 and {MAX_TOP_K}, not {self.top_k}", param="teacher_top_k"
+            )
         if not 1 <= self.concurrency <= _MAX_CONCURRENCY:
             raise ConfigError(
-                f"teacher_concurrency must be 1 to {_MAX_CONCURRENCY}, not {self.concurrency}",
+                f"teacher_concurrency must be between 1 and {_MAX_CONCURRENCY}, not {self.concurrency}",
                 param="teacher_concurrency",
             )
         if self.engine == "local":

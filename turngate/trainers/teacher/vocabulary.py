@@ -36,7 +36,7 @@ class VocabularyCheck:
         return self._tokenizer is not None and self._tokenizer.digest == digest
 
     def check(self, policy: Tokenizer | None, ids: Ids) -> None:
-        """Raise `VocabularyMismatch` if an id means another token to the teacher, or `EngineRejected` if the teacher's tokenizer lacks it.
+        """Raise `VocabularyMismatch` if the teacher has a different token for an id, or `EngineRejected` if its tokenizer lacks the id.
 
         Raise `ConfigError` if the teacher's tokenizer is unknown and its server cannot decode ids. `policy` is the tokenizer of the ids, or
         None if it is the teacher's.
@@ -83,7 +83,7 @@ class VocabularyCheck:
 
     def _mismatch(self, policy: Tokenizer, token: int, here: str, there: str, teacher: str) -> VocabularyMismatch:
         return VocabularyMismatch(
-            f"teacher_model: the teacher has another vocabulary: id {token} is {here!r} in {policy.name_or_path}, with which the "
+            f"teacher_model: the teacher has a different vocabulary: id {token} is {here!r} in {policy.name_or_path}, with which the "
             f"rollouts were recorded, but {there!r} in {teacher}; choose a teacher with the same tokenizer",
             param="teacher_model",
         )

@@ -79,8 +79,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if SAMPLING_MASK in (self.choices.side or ()):
             raise ConfigError(
-                "choices.side must not have sampling_mask: TRL computes log-probabilities over all ids, so turns with top-p, top-k or "
-                "min-p would be trained with wrong ratios",
+                "choices.side must not contain sampling_mask: TRL computes log-probabilities over all ids, so turns with top-p, top-k or "
+                "min-p would be trained with wrong ratios; remove it",
                 param="choices",
             )
         pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")

@@ -61,7 +61,7 @@ export class List {
     this.#drawHead();
   }
 
-  /** Reload the visible rows. @param {boolean} [top] and scroll to the top */
+  /** Reload the visible rows. @param {boolean} [top] whether to scroll to the top first */
   async reload(top = false) {
     const age = ++this.age;
     this.asked.clear();

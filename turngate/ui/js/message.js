@@ -82,7 +82,7 @@ function callOf(call) {
   return made;
 }
 
-/** Format arguments: indented if they are JSON, otherwise unchanged. @param {any} given */
+/** Format arguments: a JSON object with each name on its own line, other JSON indented, and other text unchanged. @param {any} given */
 function argumentsOf(given) {
   const parsed = read(given);
   if (parsed === undefined) return String(given ?? "");

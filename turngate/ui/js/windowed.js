@@ -90,7 +90,7 @@ export class Windowed {
   }
 
   /**
-   * Scroll only as far as needed to show a row.
+   * Scroll to show a row: only as far as needed, or so that the row is in the middle.
    * @param {number} index
    * @param {"near" | "middle"} [where]
    */

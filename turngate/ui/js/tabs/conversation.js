@@ -5,7 +5,7 @@
 
 import * as api from "../api.js";
 import { el, fill } from "../dom.js";
-import { count, duration, plural, when } from "../format.js";
+import { duration, plural, when } from "../format.js";
 import { messageOf } from "../message.js";
 import { empty, failed } from "../notice.js";
 import { href, note } from "../router.js";
@@ -175,7 +175,7 @@ export class Conversation {
       leaf: this.record.leafThrough(id),
     });
     return [
-      ` a branch starts here: it shares ${count(fork.shared)} tokens and differs from the next one on. `,
+      ` a branch starts here: it shares ${plural(fork.shared, "token")} and differs from the next one on. `,
       fork.detail && `Reason: ${fork.detail}. `,
       el("a", { href: tokens, text: "Show tokens" }),
     ];
