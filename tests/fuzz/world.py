@@ -78,6 +78,7 @@ _SESSION, _PAGE = "/admin/sessions/{id}", "/page/api/rollouts/{id}"
 READERS = (
     *("/admin/sessions", _SESSION, f"{_SESSION}/trace", f"{_SESSION}/samples?all=1", f"{_SESSION}/events?wait=0"),
     *("/page/api/overview", "/page/api/rollouts", "/page/api/groups", "/page/api/failures", "/page/api/training"),
+    "/page/api/training/entropy",
     *(_PAGE, f"{_PAGE}/tree", f"{_PAGE}/messages", f"{_PAGE}/tokens", f"{_PAGE}/export?format=rows"),
     *(f"{_PAGE}/export?format=messages", f"{_PAGE}/export?format=trace"),
     *("/sessions", "/sessions/{id}", "/sessions/{id}/rollout", "/v1/rollouts/{id}/trajectory"),

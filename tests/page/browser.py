@@ -83,6 +83,10 @@ class Web:
     async def evaluate(self, script: str) -> Any:
         return await self.page.evaluate(script)
 
+    async def fetch_json(self, path: str) -> Any:
+        """Fetch from the page's API, with the cookie of the login."""
+        return await self.page.evaluate("path => fetch(path).then(reply => reply.json())", path)
+
     async def find_overflow(self) -> list[str]:
         """Elements that make the page scroll sideways."""
         return cast(

@@ -65,6 +65,7 @@ def _add_group(
         name = f"{number:02x}{index:x}{rng.randrange(16**9):09x}"
         metadata = {
             "task": task,
+            "task_kind": task.partition("-")[2],
             "agent": ("pi", "claude-code", "codex")[number % 3],
             "agent_version": "1.0",
             "sandbox": "docker",

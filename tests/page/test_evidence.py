@@ -119,6 +119,29 @@ async def test_training_shows_mismatch_and_alarms(tmp_path: Path, shots: Path) -
         await web.wait_until_gone(".banner")
 
 
+async def test_training_shows_improvement_and_entropy(tmp_path: Path, shots: Path) -> None:
+    async with open_page(tmp_path, shots) as (_, web):
+        found = (await web.fetch_json("/page/api/training"))["improvement"]
+        example = found["example"]
+        await web.go("#/training")
+        await web.wait_for(".chart-title", "Entropy by policy version")
+        await web.wait_for(".kinds th", f"versions {found['after']['first']}–{found['after']['last']}")
+        assert await web.find(".kinds tbody tr").count() == len(found["kinds"]) > 3
+        await web.wait_for(".improvement h2", f"Before and after: {example['task']}")
+        await web.wait_for(".improvement p", "The task whose mean reward rose most")
+        for place, side in enumerate(("before", "after")):
+            column = web.find(".improvement .side").nth(place)
+            await web.wait_for(".improvement .side h3", side.capitalize())
+            assert f"{example[side]['reward']:.2f}" in await column.inner_text()
+            assert await column.locator(".message").count() >= 2
+            address = await column.locator("h3 a").get_attribute("href")
+            assert address == f"#/rollout/{example[side]['rollout']}"
+        await web.find(".improvement a", "Compare them turn by turn").click()
+        await web.wait_for("h1", "Side by side")
+        await web.go("#/training?group=no-such-group")
+        await web.wait_until_gone(".improvement")
+
+
 async def test_training_and_failures(tmp_path: Path, shots: Path) -> None:
     async with open_page(tmp_path, shots) as (_, web):
         await web.wait_for(".list-row .badge.is-live", "running")

@@ -23,7 +23,7 @@ async def test_no_view_overflows_on_phone(tmp_path: Path, shots: Path) -> None:
         "#/rollouts": ".list-row",
         "#/groups": ".list-row",
         "#/group/" + scenes.GROUP: ".chart-svg",
-        "#/training": ".chart-svg",
+        "#/training": ".improvement .message",
         "#/failures": ".failure",
         "#/rollout/fix-slug-0": ".turn",
         "#/rollout/fix-slug-0/tokens": ".token-line .t",

@@ -112,6 +112,7 @@ ATTACKS: dict[tuple[str, str], Attack] = {
     ("GET", "/page/api/group"): Attack("name={group}"),
     ("GET", "/page/api/group/evidence"): Attack("name={group}"),
     ("GET", "/page/api/training"): Attack("group={group}"),
+    ("GET", "/page/api/training/entropy"): Attack("group={group}"),
     ("GET", "/page/api/failures"): Attack("group={group}"),
     ("GET", "/page/api/events"): Attack("after=0"),
     ("GET", "/page/api/export"): Attack("group={group}"),

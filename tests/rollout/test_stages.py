@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.test_serve import start_serve, write_file
 from tests.kit import Gated, say, until
-from tests.rollout.kit import Harness, open_harness, parse_agent
+from tests.rollout.kit import PRELUDE, Harness, open_harness, parse_agent
 from tests.sandboxes.kit import processes
 from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
@@ -68,6 +68,10 @@ async def test_finished_agent(harness: Harness) -> None:
     assert (shown["status"], shown["stop"]) == ("sealed", "")
     facts = {"task": "test", "agent": "shell", "agent_version": "", "sandbox": "local", "group": "test"}
     assert shown["config"]["metadata"] == facts
+    task = Task(id="test", instruction=PRELUDE + TWO_TURNS, metadata={"kind": "rename"})
+    outcome = await harness.run(task=task)
+    shown = await harness.gateway.show(outcome.session)
+    assert shown["config"]["metadata"] == {**facts, "task_kind": "rename"}
 
 
 async def test_stages_run_in_sequence_and_are_timed(harness: Harness) -> None:

@@ -30,6 +30,7 @@ API = (
     "group?name=x",
     "group/evidence?name=x",
     "training",
+    "training/entropy",
     "failures",
     "events",
     "export?group=x",
@@ -340,6 +341,42 @@ async def test_removed_events_are_counted_from_traces(tmp_path: Path) -> None:
         [new] = (await fetch(client, "rollouts", q=session.id))["rollouts"]
         assert new["turns"] == 1
         assert (await fetch(client, "training"))["staleness"] == [], "staleness is unknown without events"
+
+
+async def test_training_view_shows_improvement_and_entropy() -> None:
+    async with gateway([say("Hello.")] * 8) as g:
+        client = await log_in(g)
+        for version in (0, 1):
+            await g.resume(version)
+            for number, reward in enumerate((0.0, 1.0 * version, 0.0)):
+                kind = {"task_kind": "rename"} if number < 2 else {}
+                metadata = {"group": f"run.{number}", "task": f"t{number}", **kind}
+                session = await g.open(id=f"v{version}-{number}", metadata=metadata)
+                await g.ask(session.key, "Hi")
+                await g.seal(session.id)
+                outcome = RecordedOutcome(kind="graded", reward=reward, group=f"run.{number}", task=f"t{number}")
+                g.app.outcomes.record(session.id, outcome)
+        found = (await fetch(client, "training"))["improvement"]
+        assert (found["before"], found["after"]) == ({"first": 0, "last": 0}, {"first": 1, "last": 1})
+        assert found["kinds"] == [
+            {"kind": "rename", "before": {"mean": 0.0, "graded": 2}, "after": {"mean": 0.5, "graded": 2}},
+            {"kind": "", "before": {"mean": 0.0, "graded": 1}, "after": {"mean": 0.0, "graded": 1}},
+        ]
+        example = found["example"]
+        assert example["task"] == "t1"
+        assert (example["before"]["rollout"], example["after"]["rollout"]) == ("v0-1", "v1-1")
+        assert (await fetch(client, "training", group="run.0"))["improvement"]["example"] is None
+        entropy = await fetch(client, "training/entropy")
+        for point, version in zip(entropy["versions"], (0, 1), strict=True):
+            turns = [turn for n in range(3) for turn in await g.turns(f"v{version}-{n}")]
+            known = [logprob for turn in turns for logprob in turn["logprobs"]]
+            assert point == {
+                "version": version,
+                "entropy": pytest.approx(-sum(known) / len(known)),
+                "tokens": len(known),
+                "rollouts": 3,
+            }
+        assert (await fetch(client, "training/entropy", group="none"))["versions"] == []
 
 
 async def test_training_view_by_version_and_staleness() -> None:

@@ -319,3 +319,17 @@ def test_list_and_check_commands(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "Tasks that passed: 1 of 1" in done.output and "it cannot be proven" in done.output
     for wrong in (["nowhere"], [good, "--limit", "0"], [good, "--concurrency", "0"], [good, "--sandbox", "moon"]):
         assert run(app, ["tasks", "check", *wrong]).exit_code == 2, wrong
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kind"),
+    [
+        ({"kind": "rename", "category": "files"}, "rename"),
+        ({"category": "files"}, "files"),
+        ({"kind": "", "category": "files"}, "files"),
+        ({"kind": 3, "level": "hard"}, ""),
+        ({}, ""),
+    ],
+)
+def test_kind_of_task_is_in_its_metadata(metadata: dict[str, Any], kind: str) -> None:
+    assert Task(id="t", instruction="Do it.", metadata=metadata).kind == kind

@@ -168,6 +168,7 @@ def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
     attempt = {"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}
     metadata = {
         "task": spec.task.id,
+        **({"task_kind": spec.task.kind} if spec.task.kind else {}),
         "agent": spec.agent.name,
         "agent_version": spec.agent.install.version,
         "sandbox": spec.backend.name,

@@ -96,6 +96,7 @@ SCOPES: Mapping[tuple[str, str], Scopes] = {
     ("GET", "/page/api/group"): _READ,
     ("GET", "/page/api/group/evidence"): _READ,
     ("GET", "/page/api/training"): _READ,
+    ("GET", "/page/api/training/entropy"): _READ,
     ("GET", "/page/api/failures"): _READ,
     ("GET", "/page/api/events"): _READ,
     ("GET", "/page/api/export"): _READ,

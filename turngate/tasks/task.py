@@ -119,6 +119,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, Json] = {}
     source: str = ""  # origin shown in messages: a folder, or a file and row
 
+    @property
+    def kind(self) -> str:
+        """The kind of task, by which rewards are summarized: `kind` or else `category` in the metadata. Empty if neither is a text."""
+        named = (self.metadata.get(name) for name in ("kind", "category"))
+        return next((kind for kind in named if isinstance(kind, str) and kind), "")
+
 
 def task_from_prompt(instruction: str) -> Task:
     """Create a task that consists only of an instruction."""

@@ -11,7 +11,7 @@ from turngate.common.database_url import ENCODE_HINT, is_database_url, parse_dat
 from turngate.errors import ConfigError
 from turngate.verify.store_reader import SessionReader, UnreadableSession
 
-SHARED_SCHEMAS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)  # versions 2 to 9 and 11 add only data that is not read here
+SHARED_SCHEMAS = tuple(range(1, 13))  # versions 2 to 9, 11 and 12 add only data that is not read here
 _BEFORE_SIDE_DATA = 9  # the last version without side data
 
 

@@ -153,6 +153,9 @@ class Overview(RolloutIndex):
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
         return trends.summarize_training(self, store, prefix, buckets)
 
+    def choose_entropy_rollouts(self, store: Store, prefix: str) -> list[tuple[int, str, int]]:
+        return trends.choose_entropy_rollouts(self, store, prefix)
+
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
         return summarize_failures(self, store, prefix)
 

@@ -30,6 +30,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     name: str = ""
     group: str = ""
     task: str = ""
+    task_kind: str = ""
     batch: str = ""
     agent: str = ""
     agent_version: str = ""
@@ -143,6 +144,7 @@ class RolloutEntry:
         row.model, row.mode = config.model, config.mode
         row.name = config.rollout or _text(metadata.get("rollout")) or row.name
         row.group, row.task = _text(metadata.get("group")) or row.group, _text(metadata.get("task")) or row.task
+        row.task_kind = _text(metadata.get("task_kind"))
         row.agent, row.agent_version = _text(metadata.get("agent")), _text(metadata.get("agent_version"))
         row.sandbox, row.batch = _text(metadata.get("sandbox")), _text(metadata.get("batch")) or row.batch
         row.attempt = config.attempt if config.rollout else _positive_int(metadata.get("attempt"))

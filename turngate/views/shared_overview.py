@@ -19,6 +19,14 @@ from turngate.views import trends
 from turngate.views.failures import EXAMPLES, MOST_MESSAGES
 from turngate.views.filters import RolloutQuery
 from turngate.views.groups import GroupRow
+from turngate.views.improvement import (
+    ENTROPY_ROLLOUTS,
+    ENTROPY_VERSIONS,
+    RewardedRollout,
+    RewardTotal,
+    choose_evenly,
+    summarize_improvement,
+)
 from turngate.views.overview import MOST_CHANGED, MOST_NAMES, explain_no_retry, show_group
 from turngate.views.rollout_entry import STATUSES, RolloutRow
 from turngate.views.rollout_index import BUCKET_S, DeliveryRecord
@@ -211,6 +219,15 @@ class SharedOverview:
                 for version, of in _group_points(points, lambda point: point.version)
                 if _count_graded(of)
             ],
+            "improvement": summarize_improvement(
+                [
+                    RewardTotal(task=task, kind=kind, version=version, total=total, graded=graded)
+                    for task, kind, version, total, graded in pages.reward_totals(prefix)
+                ],
+                lambda task, version: [
+                    RewardedRollout(*rewarded) for rewarded in pages.rewards_of(prefix, task, version)
+                ],
+            ),
             "throughput": trends.compute_throughput(pages.throughput(BUCKET_S, width), first, now, width),
             "staleness": [
                 {"behind": behind, "rollouts": sum(point.rollouts for point in of)}
@@ -224,6 +241,13 @@ class SharedOverview:
             "feeds": trends.list_feeds(store),
             "mismatch": trends.list_mismatches(store),
         }
+
+    def choose_entropy_rollouts(self, store: Store, prefix: str) -> list[tuple[int, str, int]]:
+        """Choose rollouts from whose traces the entropy is estimated, as `trends.choose_entropy_rollouts` does."""
+        self.refresh(store)
+        pages = _require_shared(store).rollout_pages
+        versions = choose_evenly(pages.list_ended_versions(prefix), ENTROPY_VERSIONS)
+        return pages.find_first_ended(prefix, versions, ENTROPY_ROLLOUTS)
 
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
         """Return the failures of groups whose names start with `prefix`, by class and message, most frequent first."""

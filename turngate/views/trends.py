@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import fsum
 
 import msgspec
 
@@ -13,6 +14,14 @@ from turngate.trace.advantage import is_too_large
 from turngate.trace.mismatch import MISMATCH_EDGES, LagMismatch, MismatchAlarm
 from turngate.types import Json
 from turngate.views.groups import mean
+from turngate.views.improvement import (
+    ENTROPY_ROLLOUTS,
+    ENTROPY_VERSIONS,
+    RewardedRollout,
+    RewardTotal,
+    choose_evenly,
+    summarize_improvement,
+)
 from turngate.views.rollout_entry import RolloutEntry, RolloutRow, decode_or
 from turngate.views.rollout_index import BUCKET_S, CHUNK, DeliveryRecord, RolloutIndex, yield_interpreter
 
@@ -57,6 +66,7 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
         "bucket_s": width,
         "time": _rewards_over_time(graded, width),
         "version": _rewards_by_version([row for _, row in graded]),
+        "improvement": _improvement([row for _, row in graded]),
         "throughput": compute_throughput(
             ((int(number * BUCKET_S // width), counted) for number, counted in index.spans.items()), first, now, width
         ),
@@ -211,6 +221,40 @@ def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
             rewards.setdefault(row.version_start, []).append(row.reward)
     return [
         {"version": version, "mean": mean(known), "count": len(known)} for version, known in sorted(rewards.items())
+    ]
+
+
+def _improvement(rows: Sequence[RolloutRow]) -> dict[str, Json] | None:
+    found: dict[tuple[str, str, int], list[float]] = {}
+    rollouts: dict[tuple[str, int], list[RewardedRollout]] = {}
+    for row in sorted(rows, key=lambda row: (row.opened, row.id)):
+        if row.version_start is not None and row.reward is not None:
+            found.setdefault((row.task, row.task_kind, row.version_start), []).append(row.reward)
+            rollouts.setdefault((row.task, row.version_start), []).append(RewardedRollout(row.id, row.reward))
+    totals = [
+        RewardTotal(task=task, kind=kind, version=version, total=fsum(rewards), graded=len(rewards))
+        for (task, kind, version), rewards in found.items()
+    ]
+    return summarize_improvement(totals, lambda task, version: rollouts[task, version])
+
+
+def choose_entropy_rollouts(index: RolloutIndex, store: Store, prefix: str) -> list[tuple[int, str, int]]:
+    """Choose rollouts from whose traces the entropy is estimated. Return the version, id and session key of each.
+
+    They are the oldest ended rollouts of each version that `choose_evenly` chooses.
+    """
+    index.refresh(store)
+    now = time.time()
+    by_version: dict[int, list[RolloutEntry]] = {}
+    for entry in index.all(now):
+        if entry.key and entry.row.group.startswith(prefix) and entry.row.status in ("done", "cancelled"):
+            version = index.refresh_row(entry, now, store).version_start
+            if version is not None:
+                by_version.setdefault(version, []).append(entry)
+    return [
+        (version, entry.row.id, entry.key)
+        for version in choose_evenly(sorted(by_version), ENTROPY_VERSIONS)
+        for entry in sorted(by_version[version], key=lambda entry: (entry.row.opened, entry.row.id))[:ENTROPY_ROLLOUTS]
     ]
 
 

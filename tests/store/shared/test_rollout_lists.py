@@ -36,8 +36,14 @@ def record(store: Store) -> None:
     for n in range(12):
         at, name = START + 60.0 * n, f"s{n}"
         metadata: dict[str, Json] = {"agent": f"agent{n % 2}", "task": f"t{n % 4}", "group": f"g{n % 3}", "batch": "b"}
+        metadata["task_kind"] = ("rename", "delete\0", None)[n % 3]
         key = add_session(store, name, at, model=f"m{n % 2}", metadata=metadata, rollout=f"r{n}")
-        store.commit([new_turn(key, turn, name, at + turn, "abort" if turn == 3 else "stop") for turn in range(n)])
+        store.commit(
+            [
+                new_turn(key, turn, name, at + turn, "abort" if turn == 3 else "stop")
+                for turn in range(n // 4, n + n // 4)
+            ]
+        )
         store.events.add(event(name, "stage", at + 20, stage="agent"))
         if n == 11:
             continue
@@ -101,7 +107,8 @@ def check_equal(found: Any, expected: Any, about: object) -> None:
     assert found.keys() == expected.keys()
 
 
-def compare(url: str) -> None:
+def compare(url: str, improved: str | None = "t2") -> None:
+    """Compare everything that the lists show. `improved` is the task whose rewards rose most."""
     with open_both(url) as (store, expected, found):
         while not found.update(store):
             pass
@@ -120,10 +127,15 @@ def compare(url: str) -> None:
                 classes.sort(key=lambda one: one["class"])
             assert failures[0] == failures[1]
             trends = [one.training(store, prefix, 20) for one in (found, expected)]
-            if prefix == "nothing":  # there is no first rollout, so it is now
+            if prefix == "nothing":  # there is no first rollout, so it is now, and the only interval is that of now
                 assert abs(trends[0].pop("first") - trends[1].pop("first")) < 60
+                assert len(trends[0].pop("throughput")) == len(trends[1].pop("throughput")) == 1
             check_equal(*trends, prefix)
             assert [report["version"] for report in trends[0]["mismatch"]["newest"]] == [99]
+            if not prefix:
+                example = trends[0]["improvement"]["example"]
+                assert (None if example is None else example["task"]) == improved
+            assert found.choose_entropy_rollouts(store, prefix) == expected.choose_entropy_rollouts(store, prefix)
         for row in expected.rollouts(store, RolloutQuery(limit=500))["rollouts"]:
             assert plain(found.rollout(store, row.id)) == plain(expected.rollout(store, row.id))
             assert found.check_retry(store, row.id)[1] == expected.check_retry(store, row.id)[1]
@@ -167,7 +179,7 @@ def test_lists_equal_those_from_all_events(postgres_url: str) -> None:
     store.commit([new_turn(key, 0, "s12", START + 1003)])
     store.attempts.supersede("r10", 1, "s10")
     store.close()
-    compare(postgres_url)
+    compare(postgres_url, improved=None)
 
 
 def test_names_too_long_for_an_index_are_cut(postgres_url: str) -> None:

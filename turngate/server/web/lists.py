@@ -14,7 +14,7 @@ from turngate import __version__
 from turngate.server.decoding import Whole
 from turngate.server.http import json_response
 from turngate.server.web.reader import PageReader
-from turngate.server.web.view_cache import summarize_drift
+from turngate.server.web.view_cache import summarize_drift, summarize_entropy
 from turngate.types import Json
 from turngate.views.filters import RolloutQuery
 from turngate.views.rollout_entry import Status
@@ -52,7 +52,7 @@ class TrainingQuery(msgspec.Struct, frozen=True):
     buckets: Whole = 120
 
 
-class FailuresQuery(msgspec.Struct, frozen=True):
+class GroupPrefixQuery(msgspec.Struct, frozen=True):
     """Query parameters. `group` is a prefix of group names."""
 
     group: str = ""
@@ -115,7 +115,19 @@ class ListRoutes:
         buckets = min(query.buckets or 120, 500)
         return await self._reader.respond(lambda store: self._views.overview.training(store, query.group, buckets))
 
-    async def failures(self, request: Request, query: FailuresQuery) -> Response:
+    async def training_entropy(self, request: Request, query: GroupPrefixQuery) -> Response:
+        """Return the entropy by policy version, estimated from the traces of a few rollouts of each version.
+
+        Each rollout is read in a separate query, so that other requests are served in between.
+        """
+        chosen = await self._reader.run(lambda store: self._views.overview.choose_entropy_rollouts(store, query.group))
+        rollouts = []
+        for version, session, key in chosen:
+            facts = await self._reader.run(partial(self._views.facts, session=session, key=key))
+            rollouts.append((version, facts))
+        return json_response(summarize_entropy(rollouts))
+
+    async def failures(self, request: Request, query: GroupPrefixQuery) -> Response:
         """Return the failures by class and message."""
         return await self._reader.respond(lambda store: self._views.overview.failures(store, query.group))
 

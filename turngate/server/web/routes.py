@@ -85,6 +85,7 @@ class WebPage:
             ("/page/api/group", "GET", self._lists.group),
             ("/page/api/group/evidence", "GET", self._lists.group_evidence),
             ("/page/api/training", "GET", self._lists.training),
+            ("/page/api/training/entropy", "GET", self._lists.training_entropy),
             ("/page/api/failures", "GET", self._lists.failures),
             ("/page/api/events", "GET", self._live.changes),
             ("/page/api/export", "GET", self._exports.export_group),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from turngate.store.sqlite import Store
 from turngate.trace.advantage import is_too_large
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json
+from turngate.views.improvement import ENTROPY_ROLLOUTS
 from turngate.views.overview import Overview
 from turngate.views.rollout import RolloutView
 from turngate.views.rollout_entry import DONE, RolloutRow
@@ -219,8 +222,6 @@ _NO_FACTS: dict[str, Json] = {
 
 def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Json]:
     """Summarize entropy and forks over the rollouts of a group."""
-    tokens = sum(facts["entropy_tokens"] for facts in rollouts)
-    total = sum(facts["entropy"] * facts["entropy_tokens"] for facts in rollouts if facts["entropy"] is not None)
     causes = sorted({cause for facts in rollouts for cause in facts["forks"]})
     drift = [
         {
@@ -234,11 +235,31 @@ def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Jso
     return {
         "group": name,
         "rollouts": [{field: value for field, value in facts.items() if field != "anew"} for facts in rollouts],
-        "entropy": total / tokens if tokens else None,
-        "entropy_tokens": tokens,
+        "entropy": _mean_entropy(rollouts),
+        "entropy_tokens": sum(facts["entropy_tokens"] for facts in rollouts),
         "entropy_what": _ENTROPY,
         "drift": sorted(drift, key=lambda entry: -entry["forks"]),
     }
+
+
+def summarize_entropy(rollouts: Sequence[tuple[int, dict[str, Json]]]) -> dict[str, Json]:
+    """Summarize entropy by policy version. `rollouts` has the version and the facts of each rollout, sorted by version."""
+    versions: list[Json] = []
+    for version, members in groupby(rollouts, lambda rollout: rollout[0]):
+        read = [facts for _, facts in members if facts["entropy_tokens"]]
+        if read:
+            tokens = sum(facts["entropy_tokens"] for facts in read)
+            versions.append(
+                {"version": version, "entropy": _mean_entropy(read), "tokens": tokens, "rollouts": len(read)}
+            )
+    return {"versions": versions, "most_rollouts": ENTROPY_ROLLOUTS, "what": _ENTROPY}
+
+
+def _mean_entropy(rollouts: Iterable[dict[str, Json]]) -> float | None:
+    """Return the mean over all sampled tokens that have a log-probability, or None if there are none."""
+    known = [facts for facts in rollouts if facts["entropy_tokens"]]
+    tokens = sum(facts["entropy_tokens"] for facts in known)
+    return sum(facts["entropy"] * facts["entropy_tokens"] for facts in known) / tokens if tokens else None
 
 
 def _config_to_json(config: Json) -> Json:

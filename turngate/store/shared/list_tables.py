@@ -9,6 +9,7 @@ CREATE TABLE rollout_list (
     name TEXT NOT NULL,
     team TEXT COLLATE "C" NOT NULL,
     task TEXT COLLATE "C" NOT NULL,
+    task_kind TEXT COLLATE "C" NOT NULL DEFAULT '',
     batch TEXT NOT NULL,
     agent TEXT COLLATE "C" NOT NULL,
     agent_version TEXT NOT NULL,

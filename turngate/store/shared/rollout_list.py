@@ -39,6 +39,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     name: str
     team: str  # name of its group
     task: str
+    task_kind: str
     batch: str
     agent: str
     agent_version: str

@@ -41,6 +41,7 @@ GROUP_SORTS = {
     "mean_reward": "mean_reward",
     "pass_at_1": "pass_at_1",
 }
+_ENDED = "key<>0 AND status IN ('done', 'cancelled')"
 # Sorted without NULLS LAST, so that PostgreSQL can use indexes.
 _NEVER_NULL = ("opened", "seen", "turns", "sampled_tokens", "latest", "team", "rollouts", "running")
 
@@ -245,6 +246,44 @@ class RolloutPages:
         with self._reading() as db:
             rows = db.execute(query, (float(width), *bounds, *values)).fetchall()
         return [TrendPoint(*row) for row in rows]
+
+    def reward_totals(self, prefix: str) -> list[tuple[str, str, int, float, int]]:
+        """Return task, kind of task, policy version, sum of the rewards and number of rollouts, for the graded rollouts of a version."""
+        where, values = _starting_with(prefix)
+        query = (
+            "SELECT task, task_kind, version_start, sum(usable_reward), count(*) FROM rollout_list"
+            f" WHERE usable_reward IS NOT NULL AND recorded IS NOT NULL AND version_start IS NOT NULL AND {where} GROUP BY 1, 2, 3"
+        )
+        with self._reading() as db:
+            return db.execute(query, values).fetchall()
+
+    def rewards_of(self, prefix: str, task: str, version: int) -> list[tuple[str, float]]:
+        """Return the ids and rewards of the graded rollouts of a task that started with a policy version, oldest first."""
+        where, values = _starting_with(prefix)
+        query = (
+            "SELECT id, usable_reward FROM rollout_list WHERE usable_reward IS NOT NULL AND recorded IS NOT NULL"
+            f" AND task=? AND version_start=? AND {where} ORDER BY opened, id"
+        )
+        with self._reading() as db:
+            return db.execute(query, (task, version, *values)).fetchall()
+
+    def list_ended_versions(self, prefix: str) -> list[int]:
+        """Return the policy versions with which ended rollouts started, oldest first."""
+        where, values = _starting_with(prefix)
+        query = f"SELECT DISTINCT version_start FROM rollout_list WHERE version_start IS NOT NULL AND {_ENDED} AND {where} ORDER BY 1"
+        with self._reading() as db:
+            return [version for (version,) in db.execute(query, values).fetchall()]
+
+    def find_first_ended(self, prefix: str, versions: Sequence[int], most: int) -> list[tuple[int, str, int]]:
+        """Return version, id and session key of the oldest ended rollouts that started with each version, at most `most` of each."""
+        where, values = _starting_with(prefix)
+        query = (
+            "SELECT version_start, id, key FROM (SELECT version_start, id, key, opened,"
+            " row_number() OVER (PARTITION BY version_start ORDER BY opened, id) AS place FROM rollout_list"
+            f" WHERE version_start=ANY(?) AND {_ENDED} AND {where}) AS ended WHERE place<=? ORDER BY version_start, opened, id"
+        )
+        with self._reading() as db:
+            return db.execute(query, (list(versions), *values, most)).fetchall()
 
     def throughput(self, bucket_s: float, width: float) -> list[tuple[int, list[int]]]:
         """Return the number of turns, tokens and outcomes in each interval of `width` seconds.

@@ -19,7 +19,7 @@ from turngate.store.shared.translation import translate_tables
 if TYPE_CHECKING:
     from psycopg import Connection
 
-SHARED_VERSION = 11
+SHARED_VERSION = 12
 _MIGRATION_LOCK = 7_466_721_083  # any constant: the advisory lock that lets only one process migrate at a time
 # A transaction that numbers an event holds the counter's row until it commits, so the order of numbers is the order of commits.
 _EVENT_NUMBERS = """
@@ -62,6 +62,7 @@ _MIGRATIONS = {
     8: _MEASURE_SESSIONS,  # lacks the sizes of sessions
     9: "",  # lacks the table for side data
     10: "ALTER TABLE IF EXISTS fence_followers ADD COLUMN IF NOT EXISTS calls TEXT NOT NULL DEFAULT '';",
+    11: """ALTER TABLE rollout_list ADD COLUMN IF NOT EXISTS task_kind TEXT COLLATE "C" NOT NULL DEFAULT '';""",
 }
 
 

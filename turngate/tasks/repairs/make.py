@@ -226,7 +226,7 @@ def build_row(made: PackageRepairs, repair: Repair, settings: RepairSettings, sp
             "license": package.license,
             "origin": package.origin,
             "split": split,
-            "bug": mutation.kind,
+            "kind": mutation.kind,
             "path": bug.path,
             "function": mutation.function,
             "line": mutation.line,

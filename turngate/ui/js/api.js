@@ -129,6 +129,8 @@ export const tokens = (id, wanted) => ask(`${one(id)}/tokens${query(wanted)}`);
 /** @param {Object<string, any>} wanted */
 export const training = (wanted) => ask(`${BASE}/training${query(wanted)}`);
 /** @param {Object<string, any>} wanted */
+export const entropy = (wanted) => ask(`${BASE}/training/entropy${query(wanted)}`);
+/** @param {Object<string, any>} wanted */
 export const failures = (wanted) => ask(`${BASE}/failures${query(wanted)}`);
 /** @param {string} id @param {"cancel" | "seal" | "retry"} verb */
 export const act = (id, verb) => post(`${one(id)}/${verb}`);

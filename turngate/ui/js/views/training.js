@@ -1,6 +1,6 @@
 /**
- * Training progress: rewards by time, version or step; staleness; throughput; log-probabilities of trainers; and the
- * state of each feed.
+ * Training progress: rewards by time, version, step or kind of task; a rollout before and one after; staleness; throughput; entropy;
+ * log-probabilities of trainers; and the state of each feed.
  */
 
 import * as api from "../api.js";
@@ -8,6 +8,7 @@ import { chart } from "../chart.js";
 import { el, fill } from "../dom.js";
 import { chips, searchField } from "../filters.js";
 import { deliveries, feeds } from "../feedtables.js";
+import { BeforeAfter, entropyChart, kindTable } from "../improvement.js";
 import { alarms, mismatchCharts } from "../mismatch.js";
 import { empty, failed, loading } from "../notice.js";
 import { Paced } from "../paced.js";
@@ -16,6 +17,7 @@ import { href, note } from "../router.js";
 /** @typedef {import("../api.js").Json} Json */
 
 const AGAIN_MS = 5000; // how often the view is reloaded while things change
+const ENTROPY_MS = 30000; // how often the entropy is reloaded, which reads traces
 
 /**
  * @param {import("../router.js").Place} place
@@ -24,13 +26,19 @@ const AGAIN_MS = 5000; // how often the view is reloaded while things change
 export function show(place) {
   const wanted = { group: "", by: "time", ...place.query };
   const body = el("div.page-part", null, loading());
+  const tables = el("div.page-part");
+  const beforeAfter = new BeforeAfter(); // not redrawn with the rest, so that the user can read it
   /** @type {Json | null} */
   let got = null;
+  /** @type {Json | null} */
+  let entropy = null;
 
   function draw() {
     if (!got) return;
     const open = [...body.querySelectorAll("details")].map((/** @type {HTMLDetailsElement} */ one) => one.open);
-    fill(body, ...drawn(got, wanted.by));
+    fill(body, ...drawn(got, wanted.by, entropy));
+    beforeAfter.draw(got.improvement);
+    fill(tables, got.feeds.length > 0 && feeds(got.feeds), got.deliveries.length > 0 && deliveries(got.deliveries));
     body.querySelectorAll("details").forEach((/** @type {HTMLDetailsElement} */ one, /** @type {number} */ i) => {
       one.open = open[i] ?? false; // keep opened tables open
     });
@@ -49,6 +57,15 @@ export function show(place) {
     }
   }, AGAIN_MS);
 
+  const loadEntropy = new Paced(async () => {
+    try {
+      entropy = await api.entropy({ group: wanted.group });
+      draw();
+    } catch (error) {
+      api.passOver(error); // the chart is missing until the next load
+    }
+  }, ENTROPY_MS);
+
   /** @param {Object<string, string>} what */
   function change(what) {
     Object.assign(wanted, what);
@@ -57,7 +74,9 @@ export function show(place) {
 
   const search = searchField(wanted.group, "Groups starting with", (group) => {
     change({ group });
+    entropy = null;
     load.now();
+    loadEntropy.now();
   });
   const by = chips(
     "Reward by",
@@ -73,6 +92,7 @@ export function show(place) {
     },
   );
   load.now();
+  loadEntropy.now();
   return {
     element: el(
       "div.page",
@@ -80,16 +100,24 @@ export function show(place) {
       el("div.view-head", null, el("h1", { text: "Training" })),
       el("div.toolbar", { role: "search" }, by, search),
       body,
+      beforeAfter.element,
+      tables,
     ),
     title: "Training",
     keys: [{ key: "/", does: "filter by group", run: () => search.focus() }],
-    changed: () => load.soon(),
-    leave: () => load.leave(),
+    changed: () => {
+      load.soon();
+      loadEntropy.soon();
+    },
+    leave: () => {
+      load.leave();
+      loadEntropy.leave();
+    },
   };
 }
 
-/** @param {Json} got @param {string} by */
-function drawn(got, by) {
+/** @param {Json} got @param {string} by @param {Json | null} entropy */
+function drawn(got, by, entropy) {
   if (!got.time.length && !got.throughput.some((/** @type {Json} */ one) => one.turns_s)) {
     return [
       empty(
@@ -165,10 +193,10 @@ function drawn(got, by) {
             },
           ],
         }),
+      entropy && entropyChart(entropy),
       ...(got.mismatch.newest.length > 0 ? mismatchCharts(got.mismatch) : []),
     ),
-    got.feeds.length > 0 && feeds(got.feeds),
-    got.deliveries.length > 0 && deliveries(got.deliveries),
+    got.improvement?.kinds.length > 0 && kindTable(got.improvement),
   ];
 }
 
