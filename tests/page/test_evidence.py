@@ -148,7 +148,7 @@ async def test_training_and_failures(tmp_path: Path, shots: Path) -> None:
         await web.screenshot("page-rollouts")
         await web.go("#/training")
         await web.wait_for(".chart-svg .chart-line")
-        await web.screenshot("page-training")
+        await web.screenshot("page-training", for_docs=False)  # the docs show a real run
         await web.page.click("text=By version")
         await web.wait_for(".chart-title", "Reward by policy version")
         await web.page.click("text=By step")
