@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import re
 import signal
 import threading
 import time
 import traceback
+from typing import Any
 
 import pytest
 
 from tests.feed.kit import TrainingGateway, training
 from tests.speed import scaled
 from turngate.client import feed as module
-from turngate.client.feed import BlockingFeed, TakenOver
-from turngate.client.gateway import GatewayUnreachable
+from turngate.client.feed import BlockingFeed, Feed, TakenOver
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.protocol import FeedConfig
 from turngate.errors import BadRequest
 
@@ -133,3 +135,26 @@ async def test_retries_are_logged_and_invalid_name_is_bad_request(
         for name in ("no/name", "", "no name"):
             with pytest.raises(BadRequest, match=r"the name of a feed must be 1 to 128 letters"):
                 await asyncio.to_thread(read, t.g.root, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"form": "trees"}, "'form' must be one of 'rows', 'tree', not 'trees'"),
+        ({"limit": 0}, "'limit' must be a whole number, 1 or greater, not 0"),
+        ({"limit": 1.5}, "'limit' must be a whole number, 1 or greater, not 1.5"),
+        ({"after": -1}, "'after' must be a whole number, 0 or greater, not -1"),
+        ({"after": "3"}, "'after' must be a whole number, 0 or greater, not '3'"),
+    ],
+)
+async def test_invalid_arguments_are_rejected_before_any_request(arguments: dict[str, Any], message: str) -> None:
+    nowhere = "http://127.0.0.1:1"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BlockingFeed(nowhere, "key", "f", FeedConfig(n=1), **arguments)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        await Feed.open(GatewayClient(nowhere, "key"), "f", FeedConfig(n=1), **arguments)
+
+
+def test_invalid_name_is_rejected_before_any_request() -> None:
+    with pytest.raises(BadRequest, match="the name of a feed must be"):
+        BlockingFeed("http://127.0.0.1:1", "key", "a/b", FeedConfig(n=1))

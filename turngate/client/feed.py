@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -134,11 +134,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, the rows of a delivery are trees
         (`Delivery.trees`), in which each prefix that they share occurs once.
         """
-        check_feed_name(name)
-        if form != "rows" and teacher is not None:
-            raise ValueError('with a teacher, form must be "rows", because teachers score rows')
-        if after is not None and after < 0:
-            raise ValueError(f"'after' must be 0 or greater, not {after}")
+        _check_arguments(name, after, limit, teacher, form)
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
             try:
                 current = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
@@ -257,6 +253,19 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             self._sizes.add_incomplete(view.waiting, self._waited_s)
 
 
+def _check_arguments(name: str, after: int | None, limit: int, teacher: DeliveryTeacher | None, form: FeedForm) -> None:
+    """Raise an error if an argument is invalid, before anything is sent to the gateway."""
+    check_feed_name(name)
+    if form not in get_args(FeedForm):
+        raise ValueError(f"'form' must be one of {', '.join(map(repr, get_args(FeedForm)))}, not {form!r}")
+    if form != "rows" and teacher is not None:
+        raise ValueError('with a teacher, form must be "rows", because teachers score rows')
+    if after is not None and (not isinstance(after, int) or after < 0):
+        raise ValueError(f"'after' must be a whole number, 0 or greater, not {after!r}")
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"'limit' must be a whole number, 1 or greater, not {limit!r}")
+
+
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the current mark is not the expected one. `current` is empty if the feed does not exist."""
     if remove_history(expected) != remove_history(current):  # the gateway checks the history
@@ -304,6 +313,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         teacher: DeliveryTeacher | None = None,
         form: FeedForm = "rows",
     ) -> None:
+        _check_arguments(name, after, limit, teacher, form)
         self._url, self._key, self._teacher = url, admin_key, teacher
         self._form: FeedForm = form
         self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
