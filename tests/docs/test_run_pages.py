@@ -25,7 +25,7 @@ from tests.docs.script import PORTS, Script, Setting, write_command
 from tests.docs.workspace import MODEL, environment, prepare
 from tests.needs import HEAVY, needs
 from tests.ports import free_ports
-from tests.speed import scaled
+from tests.speed import SLOWNESS, scaled, slowness
 from tools.agent_names import AGENTS
 from turngate.agents.install import cache_folder
 
@@ -69,7 +69,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:
         socket = Path(folder) / "socket"
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": folder, "LANG": "C.UTF-8"}
-        env["TURNGATE_CACHE"] = str(cache_folder())
+        env |= {"TURNGATE_CACHE": str(cache_folder()), SLOWNESS: str(slowness())}
         if any("tokenizers" in needs(item) for item in request.session.items if "test_page_works" in item.nodeid):
             env[warm_programs.TOKENIZER] = f"{model_folder()} {MODEL}"
         process = subprocess.Popen([sys.executable, "-m", "tests.docs.warm_programs", str(socket)], cwd=folder, env=env)

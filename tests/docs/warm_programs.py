@@ -59,6 +59,7 @@ def serve(path: str) -> None:
 
         folder, _, model = place.partition(" ")
         warm_tokenizer.load(Path(folder), model)
+    _scale_doctor_timeouts()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # so that collections in the programs do not touch, and copy, what they share
@@ -73,6 +74,16 @@ def serve(path: str) -> None:
                     _watch(connection)
             while _reap_one():
                 pass
+
+
+def _scale_doctor_timeouts() -> None:
+    """Give the checks of `turngate doctor` as much time as a slow machine needs."""
+    import msgspec
+
+    from tests.speed import scaled
+    from turngate.doctor import checks
+
+    checks.CHECKS = tuple(msgspec.structs.replace(one, timeout_s=scaled(one.timeout_s)) for one in checks.CHECKS)  # type: ignore[assignment]
 
 
 def _reap_one() -> bool:
