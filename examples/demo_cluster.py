@@ -44,12 +44,12 @@ def install(console: Console) -> None:
     ensure_installed(find_agent("mini-swe-agent").spec, lambda line: console.print(f"[dim]{line}"))
 
 
-def start_batch(cluster: LocalRay, url: str, folder: Path) -> subprocess.Popen[bytes]:
+def start_batch(cluster: LocalRay, url: str, folder: Path, n: int) -> subprocess.Popen[bytes]:
     config = folder / "cells.toml"
     config.write_text(f"lease_s = {LEASE_S}\n")
     command = [str(ray_python()), "-m", "turngate", "batch", "--ray", cluster.address, "--data", url]
     command += ["--config", str(config), "--tasks", str(ROOT / "examples" / "tasks" / "fix-add")]
-    command += ["--agent", "mini-swe-agent", "--sandbox", "local", "--n", str(N), "--concurrency", str(CONCURRENCY)]
+    command += ["--agent", "mini-swe-agent", "--sandbox", "local", "--n", str(n), "--concurrency", str(CONCURRENCY)]
     command += ["--out", str(folder / "batch")]
     return subprocess.Popen(command, env=cluster.environment(), cwd=folder)
 
@@ -61,10 +61,10 @@ def count_finished(out: Path) -> int:
     return sum(line.startswith('{"type":"finished"') for line in lines)
 
 
-def wait_for_half(batch: subprocess.Popen[bytes], out: Path) -> None:
+def wait_for_third(batch: subprocess.Popen[bytes], out: Path, n: int) -> None:
     deadline = time.monotonic() + LIMIT_S
     while batch.poll() is None and time.monotonic() < deadline:
-        if count_finished(out) >= N // 3:
+        if count_finished(out) >= n // 3:
             return
         time.sleep(0.5)
 
@@ -82,7 +82,7 @@ def serve_page(cluster: LocalRay, url: str, console: Console) -> None:
         server.wait()
 
 
-def run_demo(console: Console, page: bool) -> int:
+def run_demo(console: Console, page: bool, n: int) -> int:
     install(console)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="demo")))
@@ -91,10 +91,10 @@ def run_demo(console: Console, page: bool) -> int:
         cluster = stack.enter_context(start_ray("a", "b", slots=SLOTS))
         url = server.create_database()
         console.print(
-            f"Running {N} rollouts, {CONCURRENCY} at a time, with:\n  turngate batch --ray {cluster.address} --data {url} …"
+            f"Running {n} rollouts, {CONCURRENCY} at a time, with:\n  turngate batch --ray {cluster.address} --data {url} …"
         )
-        batch = start_batch(cluster, url, folder)
-        wait_for_half(batch, folder / "batch")
+        batch = start_batch(cluster, url, folder, n)
+        wait_for_third(batch, folder / "batch", n)
         console.print("[bold red]Killing node b, with its cell, its agents and its sandboxes.")
         cluster.nodes["b"].kill()
         code = batch.wait()
@@ -115,9 +115,11 @@ def main() -> int:
         description="Run a batch on three Ray nodes of this machine, and kill one of them."
     )
     parser.add_argument("--no-page", action="store_true", help="end after the batch")
+    parser.add_argument("--n", type=int, default=N, help=f"number of rollouts (default: {N})")
+    arguments = parser.parse_args()
     console = Console()
     try:
-        return run_demo(console, not parser.parse_args().no_page)
+        return run_demo(console, not arguments.no_page, arguments.n)
     except (TurngateError, parts.PartError, base_image.ImageError) as error:
         console.print(f"[red]{error}")
         return 1

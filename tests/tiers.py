@@ -11,7 +11,7 @@
 | `sample(3)` | has many similar cases; all but three of them are marked `full` | depends on the other marks |
 | `alone` | needs the machine to itself | depends on the other marks; runs before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
-| `product` | is a case of a product whose values other cases cover in pairs | `make soak` only |
+| `product` | is a case of a product, each value of which is in other cases | `make soak` only |
 | `subset` | repeats a part of a `full` test | `make test-real` only |
 
 If a part is missing, its tests are skipped, and the reason names the command that installs it; with `CI=true` they fail. Collection

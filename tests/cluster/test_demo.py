@@ -10,11 +10,13 @@ import pytest
 from tests.cluster.ray_kit import ROOT
 from tests.speed import scaled
 
+ROLLOUTS = 6
+
 
 @pytest.mark.full
 @pytest.mark.needs("ray", "postgres", "agent:mini-swe-agent")
 def test_demo_runs_to_its_end() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "demo_cluster.py"), "--no-page"]
+    command = [sys.executable, str(ROOT / "examples" / "demo_cluster.py"), "--no-page", "--n", str(ROLLOUTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(280))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Killing node b" in done.stdout and "settled: 12" in done.stdout, done.stdout
+    assert "Killing node b" in done.stdout and f"settled: {ROLLOUTS}" in done.stdout, done.stdout
