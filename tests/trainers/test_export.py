@@ -551,6 +551,13 @@ def test_format_is_documented(format: str) -> None:
         ("rows", ".jsonl", {"form": "tokens"}, "--as does not apply to format rows; leave it out"),
         ("verl", ".jsonl", {"prompt_ids": True}, "--prompt-ids does not apply to format verl; leave it out"),
         ("dpo", ".jsonl", {"pairs": 0}, "--pairs must be at least 1, not 0"),
+        ("rows", ".jsonl", {"side": ("nope",)}, "--side must be one of routed_experts, sampling_mask, not nope"),
+        (
+            "tree",
+            ".jsonl",
+            {"side": ("sampling_masks", "routed_experts")},
+            "--side must be one of .*, not sampling_masks",
+        ),
         (
             "rows",
             ".jsonl",
@@ -583,6 +590,27 @@ def test_invalid_choices_are_config_errors(
     with pytest.raises(ConfigError, match=line):
         recording.export(format, suffix, **choices)
     assert list(recording.out.iterdir()) == []
+
+
+def test_known_side_data_that_no_row_has_is_reported(recording: Recording) -> None:
+    _, done = recording.export("rows", side=("sampling_mask",))
+    assert done.left_out["the sampling_mask of a row, which were not recorded"] > 0
+
+
+def test_recorded_side_data_is_known(recording: Recording) -> None:
+    with sqlite3.connect(recording.data / "turngate.db") as db:
+        db.execute("INSERT INTO side_data VALUES (1, 1, 'attention', 0, 'uint8', '1', x'00', 0)")
+    db.close()
+    recording.export("rows", side=("attention",))
+    with pytest.raises(ConfigError, match="--side must be one of attention, routed_experts, sampling_mask, not nope"):
+        recording.export("rows", side=("attention", "nope"))
+
+
+def test_filter_that_matches_nothing_is_noted(recording: Recording) -> None:
+    _, done = recording.export("rows", sessions=(recording.ids["good"], "typo*"), tasks=("*",))
+    assert done.notes[-1] == "--session typo* matches no rollout in the data folder"
+    _, done = recording.export("rows", sessions=(recording.ids["good"],))
+    assert not any("matches no rollout" in note for note in done.notes)
 
 
 def test_missing_pyarrow_error_says_what_to_install(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

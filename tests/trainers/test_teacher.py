@@ -351,6 +351,8 @@ def test_command_prints_what_the_teacher_did(recording: Recording, server: Teach
     )
     with pytest.raises(ConfigError, match="teacher_version applies only with a teacher; also pass --teacher"):
         export_rollouts(ExportOptions(**options, teacher_version="7"))
+    with pytest.raises(ConfigError, match="teacher_concurrency applies only with a teacher; also pass --teacher"):
+        export_rollouts(ExportOptions(**options, teacher_concurrency=2))
 
 
 # ── removal ─────────────────────────────────────────────────────────────────────────────────────────────────────────

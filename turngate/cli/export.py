@@ -96,12 +96,10 @@ def _build_teacher(options: ExportOptions) -> TeacherConfig | None:
             tokenizer=options.teacher_tokenizer,
             concurrency=options.teacher_concurrency,
         )
-    for name in ("url", "model", "version", "top_k", "tokenizer"):
-        if getattr(options, f"teacher_{name}"):
-            raise ConfigError(
-                f"teacher_{name} applies only with a teacher; also pass --teacher",
-                param=f"teacher_{name}",
-            )
+    for name in ("url", "model", "version", "top_k", "tokenizer", "concurrency"):
+        flag = f"teacher_{name}"
+        if getattr(options, flag) != getattr(ExportOptions, flag):
+            raise ConfigError(f"{flag} applies only with a teacher; also pass --teacher", param=flag)
     return None
 
 

@@ -80,6 +80,13 @@ class SideDataTable:
                 f"session {session.id}: the side data {error.name} of node {error.node} is damaged on disk and cannot be used"
             ) from None
 
+    def list_names(self) -> list[str]:
+        """Return the names of all recorded side data. This reads the whole index of the table."""
+        if not self._has_tables:
+            return []
+        with self._reading() as db:
+            return [name for (name,) in db.execute("SELECT DISTINCT name FROM side_data ORDER BY name").fetchall()]
+
 
 class _DamagedPiece(Exception):
     def __init__(self, node: int, name: str) -> None:

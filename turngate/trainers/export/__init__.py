@@ -19,6 +19,7 @@ from turngate.errors import ConfigError
 from turngate.trainers.export import areal, atif, dpo, rejection, rows, sft, slime, tinker, tree, verl
 from turngate.trainers.export.base import ExportChoices, Format
 from turngate.trainers.export.files import UnwritableRecord, open_output
+from turngate.trainers.export.side_data import check_recorded
 from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSource, count_rollouts
 from turngate.trainers.export.synthetic import is_synthetic
 from turngate.trainers.export.teacher import Watch, open_scores
@@ -80,6 +81,7 @@ def export(
         open_output(out, format.layout(choices), folder=folder) as file,
         open_scores(data, choices, watch_teacher) as teacher,
     ):
+        check_recorded(choices.side, source.store.side_data)
         source.teacher, source.masks = teacher, SAMPLING_MASK in choices.side
         for group in source.groups():
             groups += 1
@@ -107,7 +109,10 @@ def export(
         groups=groups,
         lost=format.list_losses(choices),
         left_out=exclusions.counts,
-        notes=(f"{count_rollouts(synthetic)}: {SYNTHETIC_NOTE}",) if synthetic else (),
+        notes=(
+            *([f"{count_rollouts(synthetic)}: {SYNTHETIC_NOTE}"] if synthetic else []),
+            *(f"{flag} matches no rollout in the data folder" for flag in source.unmatched),
+        ),
         teacher=None if teacher is None else teacher.summary,
     )
 

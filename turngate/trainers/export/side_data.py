@@ -11,12 +11,15 @@ import numpy as np
 
 from turngate.engines.routed_experts import ROUTED_EXPERTS
 from turngate.errors import ConfigError
+from turngate.store.side_data import SideDataTable
 from turngate.trace.sample import Sample
 from turngate.trace.side_data import DTYPES, SideColumn, decode_values, encode_values
 from turngate.trainers.export.base import ExportChoices
 from turngate.trainers.export.source import Exclusions
 from turngate.trainers.routed_experts import has_all_experts
-from turngate.types import Json
+from turngate.types import SAMPLING_MASK, Json
+
+_NAMES = (ROUTED_EXPERTS, SAMPLING_MASK)  # side data that Turngate records; engines and trainers may record more
 
 
 class ExportedColumn(msgspec.Struct, frozen=True):
@@ -38,6 +41,16 @@ def count_missing(side: Mapping[str, SideColumn], names: Sequence[str], exclusio
     for name in names:
         if name not in side:
             exclusions.add(f"the {name} of a row, which were not recorded")
+
+
+def check_recorded(names: Sequence[str], table: SideDataTable) -> None:
+    """Raise `ConfigError` if a name is neither side data that Turngate records nor side data in the store."""
+    if set(names) <= set(_NAMES):
+        return
+    known = sorted({*_NAMES, *table.list_names()})
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--side must be one of {', '.join(known)}, not {', '.join(unknown)}", param="side")
 
 
 def encode_column(column: SideColumn) -> Json:

@@ -70,11 +70,16 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{field} must be a tuple of names, such as ({value!r},), not a string", param=field)
 
     @property
+    def name_filters(self) -> dict[str, tuple[str, str]]:
+        """The flag and the pattern of each filter by name, by their text on the command line."""
+        names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
+        return {f"--{flag} {pattern}": (flag, pattern) for flag, patterns in names for pattern in patterns}
+
+    @property
     def filters(self) -> list[str]:
         """The active filters, as flags of `turngate export`."""
-        names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return [
-            *(f"--{flag} {pattern}" for flag, patterns in names for pattern in patterns),
+            *self.name_filters,
             *([] if self.min_reward is None else [f"--min-reward {self.min_reward:g}"]),
             *(["--resolved"] if self.resolved else []),
             *(["--unscored drop"] if self.unscored == "drop" else []),
@@ -218,6 +223,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         self._exclusions = exclusions
         self._whole_groups = whole_groups
         self._seen = 0  # sessions in the folder
+        self.unmatched = filter.name_filters  # of any session in the folder, once `groups` has read them
         self.store = open_store_for_reading(data)
 
     def __exit__(
@@ -256,6 +262,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
             for row in page:
                 stored = outcomes.get(row.key)
                 outcome = stored if isinstance(stored, RecordedOutcome) else None
+                self._note_matches(row, outcome)
                 if row.damaged:
                     if self._filter.may_match(row, outcome):
                         self._exclusions.add(row.damaged)
@@ -270,6 +277,16 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         for name, key, matches in reversed(newest_first):
             found.setdefault((name, 0 if name else key), []).append((key, matches))
         return found
+
+    def _note_matches(self, row: SessionRow, outcome: RecordedOutcome | None) -> None:
+        """Remove the filters that match a session from `unmatched`."""
+        if self.unmatched:
+            names = {"group": find_group(row, outcome), "task": find_task(row, outcome), "session": row.id}
+            self.unmatched = {
+                text: (flag, pattern)
+                for text, (flag, pattern) in self.unmatched.items()
+                if not fnmatchcase(names[flag], pattern)
+            }
 
     def _load(self, key: int) -> RecordedRollout | None:
         row = self.store.find_key(key)
