@@ -16,7 +16,7 @@ from gauntlet.agent import AgentRun
 from gauntlet.gateways.base import CannotStart
 from gauntlet.processes import cpu_seconds, memory_mb
 from gauntlet.scenarios import build_load
-from gauntlet.trial import Trial
+from gauntlet.trial import Trial, raise_if_cancelled
 
 CELL_LIMIT_S = 600.0
 WARM_UP = (2, 3)  # sessions and turns that are not measured, for each dialect, streamed and not
@@ -110,6 +110,7 @@ async def measure_costs(
             costs.base_mb = memory_mb(trial.pid)
             await _warm_up(trial, dialects)
         except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
+            raise_if_cancelled()
             costs.error = f"{type(error).__name__}: {error}"
     for turns in dict.fromkeys(shape.turns for shape in shapes):
         for trial in _working(trials, costs_by_gateway):
@@ -155,6 +156,7 @@ async def _measure_memory(trial: Trial, costs: Costs, turns: int) -> None:
                 await _run_sessions(trial, trial.gateway.dialects[0], False, 2, turns)
             costs.session_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / sessions
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
+        raise_if_cancelled()
         costs.error = f"{type(error).__name__}: {error}"
 
 
@@ -179,6 +181,7 @@ async def _measure_cell(trial: Trial, costs: Costs, cell: Cell) -> None:
             spent = cpu_seconds(trial.pid) - before
             (alone,) = await _run_sessions(trial, cell.dialect, cell.streamed, 1, shape.turns)
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
+        raise_if_cancelled()
         cost.error = f"{type(error).__name__}: {error}"
         return
     cost.error = next((each.error for each in [*played, alone] if each.error), "")

@@ -15,7 +15,7 @@ from gauntlet.features import FEATURES, judge
 from gauntlet.gateways.base import CannotStart, Gateway
 from gauntlet.gateways.delivery import Feature, Verdict
 from gauntlet.scenario import Answer, Results, Rewind, Say, Scenario, Start, ask, bash
-from gauntlet.trial import ROLLOUT_LIMIT_S, MockEngine, Trial, start_gateway
+from gauntlet.trial import ROLLOUT_LIMIT_S, MockEngine, Trial, raise_if_cancelled, start_gateway
 
 SCENARIO = Scenario(
     "row-data",
@@ -43,7 +43,7 @@ _DELIVERY_LIMIT_S = 600.0  # trainers take long to import
 async def probe_features(
     make: Callable[[], Gateway], http: aiohttp.ClientSession, mock: MockEngine
 ) -> dict[Feature, Verdict]:
-    """Test every feature of a gateway."""
+    """Test every feature of a gateway. If the task is cancelled, raise `CancelledError`: an interrupted test has no verdict."""
     verdicts: dict[Feature, Verdict] = {}
     for feature in FEATURES:
         gateway = make()
@@ -57,8 +57,10 @@ async def probe_features(
             else:
                 verdicts[feature] = await _probe(gateway, feature, http, mock)
         except CannotStart as error:
+            raise_if_cancelled()
             verdicts[feature] = Verdict("not tested", _to_line(error))
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            raise_if_cancelled()
             verdicts[feature] = Verdict("wrong", f"{type(error).__name__}: {_to_line(error)}")
     return verdicts
 

@@ -15,7 +15,7 @@ from gauntlet.gateways.delivery import Feature, Verdict
 from gauntlet.gateways.external import CommandFailed
 from gauntlet.scenario import Scenario
 from gauntlet.score import Score, sum_scores
-from gauntlet.trial import MockEngine, Rollout, Trial, start_gateway
+from gauntlet.trial import MockEngine, Rollout, Trial, raise_if_cancelled, start_gateway
 
 CONCURRENT_ROLLOUTS = 4
 MAX_SILENT_ROLLOUTS = 8  # rollouts in a row without an answer before a gateway is abandoned
@@ -68,6 +68,7 @@ async def run_scenarios(
                 result, trial, scenarios, [dialect for dialect in dialects if dialect in gateway.dialects]
             )
     except (CannotStart, CommandFailed, aiohttp.ClientError) as error:
+        raise_if_cancelled()
         result.misused = isinstance(error, CommandFailed)
         result.error = " ".join(str(error).split()) or type(error).__name__
     return result

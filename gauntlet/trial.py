@@ -100,6 +100,16 @@ def _check_port_is_free(port: int) -> None:
             raise CannotStart(f"the mock engine cannot listen on port {port}: {error.strerror}") from None
 
 
+def raise_if_cancelled() -> None:
+    """Raise `CancelledError` if the current task was cancelled, for example by Ctrl-C.
+
+    Ctrl-C also ends other processes, so the cleanup may fail. Its error then replaces the cancellation, and says nothing about a gateway.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 @dataclass
 class Trial:
     gateway: Gateway

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from gauntlet.commands import CommandError, run_command
 from gauntlet.tokens import cache_folder
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ class Gateway(ABC):
             return
         print(f"gauntlet: creating an environment for {self.name} in {self.home} …", file=sys.stderr)
         if not self.python.exists():
-            await _run([sys.executable, "-m", "venv", str(self.home)])
-        await _run(
+            await _install([sys.executable, "-m", "venv", str(self.home)])
+        await _install(
             [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements]
         )
         ready.write_text(requirements, encoding="utf-8")
@@ -238,18 +239,8 @@ def free_port() -> int:
         return port
 
 
-async def _run(command: list[str]) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
+async def _install(command: list[str]) -> None:
     try:
-        async with asyncio.timeout(INSTALL_LIMIT_S):
-            _, errors = await process.communicate()
-    except TimeoutError:
-        raise CannotStart(f"{' '.join(command[:4])} … did not finish within {INSTALL_LIMIT_S:.0f} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise CannotStart(f"{' '.join(command[:4])} …: {errors.decode(errors='replace').strip()[-300:]}")
+        await run_command(command, limit_s=INSTALL_LIMIT_S)
+    except CommandError as error:
+        raise CannotStart(f"{' '.join(command[:4])} …: {error.detail}") from None

@@ -6,7 +6,6 @@ and `RecordOutput`. Without `--record`, only what an agent notices is scored.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from typing import Annotated, TypeVar
 import aiohttp
 import msgspec
 
+from gauntlet.commands import CommandError, run_command
 from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
 
 Output = TypeVar("Output", "OpenOutput", "RecordOutput")
@@ -91,14 +91,14 @@ class External(Gateway):
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
         command = self._address.open
-        opened = await _run_command("--open", command, rollout, OpenOutput) if command else OpenOutput()
+        opened = await _run_option("--open", command, rollout, OpenOutput) if command else OpenOutput()
         base_url = (opened.base_url or self._address.url).rstrip("/")
         return Session(rollout, base_url, opened.key or self._address.key)
 
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
         if not self._address.record:
             return Record()
-        data = await _run_command("--record", self._address.record, session.id, RecordOutput)
+        data = await _run_option("--record", self._address.record, session.id, RecordOutput)
         self.names_causes = self.names_causes or data.forks is not None
         self.reports_refusals = self.reports_refusals or data.refused is not None
         return Record(
@@ -122,39 +122,27 @@ def explain_unusable(command: str) -> str:
     return ""
 
 
-async def _run_command(option: str, command: str, rollout: str, kind: type[Output]) -> Output:
-    """Run a command for a rollout, and decode its output."""
+async def _run_option(option: str, command: str, rollout: str, kind: type[Output]) -> Output:
+    """Run the command of an option for a rollout, and decode its output. Its stderr is forwarded."""
     try:
-        out = await _run([word.replace("{rollout}", rollout) for word in shlex.split(command)])
-        return msgspec.convert(_parse_json(out), kind)
+        done = await run_command([word.replace("{rollout}", rollout) for word in shlex.split(command)])
+        _forward(done.errors)
+        return msgspec.convert(_parse_json(done.out), kind)
+    except CommandError as error:
+        _forward(error.errors)
+        raise CommandFailed(f"{option} {command!r}: {error}") from None
     except (CommandFailed, msgspec.ValidationError) as error:
         raise CommandFailed(f"{option} {command!r}: {error}") from None
 
 
-async def _run(words: list[str]) -> bytes:
-    """Run a command and return its stdout. Its stderr is forwarded. If it fails, the error contains the last line of stderr."""
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe)
-    except OSError as error:
-        raise CommandFailed(f"{words[0]}: {error.strerror}") from None
-    try:
-        out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    lines = errors.decode(errors="replace").strip().splitlines()
-    if lines:
-        print(*lines, sep="\n", file=sys.stderr)
-    if process.returncode:
-        raise CommandFailed(f"failed with exit code {process.returncode}: {lines[-1] if lines else 'no output'}")
-    return out
+def _forward(errors: str) -> None:
+    if errors:
+        print(errors, file=sys.stderr)
 
 
-def _parse_json(out: bytes) -> object:
+def _parse_json(out: str) -> object:
     try:
         return json.loads(out)
     except ValueError:
-        text = out.decode(errors="replace").strip()
+        text = out.strip()
         raise CommandFailed(f"printed {text[:60]!r}, which is not JSON" if text else "printed nothing") from None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import os
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gauntlet.commands import CommandError, run_command
 from gauntlet.gateways.base import PACKAGE, CannotStart, Row
 from gauntlet.gateways.delivery import Delivery, Feature, Segment
 from gauntlet.sampler import MODEL
@@ -107,20 +106,8 @@ async def _load(data: Path) -> Delivery:
     return Delivery(rows, loaded={_FORMATS[name]: [Row(**row) for row in found] for name, found in loaded.items()})
 
 
-async def _run(command: Sequence[str], added: dict[str, str], folder: Path | None = None) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **added},
-        cwd=folder or PACKAGE.parent,
-    )
+async def _run(command: Sequence[str], variables: dict[str, str], folder: Path = PACKAGE.parent) -> str:
     try:
-        out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise ValueError(f"{' '.join(command[1:5])}: {(errors or out).decode(errors='replace').strip()[-300:]}")
-    return out.decode()
+        return (await run_command(command, variables=variables, folder=folder)).out
+    except CommandError as error:
+        raise ValueError(f"{' '.join(command[1:5])}: {error.detail}") from None

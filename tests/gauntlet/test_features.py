@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
-from gauntlet import proof
+from gauntlet import probes, proof
+from gauntlet.commands import CommandError, run_command
 from gauntlet.extras import encode_experts, sampling_masks, score_prompt, version_spans
 from gauntlet.features import FEATURES, judge
 from gauntlet.gateways import GATEWAYS
 from gauntlet.gateways.base import Row
-from gauntlet.gateways.delivery import Absence, Delivery, Feature, Segment
+from gauntlet.gateways.delivery import Absence, Delivery, Feature, Segment, Verdict
 from gauntlet.sampler import Behaviour, Generation, Sample
 from gauntlet.table import format_table, set_column
 from gauntlet.tokens import Json
@@ -177,3 +181,60 @@ def test_column_is_set_or_replaced() -> None:
     once = set_column(table, "also", {"a": "tree"})
     assert once.splitlines()[2:] == ["| a | 1 | tree |", "| b | 2 | – |"]
     assert set_column(once, "also", {"b": "x"}).splitlines()[2:] == ["| a | 1 | – |", "| b | 2 | x |"]
+
+
+class _DyingEngine:
+    """A mock engine that Ctrl-C ends too, so that it does not answer during the cleanup."""
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    async def set_extras(self, extras: Any) -> None:
+        if not self.alive:
+            raise aiohttp.ClientConnectionError("connection refused")
+
+
+async def test_interrupted_probe_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, running = _DyingEngine(), asyncio.Event()
+
+    @asynccontextmanager
+    async def start_nothing(*arguments: Any) -> AsyncIterator[None]:
+        yield
+
+    async def run_forever(trial: Any, feature: Feature) -> Verdict:
+        if engine.alive:
+            running.set()
+            await asyncio.Event().wait()
+        return Verdict("yes")
+
+    monkeypatch.setattr(probes, "start_gateway", start_nothing)
+    monkeypatch.setattr(probes, "_run_rollout", run_forever)
+    task = asyncio.create_task(probes.probe_features(GATEWAYS["turngate"], None, engine))  # type: ignore[arg-type]
+    await running.wait()
+    engine.alive = False
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "limit_s", "message", "detail"),
+    [
+        ("echo no >&2; echo reason >&2; exit 3", None, "failed with exit code 3: reason", "no\nreason"),
+        ("echo out; exit 1", None, "failed with exit code 1: no output", "out"),
+        ("sleep 600 & sleep 600", 0.2, "did not finish within 0 s", "did not finish within 0 s"),
+    ],
+)
+async def test_failed_command(script: str, limit_s: float | None, message: str, detail: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        await run_command(["sh", "-c", script], limit_s=limit_s)
+    assert (str(caught.value), caught.value.detail) == (message, detail)
+
+
+@pytest.mark.process
+async def test_command_gets_variables_and_folder(tmp_path: Path) -> None:
+    done = await run_command(["sh", "-c", "echo $NAME; pwd; echo hm >&2"], variables={"NAME": "x"}, folder=tmp_path)
+    assert (done.out, done.errors) == (f"x\n{tmp_path}\n", "hm")
+    with pytest.raises(CommandError, match="nowhere/program: No such file or directory"):
+        await run_command(["nowhere/program"])
