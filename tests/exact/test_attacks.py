@@ -22,7 +22,8 @@ from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import StoreError
 from turngate.gateway.prompt import build_observed_prompt
 from turngate.render import LastTurn, load_renderer
-from turngate.render.parse import DEEPSEEK, HERMES, Parser
+from turngate.render.call_syntax import DEEPSEEK, HERMES
+from turngate.render.parse import Parser
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import build_samples
 from turngate.types import Delta, Limits, Message, Tool

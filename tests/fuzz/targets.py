@@ -25,8 +25,8 @@ from turngate.agents.transcript import compare_turns, read_transcripts
 from turngate.config import load_config
 from turngate.dialects import DIALECTS, Dialect, WireRequest
 from turngate.errors import AgentError, BadRequest, ConfigError, TaskError, TooLarge
-from turngate.render.call_forms import parse_gemma_call, parse_python_calls
-from turngate.render.parse import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Parsed, Parser, Syntax
+from turngate.render.call_syntax import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Syntax, parse_calls
+from turngate.render.parse import Parsed, Parser
 from turngate.tasks.loaders.harbor import load_task
 from turngate.tasks.loaders.load import task_from_row
 from turngate.types import CallDelta, Delta, Tool
@@ -144,9 +144,9 @@ def _content(parsed: Parsed) -> Json:
 
 
 def check_call_forms(text: str) -> None:
-    for parse in (parse_python_calls, parse_gemma_call):
+    for syntax in (LFM, GEMMA):
         with suppress(ValueError):
-            for name, arguments in parse(text):
+            for name, arguments in parse_calls(syntax, text, ()):
                 assert isinstance(name, str) and isinstance(json.loads(arguments), dict)
 
 

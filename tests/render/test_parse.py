@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from turngate.render.call_forms import parse_python_calls
-from turngate.render.parse import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Parsed, Parser, StopStrings, Syntax
+from turngate.render.call_syntax import DEEPSEEK, GEMMA, GLM, HERMES, LFM, LLAMA, MISTRAL, Syntax, parse_calls
+from turngate.render.parse import Parsed, Parser, StopStrings
 from turngate.types import CallDelta, Constraint, Delta, Tool
 
 TOOLS = (
@@ -209,7 +209,7 @@ def test_call_forms_that_are_not_json(syntax: Syntax, text: str, count: int) -> 
 
 
 def test_unknown_escape_in_a_python_call_causes_no_warning() -> None:
-    assert parse_python_calls(r'[grep(pattern="\d+")]') == [("grep", r'{"pattern":"\\d+"}')]
+    assert parse_calls(LFM, r'[grep(pattern="\d+")]', ()) == [("grep", r'{"pattern":"\\d+"}')]
 
 
 @pytest.mark.parametrize(

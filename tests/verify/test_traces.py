@@ -100,7 +100,7 @@ async def test_calls_without_an_object_of_earlier_versions_are_noted(
     async with kit.gateway([kit.say(reply)]) as g:
         session = await g.open()
         with monkeypatch.context() as earlier:
-            earlier.setattr("turngate.render.parse._require_object", lambda text: None)
+            earlier.setattr("turngate.render.call_syntax.require_object", lambda text: None)
             async with sdk_agents.agent("chat", g.root, session.key, stream=False) as agent:
                 await agent.ask("Call f.")
         await g.seal(session.id)

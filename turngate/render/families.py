@@ -16,7 +16,8 @@ from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, cre
 from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.parse import GEMMA, HERMES, LFM, Parsed, Parser, Syntax, detect_syntax
+from turngate.render.call_syntax import GEMMA, HERMES, LFM, Syntax, detect_syntax
+from turngate.render.parse import Parsed, Parser
 from turngate.render.renderer import LastTurn, ReplyReader, find_reasoning_tokens, read_prompt_end
 from turngate.render.template_fallbacks import add_to_system_prompt, declare_tools
 from turngate.render.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import re
 import msgspec
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.parse import Syntax
+from turngate.render.call_syntax import Syntax
 from turngate.render.template import Template
 from turngate.render.tokenizer import Tokenizer
 from turngate.render.traits import LONG_CALL_ID, PROBE_TOOL, SENTINEL

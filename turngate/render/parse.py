@@ -1,226 +1,20 @@
 """Parse sampled text incrementally into reasoning, content and tool calls.
 
 The same parser is used for streamed and non-streamed replies. Its output is sent to the agent, and stored in the trace as the turn's
-message. A `Syntax` describes how a model marks reasoning and calls. `detect_syntax` detects it from a template. Text between call markers
-that is not a valid call is delivered unchanged, as content.
+message. `call_syntax.py` describes how models mark reasoning and calls. Text between call markers that is not a valid call is delivered
+unchanged, as content.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-import orjson
 
-from turngate.render.call_forms import GEMMA_QUOTE, parse_gemma_call, parse_python_calls
-from turngate.types import CallDelta, Constraint, Delta, Json, Message, Tool, ToolCall
-
-BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
-
-
-class MalformedCall(ValueError):
-    """The text between the call markers is not a valid call."""
-
-
-class Syntax(msgspec.Struct, frozen=True):
-    """How a model marks reasoning and tool calls in its text."""
-
-    name: str
-    reasoning_open: str = "<think>"
-    reasoning_close: str = "</think>"
-    call_open: str = "<tool_call>"
-    call_close: str = "</tool_call>"  # if empty, the calls extend to the end of the reply
-    noise: tuple[str, ...] = ()  # markers around groups of calls, which are ignored
-    bare: bool = False  # whether a reply that starts with a brace is a call
-    inner: tuple[str, ...] = ()  # further tokens inside calls or as parts of the markers above
-
-    def markers(self) -> tuple[str, ...]:
-        outer = self.reasoning_open, self.reasoning_close, self.call_open, self.call_close
-        return tuple(m for m in (*outer, *self.noise, *self.inner) if m)
-
-
-class _HermesCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
-    parameters: msgspec.Raw = msgspec.Raw(b"")
-
-
-_hermes = msgspec.json.Decoder(_HermesCall)
-
-
-def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Parse one `{"name": …, "arguments": …}` object. Return the name, and the JSON of the arguments as sampled.
-
-    Arguments that are a JSON string are decoded once, and null becomes `{}`.
-    """
-    try:
-        call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise MalformedCall(str(error)) from None
-    raw = bytes(call.parameters or call.arguments).decode()
-    if raw.startswith('"'):  # the model wrote the arguments as a JSON string, which contains the JSON
-        raw = orjson.loads(raw)
-    if not call.name:
-        raise MalformedCall("the tool call has no name")
-    arguments = "{}" if raw in ("null", "") else raw
-    _require_object(arguments)
-    return call.name, arguments
-
-
-def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Parse `<function=name><parameter=key>value</parameter></function>`.
-
-    A value is parsed as JSON if possible, unless the tool's schema declares it as a string. Regular expressions are avoided, because they
-    can take a minute if a model repeats itself endlessly.
-    """
-    name, body = _parse_tag(text, "<function=", "</function>")[:2]
-    types = _parameter_types(name, tools)
-    values: dict[str, Json] = {}
-    while "<parameter=" in body:
-        key, value, body = _parse_tag(body, "<parameter=", "</parameter>")
-        values[key] = _convert_value(value.removeprefix("\n").removesuffix("\n"), types.get(key))
-    return name, orjson.dumps(values).decode()
-
-
-def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
-    """Find the first element with these tags. Return its name, its body and the text after the element."""
-    start = text.find(opening) + len(opening)
-    named = text.find(">", start)
-    end = text.find(closing, named)
-    name = text[start:named].strip()
-    if start < len(opening) or named < 0 or end < 0 or not name or any(c.isspace() for c in name):
-        raise MalformedCall(f"no complete {opening}…> element")
-    return name, text[named + 1 : end], text[end + len(closing) :]
-
-
-def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
-    """Return the type of each parameter that the schema of the named tool declares. Ignore invalid parts of the schema."""
-    for tool in tools:
-        if tool.name == name:
-            schema = tool.wire["function"].get("parameters")
-            properties = schema.get("properties") if isinstance(schema, dict) else None
-            known = properties.items() if isinstance(properties, dict) else ()
-            return {key: value.get("type") for key, value in known if isinstance(value, dict)}
-    return {}
-
-
-def _convert_value(value: str, declared: Json) -> Json:
-    if declared == "string":
-        return value
-    try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return value
-
-
-def _parse_hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    text = text.strip()
-    return [_parse_tagged_call(text, tools) if text.startswith("<function=") else _parse_json_call(text, tools)]
-
-
-def _parse_glm_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """Parse a GLM call: its name, then `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each argument."""
-    name, *pairs = text.split("<arg_key>")
-    name = name.strip()
-    if not name or any(c.isspace() for c in name):
-        raise MalformedCall("the tool call has no name")
-    types, values = _parameter_types(name, tools), {}
-    for pair in pairs:
-        key, closed, rest = pair.partition("</arg_key>")
-        before, opened, rest = rest.partition("<arg_value>")
-        value, ended, after = rest.partition("</arg_value>")
-        if not (closed and opened and ended) or before.strip() or after.strip():
-            raise MalformedCall("an argument is incomplete")
-        values[key.strip()] = _convert_value(value, types.get(key.strip()))
-    return [(name, orjson.dumps(values).decode())]
-
-
-def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    _, separator, rest = text.partition("<｜tool▁sep｜>")
-    name, newline, rest = rest.partition("\n")
-    fenced = rest.strip()
-    if not (separator and newline and name.strip() and fenced.startswith("```json") and fenced.endswith("```")):
-        raise MalformedCall("not a DeepSeek call")
-    arguments = fenced.removeprefix("```json").removesuffix("```").strip()
-    _require_object(arguments)
-    return [(name.strip(), arguments)]
-
-
-def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """Parse one call as JSON, a JSON list of calls, several calls joined by `;`, or Mistral's `name[ARGS]{…}`."""
-    text = text.strip()
-    try:
-        if text.startswith("["):
-            return [
-                _parse_json_call(bytes(raw).decode(), tools)
-                for raw in msgspec.json.decode(text.encode(), type=list[msgspec.Raw])
-            ]
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise MalformedCall(str(error)) from None
-    if found := re.match(r"([\w.-]+)\[ARGS\](\{.*\})$", text, re.S):
-        _require_object(found[2])
-        return [(found[1], found[2])]
-    try:
-        return [_parse_json_call(text, tools)]
-    except MalformedCall:
-        parts = re.split(r"(?<=\})\s*;\s*(?=\{)", text)
-        if len(parts) == 1:
-            raise
-        return [_parse_json_call(part, tools) for part in parts]
-
-
-def _require_object(text: str) -> None:
-    try:
-        arguments = json.loads(text)  # orjson rejects objects that agents can read, such as {"n": 1e400}
-    except (ValueError, RecursionError) as error:
-        raise MalformedCall(str(error)) from None
-    if not isinstance(arguments, dict):
-        raise MalformedCall("the arguments are not a JSON object")
-
-
-HERMES = Syntax("hermes")
-DEEPSEEK = Syntax(
-    "deepseek",
-    call_open="<｜tool▁call▁begin｜>",
-    call_close="<｜tool▁call▁end｜>",
-    noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-)
-GLM = Syntax("glm", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
-LFM = Syntax("lfm", call_open="<|tool_call_start|>", call_close="<|tool_call_end|>")
-GEMMA = Syntax(
-    "gemma",
-    reasoning_open="<|channel>thought",
-    reasoning_close="<channel|>",
-    call_open="<|tool_call>call:",
-    call_close="<tool_call|>",
-    inner=("<|channel>", "<|tool_call>", GEMMA_QUOTE),
-)
-MISTRAL = Syntax("mistral", call_open="[TOOL_CALLS]", call_close="")
-LLAMA = Syntax("llama", call_open="<|python_tag|>", call_close="", bare=True)
-SYNTAXES = (HERMES, GLM, DEEPSEEK, LFM, GEMMA, MISTRAL, LLAMA)
-_BODY_PARSERS: dict[str, BodyParser] = {
-    "hermes": _parse_hermes_body,
-    "glm": _parse_glm_body,
-    "deepseek": _parse_deepseek_body,
-    "lfm": lambda text, tools: parse_python_calls(text),
-    "gemma": lambda text, tools: parse_gemma_call(text),
-    "mistral": _parse_list_body,
-    "llama": _parse_list_body,
-}
-
-
-def detect_syntax(rendered_call: str) -> Syntax | None:
-    """Detect the syntax of a template from the text that it renders for one call. Return None if the syntax is unknown."""
-    if "<arg_key>" in rendered_call:
-        return GLM
-    for syntax in (HERMES, DEEPSEEK, LFM, GEMMA, MISTRAL):
-        if syntax.call_open in rendered_call:
-            return syntax
-    return LLAMA if '"name":' in rendered_call and '"parameters":' in rendered_call else None
+from turngate.render.call_syntax import Syntax, parse_calls, parse_list_body, require_object
+from turngate.types import CallDelta, Constraint, Delta, Message, Tool, ToolCall
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -391,7 +185,7 @@ class Parser:
 
     def _take_call(self, events: list[Delta | CallDelta], body: str, *, closed: bool) -> None:
         try:
-            calls = _BODY_PARSERS[self._syntax.name](body, self._tools)
+            calls = parse_calls(self._syntax, body, self._tools)
         except ValueError:
             self._fresh = False
             self._show(events, "content", self._syntax.call_open + body + (self._syntax.call_close if closed else ""))
@@ -409,10 +203,10 @@ class Parser:
         """Parse a reply that was held back because it may consist only of calls: either forced calls, or JSON without markers."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
-                _require_object(text)
+                require_object(text)
                 calls = [(self._constraint.tool, text.strip())]
             else:
-                calls = _parse_list_body(text, self._tools)
+                calls = parse_list_body(text, self._tools)
         except ValueError:
             self._fresh = False
             self._show(events, "content", text)
@@ -429,7 +223,7 @@ class Parser:
             if not closed:
                 return
             try:
-                self._emit_calls(events, _BODY_PARSERS[self._syntax.name](body, self._tools))
+                self._emit_calls(events, parse_calls(self._syntax, body, self._tools))
             except ValueError:
                 return
             if self.satisfied:

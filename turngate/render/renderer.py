@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest, ConfigError
+from turngate.render.call_syntax import HERMES, Syntax, detect_syntax
 from turngate.render.markers import find_closing_tokens, require_single_tokens
-from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect_syntax
+from turngate.render.parse import Parsed, Parser, StopStrings
 from turngate.render.template import Template
 from turngate.render.tokenizer import Tokenizer
 from turngate.render.traits import LONG_CALL_ID, PROBE_TOOL, SENTINEL

@@ -17,8 +17,9 @@ import numpy as np
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import Renderer, TemplateRenderer, Tokenizer
+from turngate.render.call_syntax import HERMES
 from turngate.render.certificate_cache import load_any_record
-from turngate.render.parse import HERMES, Parsed
+from turngate.render.parse import Parsed
 from turngate.types import Constraint, Ids, Json, Message, Tool, ToolCall
 from turngate.verify.findings import CheckResults, TemplateDifference, VerifyCheck
 from turngate.verify.messages import NodeMessages, order_results
