@@ -335,38 +335,6 @@ class RolloutView:
         del turn["started"], turn["ended"]
         return {**about, **turn, "logprobs": _round_logprobs(node, start, end)}
 
-    # ── facts for the group view ────────────────────────────────────────────────────────────────────────────────
-
-    def facts(self) -> dict[str, Json]:
-        known = [
-            turn.logprobs for turn in self._turns() if turn.logprobs is not None and len(turn.logprobs) == turn.size
-        ]
-        scores = np.concatenate(known).astype(np.float64) if known else np.empty(0)
-        scores = scores[np.isfinite(scores)]
-        causes: Counter[str] = Counter(node.info.cause for node in self.nodes if node.info.cause is not None)
-        fork_tokens: Counter[str] = Counter()
-        for node in self.nodes:
-            if isinstance(node, Context) and node.info.cause is not None:
-                fork_tokens[node.info.cause] += node.size
-        versions = sorted({v for turn in self._turns() for v in (turn.info.version_start, turn.info.version_end)})
-        totals = self.totals()
-        return {
-            "turns": totals["turns"],
-            "sampled_tokens": totals["sampled_tokens"],
-            "trained_tokens": totals["trained_tokens"],
-            "rows": totals["rows"],
-            "roles": totals["roles"],
-            "entropy": float(-scores.mean()) if len(scores) else None,
-            "entropy_tokens": len(scores),
-            "forks": dict(causes),
-            "anew": dict(fork_tokens),
-            "versions": versions,
-            "error": "",
-        }
-
-    def _turns(self) -> Iterator[Sampled]:
-        return (node for node in self.nodes if isinstance(node, Sampled))
-
     # ── exports ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def training_rows(

@@ -22,6 +22,7 @@ from turngate.views.improvement import ENTROPY_ROLLOUTS
 from turngate.views.overview import Overview
 from turngate.views.rollout import RolloutView
 from turngate.views.rollout_entry import DONE, RolloutRow
+from turngate.views.rollout_facts import collect_facts
 from turngate.views.session import SessionView, encode_json, load_session_view
 from turngate.views.shared_overview import SharedOverview
 
@@ -140,7 +141,7 @@ class ViewCache:
         if cached is not None:
             return cached
         try:
-            facts = self._load_rollout(store, session, key).facts()
+            facts = collect_facts(self._load_rollout(store, session, key))
         except (StoreError, NotFound) as error:
             return {**_NO_FACTS, "error": error.message}
         row = store.find_key(key)
