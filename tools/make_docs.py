@@ -23,6 +23,15 @@ from turngate.service.mcp_tools import TOOLS
 from turngate.telemetry.metrics import FAMILIES
 
 ROOT = Path(__file__).parents[1]
+# Folders with modules that are not part of the package.
+BESIDE_THE_PACKAGE = {
+    "tools": "Programs of the Makefile and for maintainers.",
+    "tests": "What the tests share. Each folder of tests is named after what it tests.",
+    "tests/chaos": "`make chaos`: faults that are injected into live gateways.",
+    "tests/fuzz": "`make fuzz`: random and damaged input.",
+    "bench": "Measurements of speed and memory. `make bench` runs `overhead.py`.",
+    "bench/scale": "The model of a cluster, and the measurements that it needs.",
+}
 
 
 def settings() -> str:
@@ -175,35 +184,24 @@ def modules() -> str:
     """Return one table per package, with the first sentence of each module's docstring."""
     parts = []
     for package in sorted(path.parent for path in (ROOT / "turngate").rglob("__init__.py")):
-        files = sorted(path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-        if files:
-            rows = [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
-            name = package.relative_to(ROOT).as_posix()
-            parts.append(
-                "\n".join(
-                    [
-                        f"### `{name}/`\n",
-                        _first_sentence(package / "__init__.py") + "\n",
-                        "| file | |",
-                        "|---|---|",
-                        *rows,
-                    ]
-                )
-            )
+        rows = _list_modules(package)
+        if rows:
+            parts.append(_folder_table(package, _first_sentence(package / "__init__.py"), rows))
     pages = [*sorted((ROOT / "turngate/ui").rglob("*.js")), *sorted((ROOT / "turngate/ui").rglob("*.css"))]
     rows = [f"| `{path.relative_to(ROOT / 'turngate/ui').as_posix()}` | {_first_comment(path)} |" for path in pages]
-    parts.append(
-        "\n".join(
-            [
-                "### `turngate/ui/`\n",
-                "The web page: plain JavaScript modules and CSS.\n",
-                "| file | |",
-                "|---|---|",
-                *rows,
-            ]
-        )
-    )
+    parts.append(_folder_table(ROOT / "turngate/ui", "The web page: plain JavaScript modules and CSS.", rows))
+    parts += [_folder_table(ROOT / name, text, _list_modules(ROOT / name)) for name, text in BESIDE_THE_PACKAGE.items()]
     return "\n\n".join(parts) + "\n"
+
+
+def _list_modules(folder: Path) -> list[str]:
+    """Return a table row for each module of a folder, without its tests."""
+    files = [path for path in sorted(folder.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
+    return [f"| `{path.name}` | {_first_sentence(path)} |" for path in files if not path.name.startswith("test_")]
+
+
+def _folder_table(folder: Path, text: str, rows: list[str]) -> str:
+    return "\n".join([f"### `{folder.relative_to(ROOT).as_posix()}/`\n", f"{text}\n", "| file | |", "|---|---|", *rows])
 
 
 def _first_comment(path: Path) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run one tier of the tests and clean up after it: `python tools/tier.py test`, `test-real`, `test-all` or `soak`.
+"""Run one tier of the tests, and fail if it leaves anything behind: `python tools/tier.py test`, `test-real`, `test-all` or `soak`.
 
 Install the parts that the tier needs, run the tests that need the machine to themselves, then run the others in parallel. At the end, print
 the ten slowest tests, the skipped tests with the reason, the leftovers and one line of counts. A process (with its ports), container,

@@ -1,4 +1,6 @@
-"""Build deliveries. Each contains the rows and advantages of one complete group, and says why any of its rollouts is not trained.
+"""Build deliveries: the rows and advantages of complete groups, without rollouts that are too old, truncated or untrainable.
+
+A delivery says why each of these rollouts is not trained.
 
 The delivery with a given number never changes, except that staleness is judged against the current policy version.
 """

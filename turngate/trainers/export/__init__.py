@@ -1,4 +1,4 @@
-"""Export rollouts from a data folder to files for trainers.
+"""Export rollouts from a data folder to files for trainers, in one of several formats (`FORMATS`).
 
     choices = ExportChoices(format="verl", wanted=RolloutFilter(groups=("run1.*",)))
     result = export(Path("turngate-data"), Path("rows.parquet"), choices)
