@@ -45,9 +45,9 @@ from turngate.trainers.local.training import TrainingEnvironment, TrainingGoal, 
 ERRANDS = Path(__file__).parent / "train" / "errands.py"
 N, GROUPS, STEPS = 8, 2, 8  # rollouts per group, groups per step, steps
 HELD_OUT, HELD_OUT_FAST = 10, 5  # tasks evaluated before and after training
-RUNNING = 4  # rollouts at the same time
+RUNNING = 8  # rollouts at the same time: a whole group
 LEARNING_RATE = 3e-5
-CONTEXT = 256  # tokens; an errand needs about half of that
+CONTEXT = 192  # tokens; an errand needs about 128, and a reply that goes on and on costs time
 TOO_SHORT = (
     f"That was too short to learn much: without FAST=1, the demo makes {STEPS} steps of {GROUPS} × {N} rollouts."
 )
