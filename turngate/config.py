@@ -89,15 +89,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _about(
             "Record the experts that a mixture-of-experts model chose for each token: auto (vLLM with engine_api generate), or "
-            "LAYERSxEXPERTS such as 48x8 (SGLang).",
+            "LAYERSxEXPERTS, such as 48x8 (SGLang).",
             ENGINE,
         ),
     ] = ""
     sampling_masks: Annotated[
         bool,
         _about(
-            "Record which ids top-p, top-k and min-p left to sample from, so that such turns can be trained: local engine, SGLang, "
-            "or vLLM with engine_api generate.",
+            "Record which ids top-p, top-k and min-p left to sample from, so that turns sampled with them can be trained. Needs the "
+            "local engine, SGLang, or vLLM with engine_api generate.",
             ENGINE,
         ),
     ] = False

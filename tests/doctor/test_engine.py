@@ -45,7 +45,7 @@ async def test_missing_logprobs_are_failure() -> None:
     async with engine(logprobs=False) as config:
         finding = await run_check(config, "engine call")
         mode = await run_check(config, "log-probabilities")
-    assert finding.state == "failure" and "not all of them have log-probabilities" in finding.message
+    assert finding.state == "failure" and "did not return log-probabilities for all ids" in finding.message
     assert mode.state == "not checked"
 
 

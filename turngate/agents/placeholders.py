@@ -30,7 +30,7 @@ def find_names(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
-    """Replace every placeholder with its value. `escape` is applied to each value."""
+    """Replace every placeholder with its value, except `{{name}}`. `escape` is applied to each value."""
 
     def value(match: re.Match[str]) -> str:
         if _is_doubled(text, match):

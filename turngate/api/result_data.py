@@ -43,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def mean_logprob(self) -> float | None:
-        """The mean log-probability of the sampled tokens, or None if any of them is unknown."""
+        """The mean log-probability of the sampled tokens. None if no token was sampled, or if any log-probability is unknown."""
         if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
             return None
         return float(self.logprobs.mean())

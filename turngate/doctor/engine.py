@@ -120,7 +120,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         )
     if logprobs is None or any(value is None for value in logprobs):
         return failure(
-            f"{name}: the engine returned {len(ids)} ids, but not all of them have log-probabilities",
+            f"{name}: the engine did not return log-probabilities for all ids",
             "update the engine, or remove the proxy that drops them",
         )
     same_prompt = ", and received the prompt unchanged" if prompt else ""

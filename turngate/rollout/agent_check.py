@@ -327,7 +327,7 @@ def _check_side_calls(spans: list[RowSpan]) -> PromiseResult:
     return PromiseResult(
         "side calls are labeled and excluded from training",
         not any(span.trained for span in sides),
-        f"{sum(span.role in ('side', 'summary') for span in sides)} side calls",
+        f"side calls: {sum(span.role in ('side', 'summary') for span in sides)}",
     )
 
 

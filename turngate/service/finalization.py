@@ -98,7 +98,7 @@ class Finalizer:
     async def _build_result(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """Build the full result. If that fails, build it without turns. If that fails, too, build a minimal result."""
+        """Build the full result. If that fails, build it without turns. If that also fails, build a minimal result."""
         for shown, missing in ((view, "the turns could not be read"), (None, "the files could not be read")):
             build = asyncio.to_thread(self._report, active, state, outcome, shown)
             result = await _attempt(active, missing, build, None)

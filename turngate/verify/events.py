@@ -161,7 +161,7 @@ def _check_refusals(
     told = [(data.get("call"), data.get("status"), data.get("message")) for _, data in refused]
     check.expect(
         stored == told,
-        f"{len(stored)} refused calls are stored, but they differ from the {len(told)} that events report",
+        f"the stored refused calls ({len(stored)}) differ from those that events report ({len(told)})",
     )
     marked = [refusal.call for refusal in session.related.refused if refusal.repeated]
     reported = sorted((data.get("call") for _, data in repeated), key=str)

@@ -84,7 +84,7 @@ class StoredSideArrays:
 
 
 def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return how many numbers each value in a stored piece has, and the numbers. Return None if the piece has no whole values."""
+    """Return how many numbers each value in a stored piece has, and the numbers. Return None if a value is incomplete or there is none."""
     dtype = np.dtype(_TYPES[facts.dtype])
     if not isinstance(data, bytes) or not data:
         return None

@@ -105,7 +105,7 @@ def _check_reward(one: Json, n: int, turns: dict[int, StoredTurn], check: Verify
         ),
         check.expect(
             turn is not None or ("call" in one and "turn" not in one),
-            f"its turn is {brief(one.get('turn'))}, which is not a turn",
+            f"its turn is {brief(one.get('turn'))}, which is not a turn of this session",
             where=where,
         ),
     ]

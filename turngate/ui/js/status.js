@@ -93,7 +93,7 @@ export function causeBadge(cause) {
   return el("span.badge.is-warn", { title: `fork: ${cause}` }, sign, cause);
 }
 
-/** Return whether a rollout passed, according to its grader or else by a reward of 1. @param {Json} row */
+/** Return whether a rollout passed, according to its grader or, without its verdict, by a reward of at least 1. @param {Json} row */
 export function passed(row) {
   return row.resolved ?? (row.reward !== null && row.reward >= 1);
 }
