@@ -81,7 +81,7 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
 def test_storm_of_lost_and_cut_off_nodes(
     tmp_path: Path, postgres_server: PostgresServer, postgres_url: str, storm_scale: float
 ) -> None:
-    port, out, n = str(postgres_server.port), tmp_path / "out", 10 if storm_scale == 1 else 4
+    port, out, n = str(postgres_server.port), tmp_path / "out", 10
     groups, cut_s = round(30 * storm_scale), max(3 * LEASE_S, 60 * storm_scale)
     total, tasks = groups * n, copy_tasks(tmp_path / "tasks", groups)
     with (
