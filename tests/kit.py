@@ -42,6 +42,7 @@ from turngate.engines.scripted import Script, Scripted, ScriptedTurn
 from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load_renderer
 from turngate.server.app import Gateway
 from turngate.server.run import GatewayWebSocket
+from turngate.trace.session import Session
 
 Json = Any
 T = TypeVar("T")
@@ -244,6 +245,12 @@ class Running:
     @property
     def database(self) -> Path:
         return self.app.store.database.path
+
+    def live(self, session_id: str) -> Session:
+        """Return an open session that the gateway has in memory."""
+        session = self.app.sessions.find_live(session_id)
+        assert session is not None
+        return session
 
     def http(self, key: str = "") -> httpx.AsyncClient:
         """A plain HTTP client, for what the openai client cannot send or show."""

@@ -106,7 +106,7 @@ async def test_key_is_not_in_command_lines_or_environments(tmp_path: Path, inter
         session = await open_session(g, tmp_path, interpreter, wait_s=600)
         key = (tmp_path / "key").read_text().strip()
         running = g.start(run(tmp_path, '{"text": "x"}', GATE_URL=g.root))
-        await until(lambda: g.app.sessions.find(session).pending_tool_calls, 15)
+        await until(lambda: g.live(session).pending_tool_calls, 15)
         for process in Path("/proc").glob("[0-9]*"):
             for file in ("cmdline", "environ"):
                 try:

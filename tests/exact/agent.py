@@ -79,7 +79,8 @@ class Agent:
 
     @property
     def session(self):
-        return self.world.gateway.sessions.find(self.session_id)
+        sessions, store = self.world.gateway.sessions, self.world.gateway.store
+        return sessions.find_live(self.session_id) or store.load(sessions.find_row(self.session_id))
 
     async def call(
         self,

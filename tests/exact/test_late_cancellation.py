@@ -41,6 +41,6 @@ async def test_cancellation_after_last_token_keeps_turn(tmp_path: Path, stream: 
             await world.gateway.sessions.seal(agent.session_id)
             await asyncio.wait([call])
         call.exception()  # the agent cannot parse half a stream
-        (turn,) = world.gateway.sessions.find(agent.session_id).trace.turns()
+        (turn,) = (await world.gateway.sessions.find(agent.session_id)).trace.turns()
         assert turn.info.finish == "abort" and len(turn.ids) > 1
         assert turn.logprobs is not None and len(turn.logprobs) == len(turn.ids)

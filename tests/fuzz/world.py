@@ -336,7 +336,7 @@ class World:
             self.statuses[reply.status_code] += 1
         engine = self.gateway.engine
         received = [np.asarray(one.prompt) for one in engine.received if one.session == opened.id]
-        check_invariants(self.gateway.app.sessions.find(opened.id), received)
+        check_invariants(await self.gateway.app.sessions.find(opened.id), received)
 
     # ── the rules ───────────────────────────────────────────────────────────────────────────────────────────────
 

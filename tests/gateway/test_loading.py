@@ -1,4 +1,4 @@
-"""Test loading evicted traces in slices: one load for all calls that wait, only whole traces, and limited time per loop iteration."""
+"""Test loading traces in slices: one load for all calls that wait, only whole traces, and limited time per loop iteration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
-from tests.kit import Gated, Running, gateway, say, until, user
+from tests.kit import Gated, OpenSession, Running, gateway, say, until, user
 from tests.projects.kit import create_project
 from turngate.common import clock
 from turngate.errors import StoreError
@@ -33,16 +36,10 @@ async def evicted_sessions(count: int) -> AsyncIterator[tuple[Running, list[Sess
             opened, history = await g.open(), [user("Hi")]
             for _ in range(TURNS):
                 history += [(await g.ask(opened.key, history)).message(), user("More")]
-            sessions.append(live_session(g, opened.id))
+            sessions.append(g.live(opened.id))
         await g.app.evictor.sweep(time.time() + 7200)
         assert all(session.is_evicted for session in sessions)
         yield g, sessions
-
-
-def live_session(g: Running, session_id: str) -> Session:
-    session = g.app.sessions.find_live(session_id)
-    assert session is not None
-    return session
 
 
 class SliceLog:
@@ -184,8 +181,8 @@ async def test_loading_more_than_a_share_of_the_limit_starts_a_sweep(monkeypatch
 
 async def test_calls_in_flight_count_towards_the_limit() -> None:
     async with gateway(engine=Gated([say("One."), say("Two.")]), rest_s=0) as g:
-        idle, opened = live_session(g, (await g.open()).id), await g.open()
-        busy = live_session(g, opened.id)
+        idle, opened = g.live((await g.open()).id), await g.open()
+        busy = g.live(opened.id)
         evictor = Evictor(g.app.store, g.app.sessions, rest_s=0, max_loaded_mb=0.2)
         assert await evictor.sweep(clock.now()) == 0
         call = g.start(g.ask(opened.key, [user("Hi " * 40_000)]))
@@ -200,7 +197,7 @@ async def test_calls_in_flight_count_towards_the_limit() -> None:
 
 async def test_call_that_takes_longer_than_rest_s_counts_towards_the_limit() -> None:
     async with gateway(engine=Gated([say("One.")]), rest_s=0) as g:
-        idle, opened = live_session(g, (await g.open()).id), await g.open()
+        idle, opened = g.live((await g.open()).id), await g.open()
         evictor = Evictor(g.app.store, g.app.sessions, rest_s=60, max_loaded_mb=0.2)
         call = g.start(g.ask(opened.key, [user("Hi " * 40_000)]))
         await until(lambda: g.gated.waiting)
@@ -286,3 +283,85 @@ async def test_ending_an_evicted_session_reads_a_damaged_trace_once() -> None:
         assert len(set(slices.iterations)) == len(slices.iterations) == 4
         with g.app.store._writing() as db:
             db.execute("UPDATE nodes SET checksum=checksum-1 WHERE id=4")
+
+
+@asynccontextmanager
+async def restarted_gateway(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[Running, OpenSession, SliceLog, list[dict[str, Any]]]]:
+    """Make three turns in a session, and restart the gateway. Slices contain one node."""
+    history: list[dict[str, Any]] = [user("Hi")]
+    async with gateway([say(f"Answer {n}.") for n in range(TURNS)], data=tmp_path) as g:
+        session = await g.open()
+        for _ in range(TURNS):
+            history += [(await g.ask(session.key, history)).message(), user("More")]
+    async with gateway([say("One more."), say("Another.")], data=tmp_path) as g:
+        g.app.slicer._slice_s = 0
+        slices = SliceLog(g)
+        slices.watch(g.app.store)
+        yield g, session, slices, history
+
+
+def was_loaded_once(slices: SliceLog) -> bool:
+    """Return whether the trace was loaded once, with at most one slice in each loop iteration."""
+    return len(set(slices.iterations)) == len(slices.iterations) == NODES + 1
+
+
+async def test_first_calls_after_a_restart_load_the_session_once_and_in_slices(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, history):
+        assert g.app.sessions.find_live(session.id) is None
+        await asyncio.gather(*(g.ask(session.key, history) for _ in range(2)))
+        assert was_loaded_once(slices)
+        shown = await g.show(session.id)
+        assert (shown["turns"], shown["forks"][0]["cause"]) == (TURNS + 2, "resample")
+        assert g.live(session.id).turns == TURNS + 2
+
+
+@pytest.mark.parametrize("path", ["seal", "cancel", "tools", "v1/models"])
+async def test_other_requests_after_a_restart_load_the_session_in_slices(tmp_path: Path, path: str) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, _):
+        if path == "v1/models":
+            reply = await g.http(session.key).get("/v1/models")
+        elif path == "tools":
+            reply = await g.admin.get(f"/admin/sessions/{session.id}/tools")
+        else:
+            reply = await g.admin.post(f"/admin/sessions/{session.id}/{path}", json={})
+        assert reply.status_code == 200 and was_loaded_once(slices)
+        if path in ("seal", "cancel"):
+            assert (reply.json()["turns"], reply.json()["roles"]) == (TURNS, {"main": TURNS})
+
+
+async def test_session_is_usable_if_the_first_caller_disconnects_during_the_load(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, history):
+        first = asyncio.create_task(g.app.sessions.find(session.id))
+        while len(slices.iterations) < 2:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(g.app.sessions.find(session.id))
+        first.cancel()
+        assert (await second) is g.live(session.id)
+        await g.ask(session.key, history)
+        assert was_loaded_once(slices)
+
+
+async def test_session_damaged_on_disk_is_reported_after_a_restart_and_can_be_deleted(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, _, history):
+        with g.app.store._writing() as db:
+            db.execute("UPDATE nodes SET checksum=checksum+1 WHERE id=4")
+        for _ in range(2):
+            reply = await g.http(session.key).post("/v1/chat/completions", json={"model": "m", "messages": history})
+            assert reply.status_code == 503 and "node 4 is damaged" in reply.text
+        assert g.app.sessions.find_live(session.id) is None and not g.engine.received
+        assert (await g.admin.delete(f"/admin/sessions/{session.id}")).status_code == 200
+        assert (await g.admin.get(f"/admin/sessions/{session.id}")).status_code == 404
+
+
+async def test_session_sealed_during_the_load_after_a_restart_is_not_used(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, history):
+        seal = asyncio.create_task(g.app.sessions.seal(session.id))
+        while len(slices.iterations) < 2:
+            await asyncio.sleep(0)
+        second = await g.app.sessions.find(session.id)
+        assert (await seal) is second and second.status == "sealed"
+        assert was_loaded_once(slices) and g.app.sessions.find_live(session.id) is None
+        with pytest.raises(openai.ConflictError):
+            await g.ask(session.key, history)

@@ -174,7 +174,7 @@ async def test_completed_call_is_not_superseded_by_aborted_ones() -> None:
         engine.gate.clear()
         for task in tasks[1:]:
             await disconnect(task)
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
+        await until(lambda: g.live(session.id).in_flight == 0)
         turns = await g.turns(session.id)
         assert len(turns) == 3 and turns[0]["role"] == "main"
         assert "retry" not in {turn["cause"] for turn in turns}
@@ -202,9 +202,9 @@ async def test_disconnect_at_fence_leaves_no_turn(stream: bool) -> None:
         session = await g.open()
         await g.pause()
         task = g.start(g.ask(session.key, HI, "async stream" if stream else "async"))
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 1)
+        await until(lambda: g.live(session.id).in_flight == 1)
         await disconnect(task)
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
+        await until(lambda: g.live(session.id).in_flight == 0)
         assert (await g.resume())["in_flight"] == 0
         assert await g.turns(session.id) == [] and not g.engine.received
         assert (await g.ask(session.key, HI)).content == "Hello."
@@ -248,7 +248,7 @@ async def test_ending_session_reaches_call_at_fence() -> None:
         session = await g.open()
         await g.pause()
         task = g.start(g.ask(session.key, HI))
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 1)
+        await until(lambda: g.live(session.id).in_flight == 1)
         await asyncio.wait_for(g.cancel(session.id), scaled(5))
         with pytest.raises(openai.ConflictError):
             await task
@@ -302,8 +302,8 @@ async def test_answer_with_unsent_end_is_marked_undelivered() -> None:
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body):
             await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
-            assert g.app.sessions.find(session.id).in_flight == 1  # its last event waits for buffer space
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
+            assert g.live(session.id).in_flight == 1  # its last event waits for buffer space
+        await until(lambda: g.live(session.id).in_flight == 0)
         [turn] = await g.turns(session.id)
         assert not turn["delivered"] and turn["role"] == "superseded"
         assert g.rows("SELECT delivered FROM nodes WHERE kind='sampled'") == [(0,)]
@@ -353,7 +353,7 @@ async def test_restarted_gateway_restores_sessions(durability: str, tmp_path: Pa
         await disconnect(await begin(g, session, stream=True, messages=more))
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
+        await until(lambda: g.live(session.id).in_flight == 0)
         before = await g.trace(session.id)
     async with gateway([say("Five.")], data=tmp_path, durability=durability) as g:
         assert await g.trace(session.id) == before
@@ -371,7 +371,7 @@ async def disconnect_during_write(g: Running) -> OpenSession:
         await disconnect(task)
         await asyncio.sleep(scaled(0.05))
     await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
-    await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
+    await until(lambda: g.live(session.id).in_flight == 0)
     return session
 
 

@@ -22,7 +22,6 @@ from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.eviction import Evictor, trim_memory
 from turngate.trace.host_tools import MAX_WAIT_S
-from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
 
 HI = [user("Hi")]
@@ -33,12 +32,6 @@ async def evict_idle(g: Running) -> int:
     return await g.app.evictor.sweep(time.time() + 3600)
 
 
-def live_session(g: Running, session_id: str) -> Session:
-    session = g.app.sessions.find_live(session_id)
-    assert session is not None
-    return session
-
-
 async def test_evicted_session_continues_in_one_row() -> None:
     async with gateway([say("One."), say("Two."), say("Three.")]) as g:
         session, history = await g.open(), list(HI)
@@ -46,9 +39,9 @@ async def test_evicted_session_continues_in_one_row() -> None:
             reply = await g.ask(session.key, history)
             history += [reply.message(), user(text)]
             shown = await g.show(session.id)
-            assert await evict_idle(g) == 1 and live_session(g, session.id).is_evicted
+            assert await evict_idle(g) == 1 and g.live(session.id).is_evicted
             assert await g.show(session.id) == shown
-            assert live_session(g, session.id).is_evicted, "showing a session does not load its trace"
+            assert g.live(session.id).is_evicted, "showing a session does not load its trace"
         await g.seal(session.id)
         turns = await g.turns(session.id)
         (row,) = await g.samples(session.id)
@@ -61,7 +54,7 @@ async def test_session_state_outside_trace_survives_eviction() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         session = await g.open(limits={"turns": 1})
         await g.ask(session.key, HI)
-        live_session(g, session.id).engine_silence.begin()
+        g.live(session.id).engine_silence.begin()
         await evict_idle(g)
         farewell = await g.ask(session.key, HI)
         assert "reached its limit (turns)" in farewell.content
@@ -74,7 +67,7 @@ async def test_session_with_call_in_flight_is_not_evicted() -> None:
         session = await g.open()
         call = g.start(g.ask(session.key, HI))
         await until(lambda: g.gated.waiting)
-        assert await evict_idle(g) == 0 and not live_session(g, session.id).is_evicted
+        assert await evict_idle(g) == 0 and not g.live(session.id).is_evicted
         g.gated.gate.set()
         assert (await call).content == "Hello."
         assert await evict_idle(g) == 1 and await evict_idle(g) == 0, "a session is evicted once"
@@ -87,7 +80,7 @@ async def test_session_with_pending_tool_call_is_not_evicted() -> None:
         )
         agent = g.http(key=session.key)
         call = g.start(agent.post("/v1/tools/look", json={}))
-        await until(lambda: live_session(g, session.id).pending_tool_calls)
+        await until(lambda: g.live(session.id).pending_tool_calls)
         assert await evict_idle(g) == 0
         call.cancel()
 
@@ -99,7 +92,7 @@ async def test_parallel_calls_load_evicted_trace_once() -> None:
         await evict_idle(g)
         history = [*HI, reply.message()]
         await asyncio.gather(*(g.ask(session.key, [*history, user(text)]) for text in ("A", "B")))
-        trace = live_session(g, session.id).trace
+        trace = g.live(session.id).trace
         stored = await g.trace(session.id)
         assert sorted(node.id for node in trace.nodes) == sorted(node["id"] for node in stored["nodes"])
         assert len(trace.roots) == 1 and len(stored["nodes"]) == 6
@@ -122,10 +115,10 @@ async def test_evicted_turn_can_be_marked_undelivered() -> None:
         await g.ask(session.key, HI)
         (turn,) = await g.turns(session.id)
         await evict_idle(g)
-        g.app.recorder.mark_undelivered(live_session(g, session.id), turn["id"])
-        assert live_session(g, session.id).is_evicted, "marking does not load the trace"
+        g.app.recorder.mark_undelivered(g.live(session.id), turn["id"])
+        assert g.live(session.id).is_evicted, "marking does not load the trace"
         assert [turn["delivered"] for turn in await g.turns(session.id)] == [False]
-        assert [node.delivered for node in live_session(g, session.id).trace.turns()] == [False]
+        assert [node.delivered for node in g.live(session.id).trace.turns()] == [False]
 
 
 async def test_unreadable_evicted_trace_refuses_calls(tmp_path: Path) -> None:
@@ -137,9 +130,9 @@ async def test_unreadable_evicted_trace_refuses_calls(tmp_path: Path) -> None:
             db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE kind='sampled'")
         with pytest.raises(openai.InternalServerError, match="damaged on disk"):
             await g.ask(session.key, [*HI, reply.message(), user("More")])
-        assert len(g.engine.received) == 1 and live_session(g, session.id).is_evicted
-        assert not live_session(g, session.id).busy
-        error = live_session(g, session.id).last_error
+        assert len(g.engine.received) == 1 and g.live(session.id).is_evicted
+        assert not g.live(session.id).busy
+        error = g.live(session.id).last_error
         assert error is not None and error.boundary == "store", "the error is not blamed on the agent"
         shown = (await g.admin.get(f"/admin/sessions/{session.id}")).json()
         assert shown["last_error"]["boundary"] == "store" and (shown["turns"], shown["tokens"]) == (1, None)
@@ -167,7 +160,7 @@ async def test_call_to_session_deleted_while_body_is_sent(again: bool) -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         session = await g.open(id="same")
         await g.ask(session.key, HI)
-        old = live_session(g, "same")
+        old = g.live("same")
 
         async def end() -> None:
             assert (await g.admin.delete("/admin/sessions/same")).is_success
@@ -202,7 +195,7 @@ async def test_ended_session_with_pending_tool_call_is_evicted_later() -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open()
         await g.ask(session.key, HI)
-        ended = live_session(g, session.id)
+        ended = g.live(session.id)
         await g.seal(session.id)
         ended.pending_tool_calls[1] = asyncio.get_running_loop().create_future()
         assert await evict_idle(g) == 0
@@ -215,7 +208,7 @@ async def test_call_at_fence_or_being_written_prevents_eviction(tmp_path: Path) 
         session = await g.open()
         await g.pause()
         call = g.start(g.ask(session.key, HI))
-        await until(lambda: live_session(g, session.id).in_flight)
+        await until(lambda: g.live(session.id).in_flight)
         assert await evict_idle(g) == 0
         with g.locked_database():
             g.app.fence.resume(None)
@@ -223,7 +216,7 @@ async def test_call_at_fence_or_being_written_prevents_eviction(tmp_path: Path) 
             call.cancel()  # disconnect while the turn is being written
             await asyncio.sleep(0.1)
             assert await evict_idle(g) == 0
-        await until(lambda: not live_session(g, session.id).busy)
+        await until(lambda: not g.live(session.id).busy)
         assert await evict_idle(g) == 1
         await g.ask(session.key, HI)
         first, again = await g.turns(session.id)
@@ -310,12 +303,12 @@ async def test_views_are_consistent_with_concurrent_changes(monkeypatch: pytest.
 
         monkeypatch.setattr(g.app.stale._reader, "run", read_then_replace)
         await g.app.stale.cancel([("", 0)], 1)
-        assert live_session(g, session.id).status == "open", "the new session is not stale"
+        assert g.live(session.id).status == "open", "the new session is not stale"
 
 
 async def test_sweep_evicts_in_batches_and_skips_used_sessions() -> None:
     async with gateway([say("One.")]) as g:
-        sessions = [live_session(g, (await g.open()).id) for _ in range(40)]
+        sessions = [g.live((await g.open()).id) for _ in range(40)]
         sweep = asyncio.create_task(g.app.evictor.sweep(time.time() + 3600))
         steps = [0]
         while not sweep.done():
@@ -357,7 +350,7 @@ async def test_memory_is_trimmed_at_most_once_per_interval(monkeypatch: pytest.M
         session = await g.open()
         for _ in range(5):
             await g.ask(session.key, HI)
-            await until(lambda: live_session(g, session.id).is_evicted)
+            await until(lambda: g.live(session.id).is_evicted)
         assert len(trims) == 1
 
 
@@ -365,7 +358,7 @@ async def test_idle_session_is_evicted_and_counted() -> None:
     async with gateway([say("One."), say("Two.")], rest_s=0.2) as g:
         session = await g.open()
         reply = await g.ask(session.key, HI)
-        await until(lambda: live_session(g, session.id).is_evicted)
+        await until(lambda: g.live(session.id).is_evicted)
         metrics = (await g.admin.get("/metrics")).text
         assert "turngate_sessions_resting 1" in metrics and "turngate_sessions_open 1" in metrics
         await g.ask(session.key, [*HI, reply.message(), user("More")])
@@ -377,8 +370,8 @@ async def test_eviction_frees_trace_without_garbage_collection() -> None:
         idle, ended = await g.open(), await g.open()
         await g.ask(idle.key, HI)
         await g.ask(ended.key, HI)
-        traces = [weakref.ref(live_session(g, session.id).trace) for session in (idle, ended)]
-        nodes = {id(node) for session in (idle, ended) for node in live_session(g, session.id).trace.nodes}
+        traces = [weakref.ref(g.live(session.id).trace) for session in (idle, ended)]
+        nodes = {id(node) for session in (idle, ended) for node in g.live(session.id).trace.nodes}
         gc.collect()
         gc.disable()
         try:
@@ -396,13 +389,13 @@ async def test_longest_unused_sessions_above_the_limit_are_evicted() -> None:
         sessions = [await g.open() for _ in range(4)]
         for session in sessions:
             await g.ask(session.key, HI)
-        size = live_session(g, sessions[0].id).trace.estimate_bytes()
+        size = g.live(sessions[0].id).trace.estimate_bytes()
         evictor = Evictor(g.app.store, g.app.sessions, rest_s=0, max_loaded_mb=2.5 * size / 1e6)
         assert await evictor.sweep(clock.now()) == 2
-        assert [live_session(g, s.id).is_evicted for s in sessions] == [True, True, False, False]
+        assert [g.live(s.id).is_evicted for s in sessions] == [True, True, False, False]
         await g.ask(sessions[0].key, HI)  # a second turn: this session is larger than the others now
         assert await evictor.sweep(clock.now()) == 1
-        assert [live_session(g, s.id).is_evicted for s in sessions] == [False, True, True, False]
+        assert [g.live(s.id).is_evicted for s in sessions] == [False, True, True, False]
         assert evictor.interval_s == 1.0
         assert [len(await g.turns(s.id)) for s in sessions] == [2, 1, 1, 1]
     with pytest.raises(ConfigError, match=r"max_loaded_mb must be 0 \(no limit\) or greater, not -1"):

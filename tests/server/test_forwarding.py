@@ -545,16 +545,16 @@ async def test_tool_call_and_answer_at_different_workers() -> None:
     async with crew() as c:
         session = await c.open_at(1, tools=[ask])
         waiting = c[0].start(c[0].http(session.key).post("/v1/tools/ask", json={"n": 1}))
-        await until(lambda: c[1].app.sessions.find(session.id).pending_tool_calls)
+        await until(lambda: c[1].live(session.id).pending_tool_calls)
         [call] = (await c[0].admin.get(f"/admin/sessions/{session.id}/tools")).json()["calls"]
         assert call["waiting"] and call["arguments"] == {"n": 1}
         path = f"/admin/sessions/{session.id}/tools/{call['call']}/answer"
         assert (await c[0].admin.post(path, json={"reply": 7})).status_code == 200
         assert (await waiting).json() == 7
         gone = c[0].start(c[0].http(session.key).post(f"/rollout/{session.id}/v1/tools/ask", json={}))
-        await until(lambda: c[1].app.sessions.find(session.id).pending_tool_calls)
+        await until(lambda: c[1].live(session.id).pending_tool_calls)
         gone.cancel()
-        await until(lambda: not c[1].app.sessions.find(session.id).pending_tool_calls)
+        await until(lambda: not c[1].live(session.id).pending_tool_calls)
         await c[0].seal(session.id)
         outcome = {"kind": "graded", "reward": 1.0}
         assert (await c[0].admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200
@@ -648,7 +648,7 @@ async def test_unauthorized_call_is_refused_before_its_body() -> None:
         with suppress(httpx.WriteError, httpx.ReadError):  # the connection may be closed early
             reply = await c[0].http("nobody").post(f"/s/{session.id}/v1/chat/completions", content=body())
             assert reply.status_code == 401
-        assert not c[1].app.sessions.find(session.id).trace.nodes
+        assert not c[1].live(session.id).trace.nodes
 
 
 @pytest.mark.parametrize("is_declared", [True, False])

@@ -160,7 +160,7 @@ async def test_call_whose_tokens_ran_out_at_fence_gets_final_answer() -> None:
         await until(lambda: g.gated.waiting)
         await g.pause()
         second = g.start(g.ask(session.key, [user("Two")]))
-        await until(lambda: g.app.sessions.find(session.id).in_flight == 2)
+        await until(lambda: g.live(session.id).in_flight == 2)
         g.gated.gate.set()
         assert (await first).finish == "length"
         await g.resume()

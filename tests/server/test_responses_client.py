@@ -248,7 +248,7 @@ async def test_seven_turns_with_tools_make_one_training_row(way: str, options: J
         sampled = [i for turn_ in script for i in turn_.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled
         assert {turn_["role"] for turn_ in await g.turns(session.id)} == {"main"}
-        check_invariants(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
+        check_invariants(await g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_interleaved_calls_and_results_do_not_fork() -> None:
@@ -786,7 +786,7 @@ async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) ->
             history += results or [user(draw.choice(WORDS))]
         row = await check_one_row(g, session)
         assert np.sum(row["mask"]) == sum(len(turn.ids) for turn in script)
-        check_invariants(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
+        check_invariants(await g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_conversation_on_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:

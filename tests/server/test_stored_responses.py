@@ -82,7 +82,7 @@ async def check_one_row(g: Running, session: str, engine: Scripted, turns: int) 
     assert len(row["spans"]) == turns == len(engine.received)
     for request, span in zip(engine.received, row["spans"], strict=True):
         assert request.prompt.tolist() == row["ids"][: span["start"]]
-    check_invariants(g.app.sessions.find(session), [np.asarray(request.prompt) for request in engine.received])
+    check_invariants(await g.app.sessions.find(session), [np.asarray(request.prompt) for request in engine.received])
 
 
 # ── continue ────────────────────────────────────────────────────────────────────────────────────────────────────────

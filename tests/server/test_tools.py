@@ -48,7 +48,7 @@ async def answer(g: Running, session: OpenSession, number: int, reply: Any) -> h
 
 
 def pending_calls(g: Running, session: OpenSession) -> Any:
-    return g.app.sessions.find(session.id).pending_tool_calls
+    return g.live(session.id).pending_tool_calls
 
 
 def kinds(g: Running) -> list[str]:
@@ -250,7 +250,7 @@ async def test_client_lists_all_pages_of_calls() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
         session = await g.open(tools=[ANSWER])
         for n in range(203):
-            await g.app.host_tools.call(g.app.sessions.find(session.id), "answer", b'{"text": "%d"}' % n)
+            await g.app.host_tools.call(g.live(session.id), "answer", b'{"text": "%d"}' % n)
         assert [c.arguments["text"] for c in await host.tool_calls(session.id)] == [str(n) for n in range(203)]
         assert len(await calls(g, session)) == 100
 

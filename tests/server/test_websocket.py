@@ -113,7 +113,9 @@ async def test_tool_loop_with_openai_client_is_one_row(warm_up: bool, store: boo
         assert len(row["spans"]) == 3 == len(g.engine.received)
         for request, span in zip(g.engine.received, row["spans"], strict=True):
             assert request.prompt.tolist() == row["ids"][: span["start"]]
-        check_invariants(g.app.sessions.find(session.id), [np.asarray(request.prompt) for request in g.engine.received])
+        check_invariants(
+            await g.app.sessions.find(session.id), [np.asarray(request.prompt) for request in g.engine.received]
+        )
         assert g.rows("SELECT count(*) FROM replies") == [(0 if store is False else 3,)]
 
 
@@ -440,7 +442,7 @@ async def test_aborted_call_is_answered_in_its_lane() -> None:
         async with connect(g, session.key) as socket:
             await socket.create(input="Hi", stream_id="a")
             await until(lambda: g.gated.waiting)
-            [call] = g.app.sessions.find(session.id).calls
+            [call] = g.live(session.id).calls
             call.cancel()
             while (frame := await socket.receive())["type"] != "error":
                 pass

@@ -126,7 +126,7 @@ async def test_fence_and_held_calls(tmp_path: Path) -> None:
         session = await g.open()
         await g.pause()
         waiting = g.start(g.ask(session.key, "Hi"))
-        await until(lambda: g.app.sessions.find(session.id).in_flight)
+        await until(lambda: g.live(session.id).in_flight)
         assert (await scrape(g))[sample_key("turngate_fence_paused")] == 1
         await g.resume(3)
         await waiting

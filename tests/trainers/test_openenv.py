@@ -254,7 +254,7 @@ async def test_aborted_turn_is_kept_but_not_trained() -> None:
         await anext(aiter(stream))
         await until(lambda: g.gated.waiting)
         await stream.close()  # the agent disconnects
-        await until(lambda: list(g.app.sessions.find(session["id"]).trace.turns()))
+        await until(lambda: list(g.live(session["id"]).trace.turns()))
         turns = training_trace(await g.trace(session["id"]))["turns"]
         [turn] = turns
         assert turn["metadata"]["role"] == "aborted" and turn["metadata"]["untrained"] and not any(turn["loss_mask"])

@@ -1,8 +1,9 @@
-"""Load evicted traces in slices, so that other calls do not wait until a long trace is loaded.
+"""Load traces in slices, so that other calls do not wait until a long trace is loaded.
 
     a call of an evicted session ─► slice ─► other calls ─► slice ─► … ─► the trace is in memory, and the call continues
 
-Requests that end an evicted session load its trace in the same way, because they reply with a description of it.
+The first request for a session after a restart loads it in the same way, and so do requests that end an evicted session, because they
+reply with a description of it.
 
 Slices run on the event loop. In each of its iterations, the slices of all projects take about 5 ms of CPU time together, however many
 traces are being loaded. In a thread, each row of a trace could wait 5 ms for the interpreter lock while the loop is busy.
@@ -13,14 +14,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from turngate.errors import NotFound
 from turngate.store.sqlite import SessionLoading, SessionRow, Store
 from turngate.trace.session import Session
 
 _SLICE_S = 0.005
+Job = Callable[[float], bool]
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class TimeSlicer:
@@ -28,45 +33,101 @@ class TimeSlicer:
 
     def __init__(self, slice_s: float = _SLICE_S) -> None:
         self._slice_s = slice_s
-        self._jobs: deque[Callable[[float], bool]] = deque()
+        self._jobs: deque[tuple[Job, asyncio.Future[None]]] = deque()
         self._worker: asyncio.Task[None] | None = None
 
-    def add(self, job: Callable[[float], bool]) -> None:
-        """Add a job: a function that works for about the given number of seconds and returns whether the job is done. It must not raise."""
-        self._jobs.append(job)
+    def run(self, job: Job) -> asyncio.Future[None]:
+        """Run a job: a function that works for about the given number of seconds and returns whether the job is done.
+
+        The returned future ends with the job, and has its error if it fails. If the future is cancelled, the job is dropped.
+        """
+        end = asyncio.get_running_loop().create_future()
+        self._jobs.append((job, end))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._run_slices())
+        return end
 
     async def _run_slices(self) -> None:
         while self._jobs:
             end = time.thread_time() + self._slice_s
             left_s = self._slice_s
             while self._jobs and left_s >= 0:
-                job = self._jobs.popleft()
-                if not job(left_s):
-                    self._jobs.append(job)  # shorter jobs need not wait for this one
+                self._run_slice(left_s)
                 left_s = end - time.thread_time()
             await asyncio.sleep(0)
 
+    def _run_slice(self, seconds: float) -> None:
+        job, end = self._jobs.popleft()
+        if end.done():  # cancelled
+            return
+        try:
+            if job(seconds):
+                end.set_result(None)
+            else:
+                self._jobs.append((job, end))  # shorter jobs need not wait for this one
+        except Exception as error:  # whatever it is, the code that waits for the job must not wait forever
+            end.set_exception(error)
+        finally:
+            del job, end  # an error refers to this function's variables through its traceback
 
-class _Load:
-    """The load of one trace. It holds no reference to its result: an error in the result would refer to itself through its traceback."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.revision = session.revision
-        self.status = session.status
-        self.loading: SessionLoading | None = None
+class SlicedReader:
+    """Reads sessions from a store in slices."""
+
+    def __init__(self, store: Store, slicer: TimeSlicer) -> None:
+        self._store = store
+        self._slicer = slicer
+
+    async def read(self, row: SessionRow) -> Session:
+        """Read a session with its whole trace. Raise `StoreError` if the trace cannot be read.
+
+        The slices are separate transactions. If the session may have been deleted between them, check with `find_row` that it still exists.
+        """
+        loading = SessionLoading(row, self._store.refusals.find(row.key))
+        await self._slicer.run(partial(self._store.continue_loading, loading))
+        return loading.session
+
+    def find_row(self, key: int) -> SessionRow:
+        """Return the row of a session. Raise `NotFound` if the session was deleted."""
+        row = self._store.find_key(key)  # not by id, which may belong to a different session by now
+        if row is None:
+            raise NotFound("this session was deleted")
+        return row
+
+
+class SharedLoads(Generic[K, T]):
+    """Loads in progress, by key. Requests that need the same thing share one load, which continues even if they are cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[K, asyncio.Task[T]] = {}
+
+    async def join(self, key: K, load: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Wait for the load with this key, and return its result. If there is none, start it."""
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._run(key, load))
+            self._tasks[key].add_done_callback(_mark_retrieved)
+        return await asyncio.shield(self._tasks[key])
+
+    async def _run(self, key: K, load: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await load()
+        finally:
+            del self._tasks[key]  # nothing may wait for a load that has ended
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Mark the error of a load as handled. If all requests that waited for it were cancelled, asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 class TraceLoader:
     """Loads the traces of evicted sessions. `on_load` is called with the estimated size of each loaded trace, in bytes."""
 
     def __init__(self, store: Store, slicer: TimeSlicer, *, on_load: Callable[[int], None] = lambda size: None) -> None:
-        self._store = store
-        self._slicer = slicer
+        self._reader = SlicedReader(store, slicer)
         self._on_load = on_load
-        self._results: dict[Session, asyncio.Future[None]] = {}  # of the loads in progress
+        self._loads: SharedLoads[Session, None] = SharedLoads()
 
     async def load(self, session: Session, *, even_if_ended: bool = False) -> None:
         """Return when the trace is in memory, or when the session has ended. Calls that wait for the same trace share one load.
@@ -77,45 +138,15 @@ class TraceLoader:
         session.waiting_for_trace += 1  # otherwise, it might be evicted again before this call continues
         try:
             while session.is_evicted and (even_if_ended or session.status == "open"):
-                if session not in self._results:
-                    self._results[session] = asyncio.get_running_loop().create_future()
-                    self._slicer.add(partial(self._continue, _Load(session)))
-                # Other calls need the result even if this one is cancelled.
-                await asyncio.shield(self._results[session])
+                await self._loads.join(session, partial(self._load, session))
         finally:
             session.waiting_for_trace -= 1
 
-    def _continue(self, load: _Load, seconds: float) -> bool:
-        """Continue a load for about this much CPU time. Return whether it has ended."""
-        try:
-            if not self._read_nodes(load, seconds):
-                return False
-        except Exception as error:  # whatever it is, the calls that wait for the trace must not wait forever
-            result = self._results.pop(load.session)
-            result.set_exception(error)
-            result.exception()  # if these calls were cancelled, asyncio would log the error as unhandled
-            del result  # the error refers to this function's variables through its traceback
-        else:
-            self._results.pop(load.session).set_result(None)
-        return True
-
-    def _read_nodes(self, load: _Load, seconds: float) -> bool:
-        """Read more nodes of a trace. If it is complete, pass it to the session and return True."""
-        session = load.session
-        if load.loading is None:
-            load.loading = SessionLoading(self._find_row(session), self._store.refusals.find(session.key))
-        if not self._store.continue_loading(load.loading, seconds):
-            return False
+    async def _load(self, session: Session) -> None:
+        revision, status = session.revision, session.status
+        loaded = await self._reader.read(self._reader.find_row(session.key))
         # Drop the trace if the session has ended meanwhile or was loaded elsewhere. If it has changed, `load` starts again.
-        if session.status == load.status and session.is_evicted and session.revision == load.revision:
-            # The slices are separate transactions. If the session was deleted between them, only a part was read.
-            self._find_row(session)
-            session.restore(load.loading.session.trace)
+        if session.status == status and session.is_evicted and session.revision == revision:
+            self._reader.find_row(session.key)
+            session.restore(loaded.trace)
             self._on_load(session.trace.estimate_bytes())
-        return True
-
-    def _find_row(self, session: Session) -> SessionRow:
-        row = self._store.find_key(session.key)  # not by id, which may belong to a different session by now
-        if row is None:
-            raise NotFound("this session was deleted")
-        return row

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -18,6 +19,7 @@ from turngate.common.sharding import SINGLE_SHARD, Shard, new_secret
 from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
+from turngate.gateway.loading import SharedLoads, SlicedReader, TimeSlicer
 from turngate.store.events import new_event
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.score_cache import locate_store_cache, remove_scores
@@ -47,6 +49,7 @@ class Sessions:
         on_end: Callable[[str], None] = lambda session_id: None,
         require_room: Callable[[], None] = lambda: None,
         project: str = DEFAULT_PROJECT,
+        slicer: TimeSlicer | None = None,
     ) -> None:
         """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted.
 
@@ -63,6 +66,8 @@ class Sessions:
         self._on_end = on_end
         self._require_room = require_room
         self._project = project
+        self._reader = SlicedReader(store, slicer or TimeSlicer())
+        self._loads: SharedLoads[str, Session] = SharedLoads()  # by session id
         self._started = clock.now()
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
@@ -149,14 +154,18 @@ class Sessions:
 
     # ── find ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def find(self, session_id: str) -> Session:
-        session = self._live.get(session_id)
-        if session is None:
-            session = self._store.load(self.find_row(session_id))
-            if session.status == "open" and self._shard.owns(session_id):
-                # Idle time starts now: the gateway may have been down for longer than the idle limit.
-                session.last_used = clock.now()
-                self._live[session_id] = session
+    async def find(self, session_id: str) -> Session:
+        """Return a session. If it is not in memory, it is loaded in slices, once for all requests that need it."""
+        live = self._live.get(session_id)
+        return live if live is not None else await self._loads.join(session_id, partial(self._load, session_id))
+
+    async def _load(self, session_id: str) -> Session:
+        session = await self._reader.read(self.find_row(session_id))
+        self._reader.find_row(session.key)
+        if session.status == "open" and self._shard.owns(session_id):
+            # Idle time starts now: the gateway may have been down for longer than the idle limit.
+            session.last_used = clock.now()
+            self._live[session_id] = session
         return session
 
     def find_row(self, session_id: str) -> SessionRow:
@@ -169,12 +178,12 @@ class Sessions:
         """Return the session if it is open and has been used since this worker started."""
         return self._live.get(session_id)
 
-    def find_by_secret(self, secret: str) -> Session | None:
+    async def find_by_secret(self, secret: str) -> Session | None:
         """Return the session with this secret. The lookup uses a hash, so that its timing reveals nothing about the secret."""
         digest = _digest(secret)
         session_id = self._by_secret.get(digest)
         if session_id is not None:
-            return self.find(session_id)
+            return await self.find(session_id)
         row = self._store.find_secret(digest)
         return None if row is None else _load_closed_session(row)
 
@@ -251,7 +260,7 @@ class Sessions:
         await asyncio.to_thread(remove_scores, locate_store_cache(self._store), session_id)
 
     async def end(self, session_id: str, status: Status, stop: str) -> Session:
-        session = self.find(session_id)
+        session = await self.find(session_id)
         async with session.ending_lock:  # a second caller waits for the first
             if session.status != "open":
                 return session

@@ -237,13 +237,13 @@ class AdminRoutes:
 
     async def tool_calls(self, request: Request, query: ToolCallsQuery) -> JsonReply[ToolCallPage]:
         """List the host-tool calls of a session, oldest first."""
-        session = self._sessions.find(request.path_params["id"])
+        session = await self._sessions.find(request.path_params["id"])
         calls = self._host_tools.list_calls(session, query.after, min(query.limit or 100, 1000))
         return json_response(ToolCallPage(session.id, calls))
 
     async def answer_tool(self, request: Request, body: AnswerBody) -> JsonReply[HostToolCall]:
         """Answer a host-tool call."""
-        session = self._sessions.find(request.path_params["id"])
+        session = await self._sessions.find(request.path_params["id"])
         return json_response(self._host_tools.answer(session, request.path_params["call"], body.reply))
 
     async def announce(self, request: Request, body: EventBody) -> CreatedReply[EventReceipt]:

@@ -123,7 +123,7 @@ class Auth:
                 f"{METRICS_KEY} as 'Authorization: Bearer …'"
             ) from None
 
-    def session(self, key: str, session_id: str | None) -> Session:
+    async def session(self, key: str, session_id: str | None) -> Session:
         """Return the session of a model call.
 
         If the path names the session, the key must be the session's secret, the admin key, or an API key with a scope for model calls.
@@ -134,7 +134,7 @@ class Auth:
                 raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
             if self.is_admin(key):
                 raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
-            session = self._sessions.find_by_secret(key)
+            session = await self._sessions.find_by_secret(key)
             if session is None:
                 raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
             return session
@@ -143,7 +143,7 @@ class Auth:
             if found is None:
                 raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
             require_scope(found, MODEL_CALLS)
-        return self._sessions.find(session_id)
+        return await self._sessions.find(session_id)
 
     def trusts(self, scope: Scope) -> bool:
         """Return whether a prime-rl client may omit the key. A loopback client may, if `open_loopback` is set.

@@ -58,7 +58,7 @@ class HostToolRoutes:
         """List the host tools of the session."""
         try:
             key = _chat.read_key(request.headers, {})
-            session = self._auth.session(key, request.path_params.get("id"))
+            session = await self._auth.session(key, request.path_params.get("id"))
         except TurngateError as error:
             return error_response(error)
         tools = session.config.tools
@@ -70,7 +70,7 @@ class HostToolRoutes:
         """Call a host tool with its arguments, and return the reply of the tool or of its host."""
         try:
             headers = parse_headers(scope)
-            session = self._auth.session(_chat.read_key(headers, {}), session_id)
+            session = await self._auth.session(_chat.read_key(headers, {}), session_id)
             body = await _read_arguments(receive, headers)
             with DisconnectWatch(receive) as watch:
                 try:

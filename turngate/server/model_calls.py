@@ -108,7 +108,7 @@ class ModelCalls:
         body = b""
         try:
             headers, query = parse_headers(scope), parse_query(scope)
-            session = self.find_session(scope, dialect, headers, query, session_id, prime=prime)
+            session = await self.find_session(scope, dialect, headers, query, session_id, prime=prime)
             set_log_context(session.id, session.config.metadata)  # the task serves only this call
             body = await read_content(receive, headers, self.max_body)
             timing = CallTiming(time.perf_counter())
@@ -127,7 +127,7 @@ class ModelCalls:
         except ClientDisconnect:
             return
 
-    def find_session(
+    async def find_session(
         self,
         scope: Scope,
         dialect: Dialect,
@@ -139,8 +139,8 @@ class ModelCalls:
     ) -> Session:
         """Return the session that the caller's key grants access to. A prime-rl client may be allowed to omit the key."""
         if prime and session_id is not None and self._auth.trusts(scope):
-            return self._sessions.find(session_id)
-        return self._auth.session(dialect.read_key(headers, query), session_id)
+            return await self._sessions.find(session_id)
+        return await self._auth.session(dialect.read_key(headers, query), session_id)
 
     async def load_trace(self, session: Session) -> None:
         """Load the trace of an evicted session. If that fails, the error becomes the session's last error, so the agent is not blamed."""
@@ -255,12 +255,12 @@ class ModelCalls:
                     timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
 
-    def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
+    async def refuse_unserved(self, request: Request, dialect: Dialect, error: TurngateError) -> TurngateError:
         """Record a model call to an unknown route as refused, if it belongs to a session. Return the error to answer with."""
         named = SESSION_PATH.match(request.url.path.encode("utf-8", "surrogatepass"))
         session_id = named[1].decode("utf-8", "surrogatepass") if named is not None else None
         try:
-            session = self._auth.session(dialect.read_key(request.headers, request.query_params), session_id)
+            session = await self._auth.session(dialect.read_key(request.headers, request.query_params), session_id)
         except TurngateError:
             return error
         return self._record_refusal(session, dialect, error, b"")

@@ -138,6 +138,7 @@ class ProjectGateway:
             on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
             require_room=self._require_room,
             project=self.project,
+            slicer=self.slicer,
         )
         self.quota = ProjectQuota(
             self.project, self.metrics, lambda: self.sessions.open_count, self.store.database.used_bytes
@@ -252,7 +253,7 @@ class ProjectGateway:
             message = f"no route for {request.method} {redact_known(request.url.path)}{hint_for(request)}"
             dialect, unknown = dialect_of(request), NotFound(message)
             is_call = is_unserved_call(request)
-            answer = self._model_calls.refuse_unserved(request, dialect, unknown) if is_call else unknown
+            answer = await self._model_calls.refuse_unserved(request, dialect, unknown) if is_call else unknown
             return Response(
                 dialect.encode_error(answer), status_code=dialect.error_status(answer), media_type="application/json"
             )

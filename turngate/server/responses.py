@@ -79,7 +79,7 @@ class ResponseRoutes:
         async def serve(request: Request) -> Response:
             try:
                 key = _responses.read_key(request.headers, request.query_params)
-                session = self._auth.session(key, request.path_params.get("id"))
+                session = await self._auth.session(key, request.path_params.get("id"))
                 content = action(session, request, **await operation.read_arguments(request))
                 return Response(content, media_type="application/json")
             except TurngateError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -77,11 +77,11 @@ async def serve_socket(
     """Serve a connection until the client closes it. The key is checked at the start, and again for every call."""
     headers, query = parse_headers(scope), parse_query(scope)
 
-    def find_session() -> Session:
-        return calls.find_session(scope, match.dialect, headers, query, session_id, prime=prime)
+    async def find_session() -> Session:
+        return await calls.find_session(scope, match.dialect, headers, query, session_id, prime=prime)
 
     try:
-        find_session()
+        await find_session()
     except TurngateError as error:
         calls.count_error(match.dialect, error, None)
         await refuse_upgrade(send, match.dialect, error)
@@ -213,7 +213,7 @@ class CallSocket:
         calls: ModelCalls,
         archive: ReplyArchive,
         dialect: Dialect,
-        find_session: Callable[[], Session],
+        find_session: Callable[[], Awaitable[Session]],
         headers: Mapping[str, str],
         query: Mapping[str, str],
         receive: Receive,
@@ -238,7 +238,7 @@ class CallSocket:
             while (message := await self._receive())["type"] != "websocket.disconnect":
                 await self._accept(message)
             if (error := _explain_rejected_frame(message.get("code"))) is not None:
-                self._calls.count_error(self._dialect, error, self._find_refusing_session(error))
+                self._calls.count_error(self._dialect, error, await self._find_refusing_session(error))
         except ClientDisconnect:
             pass
         finally:
@@ -313,7 +313,7 @@ class CallSocket:
             return
 
     async def _run(self, raw: bytes, event: SocketEvent) -> None:
-        session = self._find_session()
+        session = await self._find_session()
         set_log_context(session.id, session.config.metadata)  # the task serves only this call
         timing = CallTiming(time.perf_counter())
         replies = ConnectionReplies(self._archive, session, self._calls.max_body, self._latest, event.lane)
@@ -342,17 +342,17 @@ class CallSocket:
         for frame in frames:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})
 
-    def _find_refusing_session(self, error: TurngateError) -> Session | None:
+    async def _find_refusing_session(self, error: TurngateError) -> Session | None:
         """Return the session for which the error may be recorded as a refused call, or None if there is none."""
         if isinstance(error, TooManyLanes | EventUnsupported):
             return None
         try:
-            return self._find_session()
+            return await self._find_session()
         except TurngateError:
             return None
 
     async def _refuse(self, error: TurngateError, lane: str, raw: bytes = b"") -> None:
-        error = self._calls.count_error(self._dialect, error, self._find_refusing_session(error), raw)
+        error = self._calls.count_error(self._dialect, error, await self._find_refusing_session(error), raw)
         frame = encode_error_frame(error, self._dialect.error_status(error), lane)
         try:
             await send_or_give_up(self._send, {"type": "websocket.send", "text": frame})

@@ -242,7 +242,7 @@ async def test_broken_tunnel_is_tunnel_error(requests: list[str]) -> None:
         harness = {"public_url": url, "poll_interval": 0.1, "silence_s": scaled(0.25)}
         async with start_rollout(g, 'ask("Hi"); time.sleep(3600)', harness=harness) as (running, traces):
             await until(lambda: g.engine.received, 20)
-            await until(lambda: list(g.app.sessions.find(traces[0].id).trace.turns()))
+            await until(lambda: list(g.live(traces[0].id).trace.turns()))
             tunnel.close()
             trace = await asyncio.wait_for(running, scaled(20))
         assert trace.stop_condition == "tunnel_error" and not trace.ok and url in trace.last_error.message

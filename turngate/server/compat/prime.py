@@ -127,7 +127,7 @@ class PrimeRoutes:
 
     async def cancel(self, request: Request) -> JsonReply[PrimeRolloutState]:
         """Abort a rollout."""
-        session = self._sessions.find(request.path_params["id"])
+        session = await self._sessions.find(request.path_params["id"])
         # A completed rollout stays completed.
         end = self._sessions.seal if rollout_status(session) == "completed" else self._sessions.cancel
         session = await end(session.id)
