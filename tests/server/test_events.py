@@ -18,6 +18,7 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRe
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, Unauthorized
 from turngate.gateway.events import LARGEST, PAGE, Events
+from turngate.store import events as store_events
 from turngate.store.events import GatewayEvent
 from turngate.store.sqlite import Store
 
@@ -248,6 +249,24 @@ async def test_event_days_removes_old_events(tmp_path: Path) -> None:
         await until(lambda: session.id not in {e.session for e in g.app.events.page() if e.kind == "opened"})
         left = await read_events(g)
         assert left[0]["session"] == newer.id and left[0]["seq"] > first["seq"]
+
+
+async def test_other_work_runs_between_the_transactions_that_remove_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_events, "_PRUNED", 2)  # events per transaction
+    async with gateway() as g:
+        for _ in range(6):
+            g.app.events.add("", "note", {})
+        left = []
+
+        async def count_events() -> None:
+            while not left or left[-1]:
+                left.append(len(g.app.events.page()))
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_events())
+        assert await g.app.events.prune(time.time() + 1) == 6
+        await counting
+        assert [count for count in dict.fromkeys(left) if count < 6] == [4, 2, 0]
 
 
 # ── announced events ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -140,7 +140,7 @@ async def test_pruned_events_do_not_lose_rollouts() -> None:
         await g.ask(lost.key, "Hi")
         await g.seal(lost.id)
         await g.seal(running.id)
-        g.app.events.prune(time.time() + 1)
+        await g.app.events.prune(time.time() + 1)
         await g.open(id="after")
         overview = await fetch(client, "overview")
         assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.kit import Gated, Json, Running, calls, gateway, result, say, tokeniz
 from tests.speed import scaled
 from turngate.errors import ConfigError
 from turngate.gateway.events import Events
+from turngate.store import outcomes
+from turngate.store.outcomes import decode_outcome
 from turngate.store.sqlite import Store
 
 HI = [user("Hi")]
@@ -123,6 +126,33 @@ async def test_session_list_order_paging_and_status_filter() -> None:
         assert [s["id"] for s in await list_sessions(status="sealed")] == ["s2"]
         assert [s["id"] for s in await list_sessions(status="cancelled")] == ["s4"]
         assert [s["id"] for s in await list_sessions(status="open", limit=2)] == ["s6", "s5"]
+
+
+async def test_session_list_reads_only_the_listed_outcomes_and_not_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a store with many sessions, few may have the status. The sessions between them must not cost anything."""
+    decoded: list[bytes] = []
+    threads: set[int] = set()
+
+    def decode(stored: bytes) -> object:
+        decoded.append(stored)
+        threads.add(threading.get_ident())
+        return decode_outcome(stored)
+
+    async with gateway() as g:
+        for n in range(5):
+            await g.open(id=f"s{n}")
+        for n in (1, 2, 3):
+            await g.seal(f"s{n}")
+            reply = await g.admin.put(f"/admin/sessions/s{n}/outcome", json={"kind": "graded", "reward": 1.0})
+            assert reply.status_code == 200, reply.text
+        monkeypatch.setattr(outcomes, "decode_outcome", decode)
+        listed = (await g.admin.get("/admin/sessions", params={"status": "open"})).json()["sessions"]
+        assert [one["id"] for one in listed] == ["s4", "s0"] and not decoded
+        listed = (await g.admin.get("/admin/sessions", params={"status": "sealed"})).json()["sessions"]
+        assert [one["outcome"]["reward"] for one in listed] == [1.0] * 3
+        assert decoded and threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("query", ["status=asleep", "limit=ten", "limit=-1", "before=x", "limit=²", f"before={2**70}"])

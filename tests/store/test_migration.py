@@ -102,15 +102,15 @@ def test_migration_is_idempotent_after_interruption(data: Path) -> None:
     store.close()
 
 
-def test_read_only_access_does_not_migrate(data: Path) -> None:
+async def test_read_only_access_does_not_migrate(data: Path) -> None:
     before = (data / "turngate.db").read_bytes()
     view, _ = load_from_store(data, "ended")
     assert view.summary.turns == 2 and view.summary.outcome is None
     store = Store.reading(data)
-    directory = SessionDirectory(
-        store, Sessions(store, Events(store)), SessionViews(store), TraceLoader(store, TimeSlicer())
-    )
-    assert [row.id for row in directory.list_sessions()] == ["ended", "still-open"]
+    views = SessionViews(store)
+    directory = SessionDirectory(store, Sessions(store, Events(store)), views, TraceLoader(store, TimeSlicer()))
+    assert [row.id for row in await directory.list_sessions()] == ["ended", "still-open"]
+    views.close()
     store.close()
     with SessionReader(data) as folder:
         assert folder.session_ids() == ["ended", "still-open"]
@@ -137,17 +137,18 @@ async def test_feed_delivers_outcomes_recorded_before_feeds(data_before_feeds: P
         assert (await g.admin.get("/admin/feeds/f")).json()["newest"] == 1
 
 
-def test_read_only_access_does_not_add_feeds(data_before_feeds: Path) -> None:
+async def test_read_only_access_does_not_add_feeds(data_before_feeds: Path) -> None:
     content = (data_before_feeds / "turngate.db").read_bytes()
     store = Store.reading(data_before_feeds)
     events = Events(store)
     feeds = Feeds(store, events, Fence(0), Metrics(), MismatchLimits())
     sessions, views = Sessions(store, events), SessionViews(store)
     directory = SessionDirectory(store, sessions, views, TraceLoader(store, TimeSlicer()))
-    assert feeds.list_feeds() == [] and directory.list_sessions()[0].id == "still-open"
-    assert directory.describe(sessions.find("ended-1")).outcome is not None
+    assert feeds.list_feeds() == [] and (await directory.list_sessions())[0].id == "still-open"
+    assert directory.describe(await sessions.find("ended-1")).outcome is not None
     with pytest.raises(NotFound):
         feeds.show("f")
+    views.close()
     store.close()
     with SessionReader(data_before_feeds) as folder:
         assert folder.session_ids() == ["still-open", "ended-1", "ended-0"]

@@ -81,9 +81,13 @@ class Events:
         """Return up to `limit` events after number `after`, oldest first, of one session or (if `session` is empty) of all sessions."""
         return self._log.page(session, after, limit)
 
-    def prune(self, before: float) -> int:
-        """Remove the events from before the time `before`, and return how many were removed."""
-        return self._log.prune(before)
+    async def prune(self, before: float) -> int:
+        """Remove the events from before the time `before`, and return how many were removed. Turns run between the transactions."""
+        removed = 0
+        while count := self._log.prune(before):
+            removed += count
+            await asyncio.sleep(0)
+        return removed
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True

@@ -46,13 +46,13 @@ class Housekeeper:
             await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
             if self._event_s and time.time() - self._pruned > _PRUNE_S:
                 self._pruned = time.time()
-                self._prune_events(self._pruned - self._event_s)
+                await self._prune_events(self._pruned - self._event_s)
             await self._seal_idle()
             await self._cancel_superseded()
 
-    def _prune_events(self, before: float) -> None:
+    async def _prune_events(self, before: float) -> None:
         try:
-            if removed := self._events.prune(before):
+            if removed := await self._events.prune(before):
                 log.info("removed events older than event_days: %d", removed)
         except TurngateError as error:
             log.warning("cannot remove old events: %s", error.message)

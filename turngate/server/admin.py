@@ -188,9 +188,8 @@ class AdminRoutes:
     async def listing(self, request: Request, query: SessionListQuery) -> JsonReply[SessionPage]:
         """List sessions, newest first."""
         limit = min(query.limit or 100, 1000)
-        return json_response(
-            SessionPage(self._directory.list_sessions(status=query.status, before=query.before, limit=limit))
-        )
+        listed = await self._directory.list_sessions(status=query.status, before=query.before, limit=limit)
+        return json_response(SessionPage(listed))
 
     async def show(self, request: Request) -> JsonReply[Description]:
         """Return the state of a session."""

@@ -125,21 +125,18 @@ class EventTable:
         return self._database.change_count()
 
     def prune(self, before: float) -> int:
-        """Remove events older than the time `before`, and return how many were removed.
+        """Remove events older than the time `before`, at most `_PRUNED` of them, and return how many were removed.
 
-        It uses short transactions, so that turns do not wait long. Events of sessions in the outbox are kept.
+        This is one short transaction. Call it again until it returns 0. Events of sessions in the outbox are kept.
         """
-        removed = 0
         which = f"seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<? AND {_SHIPPED}"
-        while True:
-            with self._writing() as db:
-                (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()
-                count = db.execute(f"DELETE FROM events WHERE {which}", (_PRUNED, before)).rowcount
-                if last is not None:
-                    db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(last)))
-            removed += count
-            if count < _PRUNED:
-                return removed
+        with self._writing() as db:
+            (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()
+            if last is None:
+                return 0
+            removed = db.execute(f"DELETE FROM events WHERE {which}", (_PRUNED, before)).rowcount
+            db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(last)))
+            return removed
 
     def last_pruned(self) -> int:
         """Return the highest number of an event that `prune` removed, or 0. A reader that has not read up to it has missed events."""

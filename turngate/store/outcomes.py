@@ -87,6 +87,7 @@ class DamagedOutcome(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(RecordedOutcome)
+_MAX_VALUES = 500  # per query
 _WRITE = (
     "INSERT INTO outcomes (session, recorded, outcome) VALUES (?,?,?)"
     " ON CONFLICT (session) DO UPDATE SET recorded=excluded.recorded, outcome=excluded.outcome"
@@ -125,16 +126,19 @@ class Outcomes:
 
     def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
         """Return the outcome of a session, or None. `session` is the session's key."""
-        return self.read(session, session).get(session)
+        return self.read([session]).get(session)
 
-    def read(self, first: int, last: int) -> dict[int, RecordedOutcome | DamagedOutcome]:
-        """Return the outcomes of the sessions with keys from `first` to `last`, by key. A damaged one becomes a `DamagedOutcome`."""
-        if not self._has_tables:
-            return {}
-        with self._reading() as db:
-            query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session BETWEEN ? AND ?"
-            rows = db.execute(query, (first, last)).fetchall()
-        return {key: decode_outcome(stored) for key, stored in rows}
+    def read(self, keys: Sequence[int]) -> dict[int, RecordedOutcome | DamagedOutcome]:
+        """Return the outcomes of the sessions with these keys, by key. A damaged one becomes a `DamagedOutcome`."""
+        found: dict[int, RecordedOutcome | DamagedOutcome] = {}
+        for start in range(0, len(keys) if self._has_tables else 0, _MAX_VALUES):
+            chunk = tuple(keys[start : start + _MAX_VALUES])
+            query = (
+                f"SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session IN ({','.join('?' * len(chunk))})"
+            )
+            with self._reading() as db:
+                found |= {key: decode_outcome(stored) for key, stored in db.execute(query, chunk).fetchall()}
+        return found
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
         """Write an outcome, and return the previous one, if any. Without `replace`, an existing outcome is kept."""

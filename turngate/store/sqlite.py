@@ -269,7 +269,7 @@ class Store:
             parameters.append(status)
         where = f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?"
         rows = list(self._rows(where, (*parameters, limit), marked=True))
-        outcomes = self.outcomes.read(rows[-1].key, rows[0].key) if rows else {}
+        outcomes = self.outcomes.read([row.key for row in rows])
         damaged = {key for key, outcome in outcomes.items() if isinstance(outcome, DamagedOutcome)}
         return [
             msgspec.structs.replace(row, damaged=row.damaged or DAMAGED_OUTCOME) if row.key in damaged else row

@@ -104,6 +104,15 @@ class SessionViews:
 
         return await self._reader.run(query)
 
+    async def read(self, query: Callable[[Store], T]) -> T:
+        """Run a query in the thread, over one snapshot of the store."""
+
+        def run(store: Store) -> T:
+            with store.snapshot():
+                return query(store)
+
+        return await self._reader.run(run)
+
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
         """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`."""
         return await self._reader.run(lambda store: store.shapes(first, last))

@@ -32,10 +32,17 @@ class SessionDirectory:
         self._session_views = session_views
         self._loader = loader
 
-    def list_sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[Summary]:
-        rows = self._store.sessions(status=status, before=before, limit=limit)
-        outcomes = self._store.outcomes.read(rows[-1].key, rows[0].key) if rows else {}
-        excluded = self._store.attempts.explain_exclusions(rows[-1].key, rows[0].key) if rows else {}
+    async def list_sessions(
+        self, *, status: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[Summary]:
+        """List sessions, newest first. The store is read in a thread, because few of many sessions may have the status."""
+
+        def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
+            rows = store.sessions(status=status, before=before, limit=limit)
+            keys = [row.key for row in rows]
+            return rows, store.outcomes.read(keys), store.attempts.explain_exclusions_of(keys)
+
+        rows, outcomes, excluded = await self._session_views.read(read)
         find_live = self._sessions.find_live
         return [
             Summary(**_summarize(row, find_live(row.id), outcomes.get(row.key), excluded.get(row.key, "")))

@@ -157,7 +157,7 @@ class OpenEnvRoutes:
 
     async def listing(self, request: Request, query: OpenEnvListQuery) -> Response:
         """List the sessions that were opened through this API."""
-        listed = self._directory.list_sessions(before=query.before, limit=min(query.limit or 100, 1000))
+        listed = await self._directory.list_sessions(before=query.before, limit=min(query.limit or 100, 1000))
         shapes = await self._session_views.shapes(listed[-1].key, listed[0].key) if listed else {}
         opened_here = [row for row in listed if _METADATA_KEY in row.config.metadata]
         return json_response({"sessions": [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]})

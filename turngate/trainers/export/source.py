@@ -256,7 +256,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         newest_first = []
         while page := self.store.sessions(before=before, limit=_PAGE):
             before = page[-1].key
-            outcomes = self.store.outcomes.read(page[-1].key, page[0].key)
+            outcomes = self.store.outcomes.read([row.key for row in page])
             excluded = self.store.attempts.explain_exclusions(page[-1].key, page[0].key)
             self._seen += len(page)
             for row in page:
