@@ -11,8 +11,12 @@ from tests.feed.kit import training
 from tests.server.test_page import fetch, log_in
 from turngate.client.feed import BlockingFeed, Feed, FeedConfig, Row, TakenOver
 from turngate.client.gateway import RequestRejected
+from turngate.client.protocol import MismatchReport
+from turngate.client.transport import GatewayUnreachable
 from turngate.config import ServeConfig
 from turngate.errors import BadRequest, ConfigError
+from turngate.store.events import new_event
+from turngate.trace.mismatch import MismatchAlarm
 
 
 def recorded(rows: list[Row], shift: float) -> list[np.ndarray]:
@@ -71,6 +75,45 @@ async def test_page_orders_reports_by_feed_and_forgets_deleted_feeds() -> None:
         await t.client.delete_feed("a")
         left = (await fetch(page, "training"))["mismatch"]
         assert {one["feed"] for one in (*left["newest"], *left["trend"])} == {"b"}
+
+
+async def test_report_whose_reply_was_lost_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        await t.rollout(1.0)
+        delivery = await feed.next(10)
+        assert delivery is not None
+        rows, send, replies = delivery.rows(), t.client.report_mismatch, []
+
+        async def lose_first_reply(name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
+            replies.append(await send(name, report))
+            if len(replies) == 1:
+                raise GatewayUnreachable("the connection was closed")
+            return replies[-1]
+
+        monkeypatch.setattr(t.client, "report_mismatch", lose_first_reply)
+        alarms = await feed.report_mismatch(1, 0, rows, recorded(rows, -0.3))
+        assert len(replies) == 2 and replies[0] == replies[1] == alarms != ()
+        await feed.report_mismatch(1, 0, rows, recorded(rows, 0.0))  # another report of the same update
+        reports = [event async for event in t.client.events(wait=False) if event.kind == "mismatch"]
+        assert [len(event.data["alarms"]) for event in reports] == [2, 0]
+        tokens = sum(int(row.mask.sum()) for row in rows)
+        assert (
+            f'turngate_mismatch_tokens_total{{weights="same"}} {2 * tokens}' in (await t.g.admin.get("/metrics")).text
+        )
+        await t.client.delete_feed("f")
+        assert t.g.rows("SELECT count(*) FROM settings WHERE name LIKE 'mismatch%'") == [(0,)]
+
+
+async def test_only_the_latest_reports_are_remembered() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")):
+        feeds = t.g.app.store.feeds
+        row = feeds.find("f")
+        assert row is not None
+        event = new_event("", "mismatch", {})
+        assert [feeds.add_report(row.key, f"r{n}", f"result {n}", event) for n in range(20)] == [None] * 20
+        assert feeds.add_report(row.key, "r19", "other", event) == "result 19"
+        assert feeds.add_report(row.key, "r4", "other", event) == "result 4"
+        assert feeds.add_report(row.key, "r3", "other", event) is None
 
 
 async def test_limits_are_settings() -> None:

@@ -21,6 +21,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -218,7 +219,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         """Like `report_mismatch`, with statistics that the caller has computed. Without any, nothing is reported."""
         if not lags:
             return ()
-        report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags)
+        report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags, id=uuid.uuid4().hex)
         return await _retry_as_reader(lambda: self._gateway.report_mismatch(self.name, report))
 
     async def _fetch(self, wait_s: float) -> None:

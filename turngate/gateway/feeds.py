@@ -31,11 +31,13 @@ from turngate.errors import Conflict
 from turngate.gateway.deliveries import build_delivery, missing_feed, read_config
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
+from turngate.store.events import new_event
 from turngate.store.feeds import FeedRow, IncompleteGroup
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.mismatch import MismatchAlarm, check_lags, find_alarms
+from turngate.types import Json
 
 log = logging.getLogger("turngate")
 MAX_DELIVERIES = 64  # per page
@@ -219,7 +221,10 @@ class Feeds:
         return msgspec.msgpack.encode(page)
 
     def report_mismatch(self, name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
-        """Store a trainer's report as an event, count it in the metrics, and return the alarms that it causes."""
+        """Store a trainer's report as an event, count it in the metrics, and return the alarms that it causes.
+
+        A repeated report with the same id is neither stored nor counted again.
+        """
         check_lags(report.lags)
         row = self._find(name)
         if row.reader != report.reader:
@@ -230,6 +235,26 @@ class Feeds:
                 param="number",
             )
         alarms = find_alarms(report.lags, self._limits)
+        data: dict[str, Json] = {
+            "feed": name,
+            "number": report.number,
+            "version": report.version,
+            "lags": msgspec.to_builtins(report.lags),
+            "alarms": msgspec.to_builtins(alarms),
+        }
+        if not report.id:
+            self._events.add("", "mismatch", data)
+        else:
+            result = msgspec.json.encode(alarms).decode()
+            earlier = self._log.add_report(row.key, report.id, result, new_event("", "mismatch", data))
+            if earlier is not None:
+                return msgspec.json.decode(earlier, type=tuple[MismatchAlarm, ...])
+            self._events.wake("")
+        self._count_report(name, report, alarms)
+        return alarms
+
+    def _count_report(self, name: str, report: MismatchReport, alarms: tuple[MismatchAlarm, ...]) -> None:
+        """Count a report in the metrics, and log its alarms."""
         for one in report.lags:
             label = "unknown" if one.lag is None else "same" if one.lag == 0 else "older"
             self._metrics.count("turngate_mismatch_tokens_total", label, by=one.tokens)
@@ -243,18 +268,6 @@ class Feeds:
             log.warning(
                 "feed %s, delivery %d: alarm about log-probabilities (%s); %s", name, report.number, kinds, hint
             )
-        self._events.add(
-            "",
-            "mismatch",
-            {
-                "feed": name,
-                "number": report.number,
-                "version": report.version,
-                "lags": msgspec.to_builtins(report.lags),
-                "alarms": msgspec.to_builtins(alarms),
-            },
-        )
-        return alarms
 
     def _find(self, name: str) -> FeedRow:
         row = self._log.find(name)

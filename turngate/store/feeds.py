@@ -68,6 +68,9 @@ CREATE TABLE IF NOT EXISTS closed_groups (  -- for feeds that are opened later
 CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
+_REPORTS = "mismatch_reports:"  # prefix of the setting with a feed's latest reports: the result of each, by its id
+_KEPT_REPORTS = 16  # a trainer sends reports one after another, and repeats at most the last ones
+_SET_REPORTS = "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
 _ALL_ADDED = 1e308  # later than any outcome
 _BEFORE_OPENING = "closed<(SELECT opened FROM feeds WHERE key=?)"  # groups closed after that are in `later`
 _LAST_WAITING = (
@@ -249,7 +252,25 @@ class FeedLog:
             _lock_feed(db, feed)
             for table in ("rolled", "filling", "later"):
                 db.execute(f"DELETE FROM {table} WHERE feed=?", (feed,))
+            db.execute("DELETE FROM settings WHERE name=?", (f"{_REPORTS}{feed}",))
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
+
+    def add_report(self, feed: int, report: str, result: str, event: NewEvent) -> str | None:
+        """Write the event of a trainer's report, and keep the report's result. `report` is the report's id.
+
+        If a report with this id was already written, write nothing, and return its result.
+        """
+        name = f"{_REPORTS}{feed}"
+        with self._writing() as db:
+            _lock_feed(db, feed)
+            row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
+            results = {} if row is None else msgspec.json.decode(row[0], type=dict[str, str])
+            if report in results:
+                return results[report]
+            kept = dict([*results.items(), (report, result)][-_KEPT_REPORTS:])
+            db.execute(_SET_REPORTS, (name, msgspec.json.encode(kept).decode()))
+            insert_event(db, event)
+        return None
 
     # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
