@@ -166,6 +166,17 @@ vllm:prefix_cache_hits_total{engine="0",model_name="m"} 12.0
         ),
         (b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 2.0\n", [EngineLoad(1, 2)]),
         (b'vllm:num_requests_running{model_name="m"} 1.0\n', []),  # half a report is none
+        (b"vllm:num_requests_running +Inf\nvllm:num_requests_waiting 2.0\n", []),  # as if the gauge were missing
+        (b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 1e999\n", []),
+        (b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting -\n", []),
+        (
+            b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc +Inf\n",
+            [EngineLoad(1, 2)],
+        ),
+        (
+            b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc NaN\n",
+            [EngineLoad(1, 2)],
+        ),
         (b"", []),
         (b"process_cpu_seconds_total 3\n", []),
     ],

@@ -340,6 +340,28 @@ async def test_server_that_keeps_dying_is_given_up(root: Path, folder: Path, mon
     assert warm_start.counts["the fork server has died too often"] == 2
 
 
+def test_servers_of_a_process_are_closed_when_it_exits(root: Path, folder: Path) -> None:
+    program = f"""
+        import asyncio
+        from pathlib import Path
+        from tests.sandboxes.warm_kit import WarmBackend, install
+        from turngate.sandboxes import warm_start
+
+        async def start() -> None:
+            await (await WarmBackend("local", Path({str(root)!r}), install(Path({str(folder / "agent")!r}))).create()).stop()
+
+        warm_start.PLAIN_STARTS = 0
+        asyncio.run(start())
+        [server] = warm_start._servers.values()
+        assert server.exit_code is None
+        print(server.pid)
+    """
+    command = [sys.executable, "-X", "dev", "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=scaled(60))
+    assert "ResourceWarning" not in ended.stderr
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
+
+
 async def test_new_installation_has_new_server(root: Path, folder: Path) -> None:
     backend = WarmBackend("local", root, install(folder / "agent", "version = 1"))
     versions = []

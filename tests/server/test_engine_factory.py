@@ -11,6 +11,7 @@ import pytest
 from turngate.config import ServeConfig
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Scripted
+from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.server.engine_factory import build_engine
 from turngate.types import Sampling
@@ -36,3 +37,11 @@ def test_script_that_starts_over_is_reported_once(
     assert len(caplog.messages) == warnings
     if replies:
         assert f"script {script}: session a made more calls than the script has replies (2)" in caplog.text
+
+
+def test_scripted_engine_with_sampling_masks_is_refused() -> None:
+    renderer, _ = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
+    with pytest.raises(
+        ConfigError, match="sampling_masks needs the engine 'local', 'vllm' or 'sglang', not 'scripted'"
+    ):
+        build_engine(ServeConfig(sampling_masks=True).check(), renderer)

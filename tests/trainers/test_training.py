@@ -30,6 +30,7 @@ from turngate.trainers.local.training import (
     TrainingCallbacks,
     TrainingEnvironment,
     TrainingGoal,
+    _open_feed,
     train,
 )
 
@@ -138,6 +139,23 @@ async def test_ungraded_groups_end_run(root: Path) -> None:
             await asyncio.wait_for(
                 train(environment, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), scaled(60)
             )
+
+
+async def test_run_from_before_sampling_masks_resumes_without_them(root: Path) -> None:
+    notes: list[str] = []
+    async with training_environment(root / "data") as environment:
+        client, state = environment.gateway, checkpoint.TrainerState()
+        pinned = goal(root, 1, "well-0", session={"sampling": {"top_p": 0.9}})
+        before = msgspec.structs.replace(pinned.feed_config(), side=msgspec.UNSET)
+        await client.open_feed(pinned.feed_name, before)
+        async with await _open_feed(client, pinned, state, notes.append) as feed:
+            assert feed.config == before
+        assert len(notes) == 1 and "turns with top-p, top-k or min-p are still not trained" in notes[0]
+        with pytest.raises(ConfigError, match="n was 2 and is now 3"):
+            await _open_feed(client, goal(root, 1, "well-0", n=3, session=pinned.batch.session), state, notes.append)
+        new = msgspec.structs.replace(pinned, feed_name="new")
+        async with await _open_feed(client, new, state, notes.append) as feed:
+            assert feed.config.side == ("sampling_mask",) and len(notes) == 1
 
 
 def test_invalid_goals_are_config_errors(root: Path) -> None:

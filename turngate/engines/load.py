@@ -5,6 +5,7 @@ All gateways that use an engine read the same report, so they share one view of 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from typing import Protocol, runtime_checkable
@@ -34,7 +35,7 @@ class ReportsLoad(Protocol):
 
 # The names of vLLM's gauges, in 0.32 and in older versions. Each data-parallel rank has its own `engine` label.
 _VLLM_GAUGE = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{([^}]*)\})? ([0-9.eE+-]+)",
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc)(?:\{([^}]*)\})? (\S+)",
     re.MULTILINE,
 )
 _VLLM_RANK = re.compile(rb'(?:^|,)engine="(\d+)"')
@@ -42,11 +43,13 @@ _KV_GAUGES = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
 
 
 def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
-    """Read the load of each data-parallel rank from vLLM's `/metrics`. Return an empty list if the gauges are missing."""
+    """Read the load of each data-parallel rank from vLLM's `/metrics`. Return an empty list if gauges are missing or not finite."""
     by_rank: defaultdict[int, dict[bytes, float]] = defaultdict(dict)
     for name, labels, value in _VLLM_GAUGE.findall(text):
-        rank = _VLLM_RANK.search(labels)
-        by_rank[int(rank[1]) if rank else 0][name] = float(value)
+        rank, number = _VLLM_RANK.search(labels), _read_number(value)
+        gauges = by_rank[int(rank[1]) if rank else 0]
+        if number is not None:
+            gauges[name] = number
     loads = []
     for _, gauges in sorted(by_rank.items()):
         if b"num_requests_running" not in gauges or b"num_requests_waiting" not in gauges:
@@ -59,6 +62,15 @@ def parse_vllm_metrics(text: bytes) -> list[EngineLoad]:
             )
         )
     return loads
+
+
+def _read_number(value: bytes) -> float | None:
+    """Return the value of a gauge, or None if it is NaN, infinite or invalid."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 class _SGLangRank(msgspec.Struct):

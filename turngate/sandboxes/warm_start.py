@@ -9,6 +9,7 @@ plain starts for each reason.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ FORK_SERVER, SUPERVISOR = Path(fork_server.__file__), Path(supervisor.__file__)
 PLAIN_STARTS = 1  # number of plain starts before a server is started
 IMPORT_S = 60.0  # how long a server may take to import its modules
 IDLE_S = 120.0  # a server exits after this time without sandboxes
+EXIT_S = 5.0  # how long a server may take to exit before it is killed
 ANSWER_S = 20.0  # how long a forked process may take to be ready
 RESTARTS = 3  # how often a server that has died is started again
 POLL_S = 0.02
@@ -216,7 +218,11 @@ class ForkServer:
         if self._log < 0:
             return
         self._control.close()
-        self._process.wait()
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:  # it is stopped, or a process forked from this one still has the socket
+            self._process.kill()
+            self._process.wait()
         os.close(self._log)
         self._log = -1
         if self.namespace >= 0:
@@ -354,10 +360,12 @@ async def find_server(
     return None
 
 
+@atexit.register
 def close_servers() -> None:
     """Make all servers of this process exit. Programs that they have already forked continue."""
-    for server in _servers.values():
-        server.close()
+    for key, server in _servers.items():
+        if key[0] == os.getpid():  # the others belong to the process that this one was forked from
+            server.close()
     _servers.clear()
     _requests.clear()
 

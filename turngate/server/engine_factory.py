@@ -90,6 +90,12 @@ def build_engine(
         case "gate":
             return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
         case "scripted":
+            if config.sampling_masks:
+                raise ConfigError(
+                    "sampling_masks needs the engine 'local', 'vllm' or 'sglang', not 'scripted', which samples from a script; remove "
+                    "--sampling-masks",
+                    param="sampling_masks",
+                )
             assert renderer is not None
             return Scripted(
                 _load_script(config.script, renderer),

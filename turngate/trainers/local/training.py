@@ -25,7 +25,7 @@ from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.local import LocalEngine
-from turngate.errors import ConfigError, Conflict, TurngateError
+from turngate.errors import ConfigError, Conflict, NotFound, TurngateError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.executor import AttemptExecutor
@@ -226,7 +226,7 @@ async def train(
         callbacks.note(
             f"the learning rate is {rate:g} from step {trainer.state.step + 1} on; the checkpoint used {trainer.earlier_rate:g}"
         )
-    async with await _open_feed(environment.gateway, goal, trainer.state) as feed:
+    async with await _open_feed(environment.gateway, goal, trainer.state, callbacks.note) as feed:
         agents = environment.run_batch(goal.plan(), callbacks.rollouts, throttle)
         running = asyncio.create_task(agents, name="agents")
         training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
@@ -245,10 +245,18 @@ async def train(
     return trainer.steps
 
 
-async def _open_feed(gateway: GatewayClient, goal: TrainingGoal, state: TrainerState) -> Feed:
+async def _open_feed(
+    gateway: GatewayClient, goal: TrainingGoal, state: TrainerState, note: Callable[[str], None]
+) -> Feed:
     config = goal.feed_config()
+    form: FeedForm = "tree" if goal.settings.prefix_tree else "rows"
+    if goal.feed is None and await _is_without_masks(gateway, goal.feed_name, config):
+        config = msgspec.structs.replace(config, side=msgspec.UNSET)
+        note(
+            "this run began before sampling masks could be delivered, so its turns with top-p, top-k or min-p are still not trained; "
+            "choose another --out folder to train them"
+        )
     try:
-        form: FeedForm = "tree" if goal.settings.prefix_tree else "rows"
         return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark, form=form)
     except OtherFeed:
         raise ConfigError(
@@ -267,6 +275,19 @@ async def _open_feed(gateway: GatewayClient, goal: TrainingGoal, state: TrainerS
             "or choose another --out folder (and --data)",
             param="data",
         ) from None
+
+
+async def _is_without_masks(gateway: GatewayClient, name: str, config: FeedConfig) -> bool:
+    """Return whether a feed exists that differs from `config` only because it delivers no side data. Its settings cannot be changed."""
+    if config.side is msgspec.UNSET:
+        return False
+    try:
+        existing = (await gateway.show_feed(name)).config
+    except RequestRejected as error:
+        if error.answered != NotFound.status:
+            raise
+        return False
+    return existing == msgspec.structs.replace(config, side=msgspec.UNSET)
 
 
 async def _finish(
