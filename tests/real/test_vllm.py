@@ -87,18 +87,10 @@ def model_params(*pairs: tuple[str, str], tier: pytest.MarkDecorator = pytest.ma
 # The tiny model is harder: its ids do not re-tokenize to themselves.
 TINY, SMOLLM2 = "tiny-qwen3", "smollm2"
 MAX_TOKENS = {TINY: 24, SMOLLM2: 8}  # per turn; one token of SmolLM2 takes a fifth of a second of CPU time
-
-
-def every_model(api: str) -> list[Any]:
-    """Both models and both APIs. `make test-all` runs SmolLM2 with this API, and `make soak` with the other one."""
-    [other] = {"completions", "generate"} - {api}
-    return [
-        *model_params((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),
-        *model_params((SMOLLM2, api)),
-        *model_params((SMOLLM2, other), tier=pytest.mark.product),
-    ]
-
-
+EVERY = [
+    *model_params((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),
+    *model_params((SMOLLM2, "completions"), (SMOLLM2, "generate")),
+]
 PAIRS = model_params((TINY, "generate"), (SMOLLM2, "completions"))
 
 
@@ -169,7 +161,7 @@ def converse(client: openai.OpenAI, model: str, turns: int) -> list[Any]:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.parametrize("gateway", every_model("generate"), indirect=True)
+@pytest.mark.parametrize("gateway", EVERY, indirect=True)
 def test_prompts_match_vllm_and_rollout_is_one_row(gateway: Gateway) -> None:
     session, client = gateway.open()
     converse(client, gateway.model.name, 8)
@@ -181,7 +173,7 @@ def test_prompts_match_vllm_and_rollout_is_one_row(gateway: Gateway) -> None:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.parametrize("gateway", every_model("completions"), indirect=True)
+@pytest.mark.parametrize("gateway", EVERY, indirect=True)
 def test_vllm_reproduces_recorded_logprobs(gateway: Gateway) -> None:
     session, client = gateway.open()
     converse(client, gateway.model.name, 4)
