@@ -90,12 +90,12 @@ async def run_fault(site: Site, fault: Fault, pace: Pace, rng: random.Random, na
     async with _at_work(agents) as is_over:
         await _wait(lambda: all(agent.last_answer for agent in agents), "no agent got a first answer")
         await asyncio.sleep(rng.random() * 0.2)
-        await fault.inject(site, pace.seconds)
-        ended = time.monotonic()
         try:
+            await fault.inject(site, pace.seconds)
+            ended = time.monotonic()
             await _wait(lambda: all(agent.last_answer > ended for agent in agents), "the agents got no answer again")
             row.recovery_s = time.monotonic() - ended
-        except TimeoutError as error:
+        except TimeoutError as error:  # the row fails, but other faults can still be injected
             row.notes.append(str(error))
         is_over.set()
     await check(site, fault, row, [log for agent in agents for log in agent.rollouts])

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tests.chaos.faults import list_faults
+from tests.chaos.faults import Fault, list_faults
 from tests.chaos.sites import Site, open_single, open_workers
 from tests.chaos.suite import FAST, run_faults
 
@@ -19,6 +19,19 @@ WORKERS = ("workers: kill -9 of a worker", "workers: SIGSTOP of the front")
 def test_catalog_has_forty_kinds() -> None:
     names = [fault.name for fault in list_faults()]
     assert len(set(names)) == len(names) >= 40
+
+
+@pytest.mark.process
+@pytest.mark.real
+@pytest.mark.full
+async def test_fault_without_effect_fails_its_row_and_not_the_run() -> None:
+    async def inject(site: Site, seconds: float) -> None:
+        raise TimeoutError("nothing happened")
+
+    rng = random.Random(19)
+    rows = await run_faults(open_single(rng), [Fault("harmless", "single", inject)], FAST, rng, lambda row: None)
+    assert [row.notes for row in rows] == [["nothing happened"], []]
+    assert not rows[0].is_clean and rows[0].rollouts and rows[0].breaches.lost == 0
 
 
 @pytest.mark.process
