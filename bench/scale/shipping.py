@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
-from turngate.store.shipment import Shipment
+from turngate.store.shipment import Shipment, open_shipping_reader
 from turngate.store.sqlite import NewTurn, Store
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
@@ -130,7 +131,7 @@ class RenamingTarget:
             assert shipment.outcome is not None
             outcome = (shipment.outcome[0], self._rename(shipment.outcome[1]))
             renamed.append(msgspec.structs.replace(shipment, id=name, session=session, outcome=outcome))
-        self.bytes += sum(len(shipment.trace.rows) for shipment in shipments)
+        self.bytes += sum(shipment.trace.size for shipment in shipments)
         self.cpu_s += time.process_time() - began
         self._target.write(renamed)
 
@@ -153,7 +154,7 @@ class BenchShipper:
         self._shared.cells.register(name, name, "http://127.0.0.1", 3600.0)
         self._local.outbox.start(name, ())
         self._target = RenamingTarget(ShipmentWriter(self._shared), name)
-        self._shipper = Shipper(self._local.outbox, self._local.open_reader, lambda: self._target)
+        self._shipper = Shipper(self._local.outbox, partial(open_shipping_reader, self._local), lambda: self._target)
         self._next = itertools.cycle(range(1, SESSIONS + 1))  # keys
         db = self._shared.database._writer
         assert db is not None

@@ -180,11 +180,11 @@ class OutboxTable:
 
         `superseded` contains the ids of those whose attempts are superseded there.
         """
+        keys = [attempt.key for attempt in attempts]
         with self._writing() as db:
-            for attempt in attempts:
-                db.execute("UPDATE outbox SET announced=1 WHERE session=?", (attempt.key,))
-                if attempt.session in superseded:
-                    supersede_attempts(db, "session=?", (attempt.session,))
+            db.execute(f"UPDATE outbox SET announced=1 WHERE session IN ({','.join('?' * len(keys))})", keys)
+            for session in sorted(superseded):
+                supersede_attempts(db, "session=?", (session,))
 
     def is_announced(self, session: int) -> bool:
         """Return whether an open session has been announced to the shared store."""

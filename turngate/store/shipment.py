@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
 
 import msgspec
 
 from turngate.errors import StoreError
-from turngate.store.binary_format import encode_node, rekey_nodes
+from turngate.store.binary_format import Row, encode_nodes
 from turngate.store.checksums import UNDELIVERED, join_fields, key_difference, rekey_checksums
 from turngate.store.outbox import UnshippedSession
 from turngate.store.sqlite import Store
 
-Row = tuple[Any, ...]
 _SESSION = "id, secret, CAST(config AS BLOB), opened, closed, status, vocabulary, stop"
 # The tables with rows that belong to a session, each with its columns except the session's key.
 SESSION_TABLES = {
@@ -39,8 +37,12 @@ _NODES = (
     "SELECT id, parent, kind IS 'sampled', ids, logprobs, info, messages, delivered, checksum FROM nodes"
     " WHERE session=? ORDER BY id"
 )
-_KINDS = (("context", b"context"), ("sampled", b"sampled"))
-_EVENTS = "SELECT seq, time, CAST(kind AS BLOB), data FROM events WHERE session=? ORDER BY seq"
+_KINDS = ("context", "sampled")
+# One query for all sessions. With CROSS JOIN, SQLite reads the sessions first, and then the events of each.
+_EVENTS = (
+    "SELECT key, seq, time, CAST(kind AS BLOB), data FROM sessions CROSS JOIN events ON events.session=sessions.id"
+    " WHERE key IN (%s)"
+)
 
 
 class ConflictingShipment(StoreError):
@@ -58,13 +60,16 @@ class RejectedShipment(StoreError):
     """PostgreSQL has rejected a value in one of the shipped sessions. Retrying does not help."""
 
 
-class EncodedTrace(msgspec.Struct):
-    """The nodes of a session in PostgreSQL's COPY format. `rekey_traces` replaces the session's key and the checksums in them."""
+class VerifiedTrace(msgspec.Struct, frozen=True):
+    """The nodes of a session, as stored in a cell. Their checksums are correct."""
 
-    rows: bytearray = msgspec.field(default_factory=bytearray)
-    ends: list[int] = []  # where each row ends
+    nodes: list[Row] = []  # the columns `NODE_COLUMNS`, with 1 for the kind sampled and 0 for the kind context
     sizes: list[int] = []  # number of bytes after the session's key that each checksum covers
-    checksums: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """The size of the nodes in bytes."""
+        return sum(self.sizes)
 
 
 class Shipment(msgspec.Struct, frozen=True):
@@ -74,7 +79,7 @@ class Shipment(msgspec.Struct, frozen=True):
     key: int  # key of the session in the cell's store
     cell: str
     session: Row  # the columns of `SESSION_COLUMNS`
-    trace: EncodedTrace
+    trace: VerifiedTrace
     others: dict[str, list[Row]]  # rows of `SESSION_TABLES`, by table
     events: list[Row]  # number in the cell's store, time, kind as UTF-8, and data
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
@@ -88,9 +93,9 @@ class Shipment(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         """The size of the session's rows in bytes."""
-        rows = (row for table in self.others.values() for row in table)
-        others = sum(len(cell) for row in rows for cell in row if isinstance(cell, (bytes, str)))
-        return len(self.trace.rows) + sum(len(event[3]) for event in self.events) + others
+        rows = chain.from_iterable(chain.from_iterable(self.others.values()))
+        others = sum(len(cell) for cell in rows if isinstance(cell, (bytes, str)))
+        return self.trace.size + sum([len(event[3]) for event in self.events]) + others
 
     def events_after(self, seq: int) -> list[Row]:
         return [event for event in self.events if event[0] > seq] if seq else self.events
@@ -105,6 +110,17 @@ class ShipmentBatch(msgspec.Struct):
     shipments: list[tuple[UnshippedSession, Shipment]] = []
     deleted: list[UnshippedSession] = []
     damaged: list[tuple[UnshippedSession, str]] = []  # with the reason
+
+
+def open_shipping_reader(store: Store) -> Store:
+    """Open a cell's store for `read_shipments`.
+
+    Its cache is small, because most pages are read once, and reading is cheaper if the cache fits into the processor's own.
+    """
+    reader = store.open_reader()
+    with reader.database.reading() as db:
+        db.execute("PRAGMA cache_size=-128")  # KiB
+    return reader
 
 
 def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: int) -> ShipmentBatch:
@@ -124,6 +140,13 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
             query = f"SELECT session, {', '.join(names)} FROM {table} WHERE session IN ({marks}) ORDER BY session"
             for key, found in _split(db.execute(query, keys)):
                 others[key][table].append(found)
+        events: dict[int, list[Row]] = {key: [] for key in keys}
+        for key, event in _split(db.execute(_EVENTS % marks, keys)):
+            events[key].append(event)
+        query = (
+            f"SELECT key FROM sessions WHERE key IN ({marks}) AND EXISTS (SELECT 1 FROM side_data WHERE session=key)"
+        )
+        with_side_data = {key for (key,) in db.execute(query, keys)}
         for row in rows:
             if size > max_bytes:
                 break
@@ -131,12 +154,13 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
                 batch.deleted.append(row)
                 continue
             try:
-                trace = _encode_trace(row.session, db.execute(_NODES, (row.session,)))
+                trace = _verify_trace(row.session, db.execute(_NODES, (row.session,)))
             except StoreError as error:
                 batch.damaged.append((row, f"session {session[0]}: {error.message}; it cannot be shipped"))
                 continue
-            side = others[row.session]["side_data"] = db.execute(_SIDE_DATA, (row.session,)).fetchall()
-            events = db.execute(_EVENTS, (session[0],)).fetchall()
+            if row.session in with_side_data:
+                side = others[row.session]["side_data"] = db.execute(_SIDE_DATA, (row.session,)).fetchall()
+                size += sum(len(piece[5]) for piece in side)
             shipment = Shipment(
                 session[0],
                 row.session,
@@ -144,12 +168,12 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
                 session,
                 trace,
                 others[row.session],
-                events,
+                sorted(events[row.session]),
                 outcomes.get(row.session),
                 row.session in reshipped,
             )
             batch.shipments.append((row, shipment))
-            size += len(trace.rows) + sum(len(piece[5]) for piece in side)
+            size += trace.size
     return batch
 
 
@@ -158,39 +182,36 @@ def _split(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
     return ((row[0], row[1:]) for row in rows)
 
 
-def _encode_trace(key: int, nodes: Iterable[Row]) -> EncodedTrace:
-    """Verify the checksums of nodes, and encode the nodes for COPY. Raise `StoreError` if one is damaged."""
-    trace, before, crc = EncodedTrace(), len(str(key)), zlib.crc32
-    rows, ends, sizes, checksums = trace.rows, trace.ends, trace.sizes, trace.checksums
-    for node, parent, is_sampled, ids, logprobs, info, messages, delivered, checksum in nodes:
-        kind, encoded_kind = _KINDS[is_sampled]  # the checksum does not match if the stored kind is neither of them
+def _verify_trace(key: int, nodes: Iterable[Row]) -> VerifiedTrace:
+    """Verify the checksums of nodes. Raise `StoreError` if one is damaged."""
+    trace, before, crc = VerifiedTrace(), len(str(key)), zlib.crc32
+    for row in nodes:
+        node, parent, kind, ids, logprobs, info, messages, delivered, checksum = row
         try:
-            data = join_fields(key, node, parent, kind, ids, logprobs, info, messages)
+            # The checksum does not match if the stored kind is neither of the two.
+            data = join_fields(key, node, parent, _KINDS[kind], ids, logprobs, info, messages)
         except TypeError:  # SQLite stores a value of any type in any column
             raise StoreError(f"node {node} is damaged on disk: a value has the wrong type") from None
         if checksum != (crc(data) if delivered == 1 else crc(data) ^ UNDELIVERED) or delivered not in (0, 1):
             raise StoreError(f"node {node} is damaged on disk")
-        rows += encode_node(key, node, parent, encoded_kind, ids, logprobs, info, messages, delivered, checksum)
-        ends.append(len(rows))
-        sizes.append(len(data) - before)
-        checksums.append(checksum)
+        trace.nodes.append(row)
+        trace.sizes.append(len(data) - before)
     return trace
 
 
-def rekey_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> list[bytearray]:
-    """Replace the session keys and the checksums in encoded nodes. `keys` has the new key of each session, by session id.
+def encode_traces(shipments: Sequence[Shipment], keys: Mapping[str, int]) -> Iterator[bytes]:
+    """Encode the nodes of sessions for COPY. The sessions get new keys, and so the nodes get new checksums.
 
-    Return the encoded nodes of each session.
+    `keys` has the new keys by session id.
     """
     traces = [shipment.trace for shipment in shipments]
     differences = [key_difference(shipment.key, keys[shipment.id]) for shipment in shipments]
     checksums = iter(
         rekey_checksums(
-            [checksum for trace in traces for checksum in trace.checksums],
+            [node[-1] for trace in traces for node in trace.nodes],
             [size for trace in traces for size in trace.sizes],
             [d for d, trace in zip(differences, traces, strict=True) for _ in trace.sizes],
         )
     )
     for shipment, trace in zip(shipments, traces, strict=True):
-        rekey_nodes(trace.rows, trace.ends, keys[shipment.id], list(islice(checksums, len(trace.ends))))
-    return [trace.rows for trace in traces]
+        yield from encode_nodes(keys[shipment.id], trace.nodes, list(islice(checksums, len(trace.nodes))))

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from turngate.common.database_url import parse_database_url
@@ -36,6 +37,7 @@ from turngate.store.projects import DEFAULT_PROJECT, locate_project
 from turngate.store.quotas import QuotaTable
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
+from turngate.store.shipment import open_shipping_reader
 from turngate.store.sqlite import Store
 
 log = logging.getLogger("turngate")
@@ -193,7 +195,7 @@ class Cell:
             copy_settings(shared, store.settings_with(_TOKENIZER_SETTINGS))
             return ShipmentWriter(shared)
 
-        return Shipper(store.outbox, store.open_reader, open_target)
+        return Shipper(store.outbox, partial(open_shipping_reader, store), open_target)
 
 
 def _open_shared(url: str) -> SharedStore:

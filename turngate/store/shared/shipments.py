@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from turngate.store.attempts import outcome_state, supersede_attempts
 from turngate.store.binary_format import (
     COPY_HEADER,
     COPY_TRAILER,
+    Row,
     encode_text,
     make_bytes_array,
     make_float_array,
@@ -38,9 +40,8 @@ from turngate.store.shipment import (
     SESSION_TABLES,
     ConflictingShipment,
     RejectedShipment,
-    Row,
     Shipment,
-    rekey_traces,
+    encode_traces,
 )
 
 log = logging.getLogger("turngate")
@@ -290,8 +291,8 @@ class ShipmentWriter:
     def _copy_traces(self, db: PipelinedConnection, writing: _Writing) -> None:
         """Write the traces of new sessions."""
         if new := writing.new:
-            rows = rekey_traces(new, writing.keys)
-            db.copy_encoded("nodes", ("session", *NODE_COLUMNS), (COPY_HEADER, *rows, COPY_TRAILER))
+            rows = encode_traces(new, writing.keys)
+            db.copy_encoded("nodes", ("session", *NODE_COLUMNS), chain((COPY_HEADER,), rows, (COPY_TRAILER,)))
 
     def _write_sessions(self, db: PipelinedConnection, writing: _Writing) -> None:
         """Write new sessions. For sessions that the shared store already has, update what may have changed."""
@@ -318,26 +319,27 @@ class ShipmentWriter:
 
     def _write_events(self, db: PipelinedConnection, writing: _Writing, completed: Sequence[NewEvent]) -> None:
         """Write the events that the shared store does not have. They keep their order, but get new numbers."""
-        sessions, count = [], 0
+        sessions: list[bytes] = []
         times: list[float] = []
         kinds: list[bytes] = []
         data: list[bytes] = []
-        names: dict[bytes, bytes] = {}
         for shipment in writing.shipments:
             before = writing.known.get(shipment.id)
-            events = shipment.events_after(0 if before is None else before.newest)
-            sessions.append(encode_text(shipment.id) * len(events))
-            for _, at, kind, value in events:
-                times.append(at)
-                kinds.append(names.get(kind) or names.setdefault(kind, encode_text(kind)))
-                data.append(value)
+            if events := shipment.events_after(0 if before is None else before.newest):
+                _, at, kind, values = zip(*events, strict=True)
+                sessions.append(encode_text(shipment.id) * len(events))
+                times += at
+                kinds += kind
+                data += values
         for event in completed:
             sessions.append(encode_text(event.session))
             times.append(event.time)
-            kinds.append(encode_text(event.kind))
+            kinds.append(event.kind.encode())
             data.append(event.data)
         if count := len(data):
-            arrays = (make_float_array(times), make_text_array(sessions, count), make_text_array(kinds, count))
+            names = {kind: encode_text(kind) for kind in set(kinds)}
+            encoded_kinds = make_text_array([names[kind] for kind in kinds], count)
+            arrays = (make_float_array(times), make_text_array(sessions, count), encoded_kinds)
             db.execute(_INSERT_EVENTS, (count, count, *arrays, make_bytes_array(data)))
 
 
