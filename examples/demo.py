@@ -6,7 +6,8 @@ Turngate records what the model samples, token by token, and delivers complete g
 the next rollouts are sampled with.
 
 The demo first runs one rollout with the untrained model and shows its tokens, then trains. `make demo FAST=1` does the same with
-fewer steps in two to three minutes, which is too short to learn much. `make demo SEED=2` uses a different seed.
+fewer steps in two to three minutes, which is too short to learn much. `make demo SEED=2` uses a different seed. `make demo MODEL=coder`
+trains a coding model on a GPU (`demo_coder.py`).
 
 Only the agents run in processes of their own. `examples/one_rollout.py` shows a single rollout in detail.
 """
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import msgspec
 from rich.console import Console
 
+from examples import demo_coder
 from examples.train.agent import build_agent, build_tokenizer
 from tools import parts
 from turngate.agents.install import ensure_installed
@@ -175,7 +177,8 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train an agent on two CPU cores.")
+    parser = argparse.ArgumentParser(description="Train an agent on two CPU cores, or on a GPU.")
+    parser.add_argument("--model", choices=["smollm2", "coder"], default="smollm2", help="coder: needs a GPU")
     parser.add_argument("--fast", action="store_true", help="do the same with fewer steps, in two to three minutes")
     parser.add_argument("--seed", type=int, default=0, help="order of the tasks, and sampling seed")
     parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {STEPS}, or 3 with --fast)")
@@ -190,9 +193,22 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    if options.model == "coder":
+        if options.steps or options.held_out:
+            raise SystemExit("--steps and --held-out do not apply to --model coder; leave them out")
+        if refusal := demo_coder.explain_refusal(demo_coder.find_gpu()):
+            raise SystemExit(refusal)
+        sandbox = asyncio.run(find_sandbox(options.sandbox))
+        demo_coder.run_demo(Path(options.out), sandbox.name, fast=options.fast, seed=options.seed)
+    else:
+        asyncio.run(run_demo(options))
+
+
 if __name__ == "__main__":
     try:
-        asyncio.run(run_demo(parse_options()))
+        main()
     except (TurngateError, parts.PartError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
