@@ -236,7 +236,7 @@ async def test_reason_of_template_fork_is_shown(data: Path, tmp_path: Path) -> N
 async def test_json_output(g: Running, data: Path) -> None:
     session = await branch(g)
     view = json.loads(await show(session, "--data", data, "--json"))
-    assert sorted(view) == ["nodes", "rows", "summary"]
+    assert sorted(view) == ["masked", "nodes", "rows", "summary"]
     assert view["summary"]["id"] == session
     turns = [node for node in view["nodes"] if node["kind"] == "sampled"]
     assert [turn["ids"] for turn in turns] == [turn["ids"] for turn in await g.turns(session)]

@@ -18,9 +18,11 @@ import pytest
 
 from tests.engines.local_kit import SHAPE, make_request, model, random_prompts, start_engine, torch
 from tests.kit import Running, gateway, tokenizer
+from turngate.cli.show import _print_rows, load_from_gateway, load_from_store
 from turngate.client.feed import Feed, Row
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
+from turngate.common.terminal import console
 from turngate.engines.local import LocalEngine, Model
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.export import ExportChoices, export
@@ -179,6 +181,25 @@ def check_exports(data: Path, rows: list[Row]) -> None:
         assert [span["trained"] for span in record["spans"]] == [True]
     with pytest.raises(Exception, match="nothing to train on"):
         export(data, out, ExportChoices(format="rows"))
+
+
+async def test_counts_include_turns_with_masks_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with training_gateway(tmp_path) as (g, client, _):
+        [session] = await run_group(g, client, {"top_p": 0.7}, n=1)
+        assert await client.samples(session) == [], "rows without masks"
+        [row] = await client.samples(session, everything=True)
+        assert [span.reason for span in row.spans] == ["trained only with its sampling mask: top_p"]
+        [counted] = await client.samples(session, masks=True)
+        report = (await client.show(session)).training
+        assert report is not None and report.trained_tokens == sum(map(bool, counted.mask)) == 8
+        shown = await load_from_gateway(GatewayClient(g.root, g.app.admin_key), session)
+        assert shown.masked == [counted.spans[0].node]
+    stored, _ = load_from_store(tmp_path, session)
+    for view in (shown, stored):
+        assert [(row.mask, row.spans[0].trained) for row in view.rows] == [(counted.mask, True)]
+        capsys.readouterr()
+        _print_rows(view, console())
+        assert "1 turn is trained only in rows with sampling masks" in " ".join(capsys.readouterr().out.split())
 
 
 async def test_masks_are_recorded_only_if_set(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
-from turngate.client.protocol import DecodedTrace, SessionInfo
+from turngate.client.protocol import DecodedTrace, SampleRow, SessionInfo
 from turngate.common.database_url import refuse_password_flag
 from turngate.common.session_id import resolve_session_id
 from turngate.common.terminal import console as new_console
@@ -26,6 +26,7 @@ from turngate.errors import ConfigError
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
+from turngate.trace.sample import NEEDS_MASK, Sample
 from turngate.trace.session import CacheUse
 from turngate.trace.training_report import list_warnings
 from turngate.trace.turn_rewards import TurnReward
@@ -86,7 +87,8 @@ class ShownSession(msgspec.Struct):
 
     summary: SessionInfo
     nodes: list[NodeView]
-    rows: list[RowView]
+    rows: list[RowView]  # of a trainer that receives sampling masks
+    masked: list[int]  # nodes of turns that are trained only in rows with sampling masks
 
 
 def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | None]:
@@ -97,7 +99,10 @@ def load_from_store(data: str | Path, wanted: str) -> tuple[ShownSession, str | 
         session_id = wanted if known else resolve_session_id(wanted, store.ids(10_000))
         shown = load_session_view(store, session_id)
         view = _build_view(
-            describe_session(store, shown.session), decode_trace(shown.encode_trace()), shown.samples(keep_empty=True)
+            describe_session(store, shown.session),
+            decode_trace(shown.encode_trace()),
+            shown.samples(keep_empty=True, masks=True),
+            _find_masked(shown.samples(keep_empty=True)),
         )
         return view, store.setting(f"tokenizer:{shown.session.vocabulary}")
     finally:
@@ -111,7 +116,8 @@ async def load_from_gateway(gateway: GatewayClient, wanted: str) -> ShownSession
         return _build_view(
             await gateway.show(session_id),
             await gateway.trace(session_id),
-            await gateway.samples(session_id, everything=True),
+            await gateway.samples(session_id, everything=True, masks=True),
+            _find_masked(await gateway.samples(session_id, everything=True)),
         )
 
 
@@ -125,10 +131,15 @@ async def _exists(gateway: GatewayClient, session: str) -> bool:
     return True
 
 
-def _build_view(summary: object, trace: DecodedTrace, samples: object) -> ShownSession:
+def _find_masked(rows: Sequence[Sample | SampleRow]) -> list[int]:
+    """Return the nodes of turns that are not trained in these rows only because the rows have no sampling masks."""
+    return sorted({span.node for row in rows for span in row.spans if span.reason.startswith(NEEDS_MASK)})
+
+
+def _build_view(summary: object, trace: DecodedTrace, samples: object, masked: Sequence[int]) -> ShownSession:
     # Messages stay raw JSON here. They are decoded later, each in the dialect in which it arrived.
     return msgspec.json.decode(
-        encode_json({"summary": summary, "nodes": trace.nodes, "rows": samples}), type=ShownSession
+        encode_json({"summary": summary, "nodes": trace.nodes, "rows": samples, "masked": masked}), type=ShownSession
     )
 
 
@@ -425,3 +436,6 @@ def _print_rows(view: ShownSession, console: Console) -> None:
         counted = ", ".join(f"{reasons.count(reason)} × {reason}" for reason in dict.fromkeys(reasons))
         table.add_row(str(number), str(len(row.ids)), str(sum(map(bool, row.mask))), str(len(row.spans)), counted)
     console.print(table)
+    if view.masked:
+        turns = "1 turn is" if len(view.masked) == 1 else f"{len(view.masked)} turns are"
+        say(console, f"{turns} trained only in rows with sampling masks, such as those of export --side sampling_mask.")

@@ -109,9 +109,13 @@ class GatewayClient(FeedClient):
     async def trace(self, session: str) -> DecodedTrace:
         return await self._request("GET", f"/admin/sessions/{quote(session)}/trace", DecodedTrace)
 
-    async def samples(self, session: str, *, everything: bool = False) -> list[SampleRow]:
-        suffix = "?all=1" if everything else ""
-        path = f"/admin/sessions/{quote(session)}/samples{suffix}"
+    async def samples(self, session: str, *, everything: bool = False, masks: bool = False) -> list[SampleRow]:
+        """Return the training rows of a session. With `everything`, include rows without trained tokens.
+
+        With `masks`, return the rows of a trainer that also receives sampling masks, which the rows do not contain. Use it for counts.
+        """
+        query = "&".join(name for name, wanted in (("all=1", everything), ("masks=1", masks)) if wanted)
+        path = f"/admin/sessions/{quote(session)}/samples{'?' if query else ''}{query}"
         return (await self._request("GET", path, SampleList)).samples
 
     async def seal(self, session: str, stop: str = "") -> SessionInfo:

@@ -381,7 +381,7 @@ class Rollout:
                 outcome.turns, outcome.sampled_tokens = shown.turns, shown.sampled_tokens
                 outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
                 outcome.training, outcome.refused = shown.training, shown.refused
-                outcome.rows = len(await self._gateway.samples(outcome.session))
+                outcome.rows = len(await self._gateway.samples(outcome.session, masks=True))
         except (TurngateError, TimeoutError) as error:
             self._note(f"the recording could not be read from the gateway: {error}")
         self._ending.turns = outcome.turns

@@ -84,9 +84,13 @@ class SessionListQuery(msgspec.Struct, frozen=True):
 
 
 class SamplesQuery(msgspec.Struct, frozen=True):
-    """Query parameters. With `all`, rows without trained tokens are included."""
+    """Query parameters. With `all`, rows without trained tokens are included.
+
+    With `masks`, the rows are those of a trainer that also receives sampling masks, which they do not contain.
+    """
 
     all: bool = False
+    masks: bool = False
 
 
 class RecordQuery(msgspec.Struct, frozen=True):
@@ -202,7 +206,7 @@ class AdminRoutes:
     async def samples(self, request: Request, query: SamplesQuery) -> Response:
         """Return the training rows of a session."""
         return raw_json_response(
-            await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, query.all))
+            await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, query))
         )
 
     async def seal(self, request: Request, body: SealBody) -> JsonReply[Description]:
@@ -270,6 +274,6 @@ class AdminRoutes:
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), data)
 
 
-def _encode_samples(view: SessionView, keep_empty: bool) -> bytes:
-    rows = [encode_piece(row) for row in view.samples(keep_empty=keep_empty)]
+def _encode_samples(view: SessionView, query: SamplesQuery) -> bytes:
+    rows = [encode_piece(row) for row in view.samples(keep_empty=query.all, masks=query.masks)]
     return encode_json({"session": view.session.id, "samples": rows})

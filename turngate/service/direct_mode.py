@@ -225,7 +225,7 @@ class DirectModeClient(GatewayClient):
     async def cancel(self, session: str) -> SessionInfo:
         return await self.show(session)
 
-    async def samples(self, session: str, *, everything: bool = False) -> list[SampleRow]:
+    async def samples(self, session: str, *, everything: bool = False, masks: bool = False) -> list[SampleRow]:
         return []
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
