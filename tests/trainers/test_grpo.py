@@ -251,6 +251,16 @@ async def test_batch_size_does_not_change_gradients() -> None:
     assert torch.allclose(apart, _gradient(all_of_them), atol=1e-5) and float(apart.norm()) > 0
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns if a CPU multiplies bfloat16 slowly
+async def test_bfloat16_hardly_changes_gradients() -> None:
+    async with sampled_group() as (here, rows):
+        exact = gradient_of(here, rows)
+        rounded = gradient_of(here, rows, bfloat16=True, tolerance=1.0)
+        assert here.engine.model.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.98
+
+
 def split_turns(row: Row, *advantages: float | None) -> Row:
     """Split the only turn of a row into two turns with these advantages."""
     [span] = row.spans

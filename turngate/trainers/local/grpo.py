@@ -81,6 +81,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
     prefix_tree: bool = False  # also compute prefixes once that only some rows of a forward pass share
     flex_attention: bool = False  # use PyTorch's FlexAttention, which needs a CUDA device, instead of a dense mask
+    bfloat16: bool = False  # run the layers in bfloat16; the weights, the scores and the loss stay as they are
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
     reward_weight: float = (
         1.0  # weight of the rollout's or turn's advantage in that of each token; 0: train only on the teacher's scores
@@ -248,7 +249,8 @@ class Learner:
             torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.until, pack.at)
         )
         attend = attend_flexibly(until) if self.settings.flex_attention else attend_densely(until)
-        hidden = self.model.run(ids[None], positions, attend)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.bfloat16):
+            hidden = self.model.run(ids[None], positions, attend)
         scores = adjust_scores(self.model.scores(hidden[0, at]).float(), rows, self.settings.temperature)
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
