@@ -46,6 +46,7 @@ class RolloutLine(msgspec.Struct, frozen=True):
     task: str
     reward: float
     session: str
+    turns: int
 
 
 class RunnerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +96,9 @@ async def _follow_feed(gateway: GatewayClient, feed: str, throttle: TrainerThrot
 
 def build_report(result: BatchResult) -> RunnerReport:
     overall = result.summary.overall
-    graded = [RolloutLine(one.task, one.reward, one.session) for one in result.finished if one.reward is not None]
+    graded = [
+        RolloutLine(one.task, one.reward, one.session, one.turns) for one in result.finished if one.reward is not None
+    ]
     own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return RunnerReport(
         rollouts=len(result.finished),
@@ -156,13 +159,17 @@ async def train_beside(
     """Train on the rollouts of a runner. Start no step after this many minutes. Then stop the runner."""
     began = time.monotonic()
     reporting = asyncio.create_task(read_report(process))
-    while trainer.state.step < steps and time.monotonic() - began < 60 * minutes:
-        step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
-        await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
-        if not step.done():
-            step.cancel()
-            raise SystemExit(f"the runner ended early: {await reporting}")
-        await step
+    try:
+        while trainer.state.step < steps and time.monotonic() - began < 60 * minutes:
+            step = asyncio.create_task(trainer.run(feed, trainer.state.step + 1))
+            await asyncio.wait({step, reporting}, return_when=asyncio.FIRST_COMPLETED)
+            if not step.done():
+                step.cancel()
+                raise SystemExit(f"the runner ended early: {await reporting}")
+            await step
+    except BaseException:
+        reporting.cancel()  # otherwise the runner, which is killed next, would hide the reason
+        raise
     process.terminate()
     return await reporting
 

@@ -1,10 +1,12 @@
-"""Tests for the parts of examples/train/h200-coder that need no GPU: the choice of tasks, and the expert's answers."""
+"""Tests for the parts of examples/train/h200-coder that need no GPU: tasks, the expert's answers, fast tests and comparisons."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -78,3 +80,34 @@ def test_other_changes_are_of_the_same_function() -> None:
 )
 def test_small_tasks_change_one_line(patch: str, expected: bool) -> None:
     assert load_module("tasks").is_small({"solution": {"patch": patch}, "instruction": "Fix it."}) == expected
+
+
+@pytest.mark.process
+def test_pytest_of_agents_imports_from_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    server, work = tmp_path / "server", tmp_path / "work"
+    server.mkdir()
+    (work / "src").mkdir(parents=True)
+    (work / "src" / "own.py").write_text("VALUE = 1\n")
+    (work / "test_own.py").write_text("import own\n\n\ndef test_value():\n    assert own.VALUE == 2\n")
+    command = "PYTHONPATH=src python3 -m pytest -q -p no:cacheprovider test_own.py"
+    with load_module("fast_pytest").run_pytest_server(server) as path:
+        env = {**os.environ, "PATH": path}
+        failed = subprocess.run(command, shell=True, cwd=work, env=env, capture_output=True, text=True)
+        assert (failed.returncode, "1 failed" in failed.stdout) == (1, True), failed.stdout + failed.stderr
+        (work / "src" / "own.py").write_text("VALUE = 2\n")
+        passed = subprocess.run(command, shell=True, cwd=work, env=env, capture_output=True, text=True)
+        assert (passed.returncode, "1 passed" in passed.stdout) == (0, True), passed.stdout + passed.stderr
+
+
+def test_differences_are_of_the_same_tasks() -> None:
+    compare = load_module("compare")
+
+    def grade(task: str, *rewards: float) -> list[object]:
+        return [compare.RolloutLine(task, reward, "s", 3 if reward else 6) for reward in rewards]
+
+    start = compare.compute_rates([*grade("a", 0, 0), *grade("b", 0, 1)])
+    graded = [*grade("a", 1, 0), *grade("b", 1, 1), *grade("c", 1, 1)]
+    assert start == {"a": 0, "b": 0.5}
+    assert compare.compare(compare.compute_rates(graded), start) == (0.5, (0.5, 0.5))
+    assert compare.count_solved_at_once(graded) == 5

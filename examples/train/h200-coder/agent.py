@@ -20,7 +20,7 @@ from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 CONTEXT, REPLY = 8192, 320  # tokens
-STEPS = 10
+STEPS = 10  # default of the maximum number of steps
 MAX_OUTPUT = 6000  # characters of a command's output that the model sees
 SYSTEM = """\
 You repair Python code in a shell. Every answer is one sentence and then one bash block with one command, nothing else.
@@ -42,18 +42,22 @@ exit code {{{{ output.returncode }}}}
 [...]
 {{{{ output.output[-{MAX_OUTPUT // 2}:] }}}}
 {{%- endif %}}"""
-# JSON strings are valid YAML.
-_SETTINGS = rf"""
+
+
+def write_settings(steps: int, path: str) -> str:
+    """Write the agent's settings as YAML, in which JSON is valid. `steps` is the maximum number of steps, `path` the PATH of commands."""
+    # Python would run outdated code if a file changes twice in a second.
+    env = {"PYTHONDONTWRITEBYTECODE": "1"} | ({"PATH": path} if path else {})
+    return rf"""
 agent:
   agent_class: default
-  step_limit: {STEPS}
+  step_limit: {steps}
   max_consecutive_format_errors: 2
   system_template: {json.dumps(SYSTEM)}
   instance_template: {json.dumps(QUESTION)}
 environment:
   timeout: 15
-  env:
-    PYTHONDONTWRITEBYTECODE: "1"  # Python would run outdated code if a file changes twice in a second
+  env: {json.dumps(env)}
 model:
   model_class: litellm_textbased
   action_regex: '\A.*?```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```.*\Z'
@@ -80,8 +84,11 @@ def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> A
     return server
 
 
-def build_agent(python: str, socket: str = "") -> AgentSpec:
-    """Build the description of an agent that the fork server starts. With an empty `socket`, it is started as the catalog says."""
+def build_agent(python: str, socket: str = "", steps: int = STEPS, path: str = "") -> AgentSpec:
+    """Build the description of an agent that the fork server starts. With an empty `socket`, it is started as the catalog says.
+
+    The agent's commands have the PATH `path`, or if it is empty, that of the sandbox.
+    """
     spec = find_agent("mini-swe-agent").spec
     command = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
     if socket:
@@ -93,7 +100,7 @@ def build_agent(python: str, socket: str = "") -> AgentSpec:
         command=(*command, "--config", "{home}/.mini/repairs.yaml"),
         install=msgspec.structs.replace(spec.install, python=python),
         preload=() if socket else spec.preload,
-        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=_SETTINGS)),
+        files=(*spec.files, AgentFile(path=".mini/repairs.yaml", content=write_settings(steps, path))),
         check=(),
     )
 

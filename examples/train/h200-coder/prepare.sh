@@ -16,4 +16,5 @@ export PIP_NO_INDEX=1 PIP_FIND_LINKS="$wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
 python=$(sh "$here/../make_venv.sh" "$wheels" "$target/venv")
 python3 -m venv --without-pip "$target/tests"
 "$python" -m pip --python "$target/tests/bin/python" install -q pytest
-(cd "$here" && TURNGATE_CACHE="$target/cache" "$python" agent.py 3.12)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+(cd "$here" && TURNGATE_CACHE="$target/cache" "$python" agent.py "$version")

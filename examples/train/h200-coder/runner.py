@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import tasks
-from agent import CONTEXT, REPLY, build_agent, run_fork_server
+from agent import CONTEXT, REPLY, STEPS, build_agent, run_fork_server
+from fast_pytest import run_pytest_server
 from tasks import Part
 
 from turngate.agents.install import Installation, ensure_installed
@@ -37,21 +37,29 @@ class RunnerConfig(GatewayAccess, frozen=True, kw_only=True):
     rounds: int = 1
     sandbox: str = "local"
     part: Part = "all"
+    seed: int = 0  # of the order of the tasks
+    steps: int = STEPS  # maximum number of the agent's steps
     timeout_s: float = 75.0
-    fork: bool = True  # start agents from a fork server
+    fork: bool = True  # start agents and their tests from fork servers
 
 
 async def run_rollouts(config: RunnerConfig) -> BatchResult:
     with tempfile.TemporaryDirectory(prefix="fork-") as folder:
-        socket = f"{folder}/socket" if config.fork else ""
-        spec = build_agent(config.python, socket)
-        installed = ensure_installed(spec, report=lambda text: None)
-        with run_fork_server(spec, installed, Path(socket)) if config.fork else nullcontext():
-            return await _run(config, spec, installed)
+        if not config.fork:
+            return await _run(config, *_install(build_agent(config.python, steps=config.steps)))
+        with run_pytest_server(Path(folder)) as path:
+            socket = f"{folder}/socket"
+            spec, installed = _install(build_agent(config.python, socket, config.steps, path))
+            with run_fork_server(spec, installed, Path(socket)):
+                return await _run(config, spec, installed)
+
+
+def _install(spec: AgentSpec) -> tuple[AgentSpec, Installation]:
+    return spec, ensure_installed(spec, report=lambda text: None)
 
 
 async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -> BatchResult:
-    chosen = await asyncio.to_thread(tasks.choose_tasks, Path(config.tasks), config.count, config.part)
+    chosen = await asyncio.to_thread(tasks.choose_tasks, Path(config.tasks), config.count, config.part, config.seed)
     plan = BatchPlan(
         tasks=tuple(chosen),
         agent=spec,

@@ -16,13 +16,13 @@ Part = Literal["all", "expert", "grpo"]
 MAX_INSTRUCTION = 4000  # characters
 
 
-def choose_tasks(file: Path, count: int, part: Part = "all") -> list[Task]:
-    """Choose tasks whose bug is in one line, in a fixed random order in which packages take turns."""
+def choose_tasks(file: Path, count: int, part: Part = "all", seed: int = 0) -> list[Task]:
+    """Choose tasks whose bug is in one line, in a random order in which packages take turns. It depends only on the seed."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, file.read_text().splitlines()):
         if is_small(row) and part in ("all", find_part(row["id"])):
             rows.setdefault(row["metadata"]["package"], []).append(row)
-    chance = random.Random(0)
+    chance = random.Random(seed)
     for pile in rows.values():
         chance.shuffle(pile)
     turns = [pile[n] for n in range(max(map(len, rows.values()), default=0)) for pile in rows.values() if n < len(pile)]

@@ -23,11 +23,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
-from agent import CONTEXT
+from agent import CONTEXT, STEPS
+from compare import compute_rates, count_solved_at_once, find_interval
 from runner import RunnerConfig
+from tasks import Part
 from warm_start import fine_tune
 
 from turngate.client.feed import Feed, Row
@@ -74,6 +76,7 @@ async def evaluate(options: argparse.Namespace, address: GatewayAddress, name: s
         tasks=str(options.tasks / HELD_OUT),
         count=options.held_out,
         n=options.samples,
+        steps=options.turns,
     )
     report = await run_rollouts(HERE / "runner.py", config)
     record_result(options.out, **{name: summarize(report)})
@@ -82,18 +85,16 @@ async def evaluate(options: argparse.Namespace, address: GatewayAddress, name: s
 
 def summarize(report: RunnerReport) -> dict[str, Any]:
     """Summarize an evaluation: pass@1 with its 95 % interval (a bootstrap over tasks), and the share of tasks solved at least once."""
-    by_task: dict[str, list[float]] = {}
-    for one in report.graded:
-        by_task.setdefault(one.task, []).append(float(one.reward >= 1))
-    rates = [sum(passed) / len(passed) for passed in by_task.values()]
-    chance = random.Random(0)
-    means = sorted(sum(chance.choices(rates, k=len(rates))) / len(rates) for _ in range(2000)) if rates else [0.0]
     summary: dict[str, Any] = msgspec.to_builtins(report)
     del summary["graded"]
+    rates = list(compute_rates(report.graded).values())
+    if not rates:
+        return summary
     return summary | {
-        "pass_at_1": sum(rates) / len(rates) if rates else None,
-        "interval": [means[len(means) // 40], means[-1 - len(means) // 40]],
-        "solved_once": sum(rate > 0 for rate in rates) / len(rates) if rates else None,
+        "pass_at_1": sum(rates) / len(rates),
+        "interval": find_interval(rates),
+        "solved_once": sum(rate > 0 for rate in rates) / len(rates),
+        "solved_at_once": count_solved_at_once(report.graded) / len(report.graded),
     }
 
 
@@ -131,9 +132,9 @@ class Progress:
 class ShufflingLearner(Learner):
     """Shuffles the advantages of a step among its rows. A control: nothing can be learned from them."""
 
-    def __init__(self, model: Model, settings: GrpoSettings) -> None:
+    def __init__(self, model: Model, settings: GrpoSettings, seed: int) -> None:
         super().__init__(model, settings)
-        self._chance = random.Random(0)
+        self._chance = random.Random(seed)
 
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
         advantages = [row.advantage for row in rows]
@@ -148,10 +149,12 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         address,
         "grpo",
         tasks=str(options.tasks / TRAIN),
-        part="grpo",
+        part=options.part,
+        seed=options.seed,
         count=options.train,
         n=options.n,
         rounds=options.rounds,
+        steps=options.turns,
         feed="grpo",
         ahead=options.ahead * options.groups,
     )
@@ -160,12 +163,13 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         learning_rate=options.rate,
         batch_tokens=options.batch_tokens,
         tolerance=options.tolerance,
+        bfloat16=options.precision == "bfloat16",
     )
     progress = Progress(options.out)
     async with GatewayClient(address.url, address.admin_key) as gateway:
         trainer = Trainer(engine, gateway, settings, watch=progress.add)
         if options.shuffle:
-            trainer.learner = ShufflingLearner(engine.model, settings)
+            trainer.learner = ShufflingLearner(engine.model, settings, options.seed)
         await trainer.restore()
         feed_config = FeedConfig(n=options.n, max_staleness=options.stale, groups="grpo.")
         async with (
@@ -209,7 +213,7 @@ async def run(options: argparse.Namespace) -> None:
         record_result(options.out, warm=warm)
         torch.cuda.empty_cache()
         save(network, options.out / "warm", options.model)
-    network.recompute = True
+    network.recompute = not options.keep_activations
     engine = LocalEngine(network, dtype=options.dtype, slots=options.slots, max_context=CONTEXT)
     data = ServeConfig(
         data=str(options.out / "data"), port=0, model=NAME, tokenizer=str(options.model), max_context=CONTEXT
@@ -238,8 +242,19 @@ def main() -> None:
     )
     parser.add_argument("--warm-rate", type=float, default=1.5e-5)
     parser.add_argument("--warm-tokens", type=int, default=16384, help="tokens per update of the warm start")
-    parser.add_argument("--seed", type=int, default=0, help="seed for the order of the warm start's rows")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed for the order of the warm start's rows and of the training tasks, and for --shuffle",
+    )
     parser.add_argument("--train", type=int, default=250, help="number of tasks to train on")
+    parser.add_argument(
+        "--part",
+        default="grpo",
+        choices=get_args(Part),
+        help="training tasks to use; grpo: those whose solutions the expert did not show",
+    )
     parser.add_argument("--rounds", type=int, default=4, help="passes over these tasks")
     parser.add_argument("--held-out", type=int, default=100, help="number of held-out tasks (0: no evaluations)")
     parser.add_argument("--samples", type=int, default=4, help="rollouts per held-out task")
@@ -253,8 +268,11 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--tolerance", type=float, default=2.0, help="bfloat16 sampling and tf32 training differ")
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
+    parser.add_argument("--turns", type=int, default=STEPS, help="maximum number of steps of an agent")
     parser.add_argument("--slots", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="precision of sampling")
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="precision of training")
+    parser.add_argument("--keep-activations", action="store_true", help="more memory for a faster backward pass")
     parser.add_argument("--sandbox", default="local")
     parser.add_argument(
         "--cold", action="store_true", help="start each agent as the catalog says, without the fork server"

@@ -1,7 +1,9 @@
-"""Start a Python agent quickly, by forking a process that has already imported its packages. The agent itself is unmodified.
+"""Start a Python program quickly, by forking a process that has already imported its packages. The program itself is unmodified.
 
     python3 fork_server.py serve SOCKET FOLDER MODULE IMPORT …   import the modules from FOLDER, then wait for callers
     python3 -I -S fork_server.py run SOCKET ARGUMENT …           run `python3 -m MODULE ARGUMENT …` in a fork of that process
+
+If FOLDER is empty, the modules are those of this Python, and the caller's working folder and PYTHONPATH are searched for others.
 
 Starting mini-swe-agent takes three seconds of CPU time, nearly all of it for the import of litellm. That is more than the rest of a rollout
 of three short turns. Modules that the first run imports are also imported for all later runs. Modules imported before the fork must not
@@ -27,7 +29,7 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
-    sys.path.insert(0, folder)
+    sys.path[0] = folder or os.devnull  # it was the folder of this script
     for name in (module, *imports):
         importlib.import_module(name)
     del sys.modules[module]  # so that it can be run as `python3 -m` would
@@ -53,7 +55,7 @@ def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
                 caller, _ = listener.accept()
                 try:
                     inherited = (listener, wake_reader, wake_writer, *callers.values())
-                    pid = fork_agent(caller, module, inherited, 0 if first else pen)
+                    pid = fork_agent(caller, module, inherited, 0 if first else pen, own_path=bool(folder))
                 except (OSError, ValueError):  # the caller was killed before it had sent everything
                     caller.close()
                     continue
@@ -66,16 +68,21 @@ def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
                     kill(pid)
         report_exits(callers)
         if first > 0 and first not in callers:
-            first = -1 if import_noted(notes) else 0
+            first = -1 if import_noted(notes, only_standard=not folder) else 0
 
 
-def import_noted(notes: int) -> bool:
-    """Import the modules that the first run imported, except those that fail. Return False if that run was killed."""
+def import_noted(notes: int, *, only_standard: bool) -> bool:
+    """Import the modules that the first run imported, except those that fail. Return False if that run was killed.
+
+    With `only_standard`, import only those of the standard library: others may be from the caller's working folder.
+    """
     try:
         names = os.read(notes, MAX_REQUEST_BYTES).decode().split()
     except BlockingIOError:
         return False
     for name in names:
+        if only_standard and name.partition(".")[0] not in sys.stdlib_module_names:
+            continue
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
@@ -83,8 +90,13 @@ def import_noted(notes: int) -> bool:
     return True
 
 
-def fork_agent(caller: socket.socket, module: str, inherited: tuple[int | socket.socket, ...], pen: int) -> int:
-    """Fork a process that runs the module as the caller asks, and return its process id."""
+def fork_agent(
+    caller: socket.socket, module: str, inherited: tuple[int | socket.socket, ...], pen: int, *, own_path: bool
+) -> int:
+    """Fork a process that runs the module as the caller asks, and return its process id.
+
+    Unless `own_path`, it also imports from the caller's working folder and PYTHONPATH.
+    """
     size = int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")
     first, fds, _, _ = socket.recv_fds(caller, 1, 3)
     request = json.loads(first + caller.recv(size - 1, socket.MSG_WAITALL))
@@ -106,6 +118,8 @@ def fork_agent(caller: socket.socket, module: str, inherited: tuple[int | socket
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
+        if not own_path:
+            sys.path[:1] = [request["cwd"], *filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))]
         sys.argv = ["", *request["arguments"]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
