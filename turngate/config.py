@@ -146,7 +146,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "auto"
     model: Annotated[str, _about("Model name, as used by agents and the engine.", MODEL)] = ""
     tokenizer: Annotated[
-        str, _about("Folder with tokenizer.json and a chat template, or a name in the Hugging Face cache.", MODEL)
+        str, _about("Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.", MODEL)
     ] = ""
     family: Annotated[
         str, _about("Renderer family: auto, template, or a family from the `renderers` package.", MODEL)

@@ -67,7 +67,7 @@ async def run_rollout(options: argparse.Namespace, gateway: GatewayClient, folde
 
 
 def print_rows(outcome: Outcome, delivery: Delivery) -> None:
-    print(f"{outcome.agent} on {outcome.task}: {outcome.status}, {outcome.turns} turns, reward {outcome.reward:g}")
+    print(f"{outcome.agent} on {outcome.task}: {outcome.status}, turns: {outcome.turns}, reward {outcome.reward:g}")
     print(f"to see it: turngate show {outcome.session}")
     for item in build_items(delivery, base=0).items:
         row = item.sample

@@ -149,7 +149,7 @@ def test_large_result_is_truncated() -> None:
     page = large._repr_html_()
     assert len(page) < 2_000_000
     text = Page(page).text
-    assert "200 turns, 400,000 sampled tokens" in text and "160 turns not shown" in text
+    assert "200 turns, 400,000 sampled tokens" in text and "turns not shown: 160" in text
     assert "characters not shown" in text and "470 more not shown" in text
     hostile = Page(display.render_html(make_result(turns=many), turns=[7], tokens=False, full=True)).text
     assert "turn 7 ·" in hostile and "turn 8 ·" not in hostile and long in hostile

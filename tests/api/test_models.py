@@ -54,7 +54,7 @@ def test_model_from_catalog(tmp_path: Path) -> None:
     assert entry("scripted://two", file).served == "second"
     with pytest.raises(tg.TurngateError, match="model is missing") as raised:
         entry("", file)
-    assert "the catalog has scripted://one, scripted://two" in raised.value.message
+    assert "or a catalog key; available: scripted://one, scripted://two" in raised.value.message
     config = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
     assert entry(config).key == entry("", config).key == "scripted://only"
     with pytest.raises(tg.TurngateError, match="config must not be set if model is a ServiceConfig"):

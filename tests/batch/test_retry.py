@@ -93,7 +93,7 @@ async def test_running_batch_retries_at_once() -> None:
         assert kinds == {"once-0": ("graded", 2), "hang-0": ("agent failed", 1)} and result.complete
         graded = next(finished for finished in result.finished if finished.task == "once-0")
         refused = await client.post(f"/page/api/rollouts/{graded.session}/retry", headers=PAGE_HEADERS)
-        assert refused.status_code == 409 and "judged: graded" in refused.json()["error"]["message"]
+        assert refused.status_code == 409 and "it already has an outcome: graded" in refused.json()["error"]["message"]
         later = (await client.get(f"/page/api/rollouts/{failed_row['id']}")).json()["can"]["retry"]
         assert later == {"ok": False, "why": "attempt 2 already exists"}
 
@@ -112,7 +112,7 @@ async def test_resumed_batch_retries_once(monkeypatch: pytest.MonkeyPatch) -> No
         failed_row = await find_fault(client)
         for _ in range(2):  # two requests give one retry
             reply = (await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)).json()
-            assert reply["taken"] is None and "run the batch again on its folder" in reply["message"]
+            assert reply["taken"] is None and "start it again on its folder" in reply["message"]
         second = await run_batch(plan, harness.client, harness.connector)
         assert [(finished.task, finished.kind, finished.attempt) for finished in second.finished] == [
             ("once-0", "graded", 2),

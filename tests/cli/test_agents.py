@@ -120,7 +120,7 @@ def test_check_passes_for_custom_agent(tiny: Path, tmp_path: Path) -> None:
     keep = tmp_path / "a folder to keep it in, with a long name, so that the line is longer than any terminal is wide"
     done = run_cli("agents", "check", str(tiny), "--keep", keep)
     assert done.exit_code == 0, done.output
-    assert "tiny in the local sandbox: 4 turns, " in done.stdout  # it has no version
+    assert "tiny in the local sandbox (turns: 4, " in done.stdout  # it has no version
     assert done.stdout.count("│ yes │") == 9 and "│ NO" not in done.stdout
     assert "Everything was recorded.\n" in done.stdout
     [command] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)

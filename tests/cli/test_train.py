@@ -143,7 +143,7 @@ def test_resumed_run_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
     printed = io.StringIO()
     print_result(result, Console(file=printed, width=200))
     assert "50 sampled tokens, 5 per second" in printed.getvalue()
-    assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in write_files(result, tmp_path, "t").read_text()
+    assert "steps: 2, rollouts: 2, 1.0 minutes from step 2 on" in write_files(result, tmp_path, "t").read_text()
 
 
 def test_folder_without_model_is_rejected(tmp_path: Path) -> None:

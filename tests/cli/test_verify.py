@@ -88,4 +88,4 @@ def test_help_names_every_exit_code() -> None:
     assert (
         "Exit codes: 0 if no errors were found; 1 if errors were found or, with --all, a session could not be" in text
     )
-    assert "read; 2 if the requested session could not be read or a requested check could not be performed." in text
+    assert "2 if an option is invalid, the requested session could not be read, or a requested check could" in text

@@ -90,7 +90,7 @@ async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("config", "check", "state", "words"),
     [
-        (ServeConfig(), "engine call", "ok", "4 ids with log-probabilities"),
+        (ServeConfig(), "engine call", "ok", "log-probabilities for all ids (4)"),
         (ServeConfig(), "log-probabilities", "not checked", "only vLLM and SGLang have several log-probability modes"),
         (ServeConfig(), "engine clock", "not checked", "has no URL"),
         (ServeConfig(engine="gate", tokenizer="turngate/render/builtin"), "engine", "not checked", "the trainer"),

@@ -40,7 +40,9 @@ def test_undecodable_file_names_are_noted(tmp_path: Path) -> None:
     assert read_workdir(tmp_path / "work", tmp_path / "none", truncator) == {"good": "y"}
     assert read_log_tails(tmp_path, truncator) == {"home/good": "y"}
     for field, note in zip(("workdir_files", "log_tails"), truncator.notes, strict=True):
-        assert note.startswith(f"{field}: 1 files left out because their names are not valid UTF-8") and "odd-" in note
+        assert (
+            note.startswith(f"{field}: files left out because their names are not valid UTF-8 (1)") and "odd-" in note
+        )
 
 
 def test_redacted_file_is_not_noted_as_cut(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ os.symlink("/etc/passwd", "link")
     async with run_service() as service:
         result = await service.rollouts.run(service.request(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
-        assert result.workdir_files == {} and "1 files left out because their names are not valid UTF-8" in "".join(
+        assert result.workdir_files == {} and "files left out because their names are not valid UTF-8 (1)" in "".join(
             result.clamped
         )
         assert (await service.rollouts.messages(result.rollout_id)).messages
@@ -495,7 +495,7 @@ async def test_custom_endpoint_gets_no_key(hosted_endpoint: dict[str, Any]) -> N
             direct = await service.rollouts.run(that)
             assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
             assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
-            assert any("only the agent's own logs are kept" in note and "1 calls" in note for note in direct.notes)
+            assert any("only the agent's own logs are kept" in note and "1 call" in note for note in direct.notes)
             kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
             assert kinds == {"queued", "started", "stage", "ended"}
             endpoint.redirects = True

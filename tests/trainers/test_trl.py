@@ -105,5 +105,5 @@ def test_dry_run_fails_if_the_policy_fails(python: str) -> None:
 
 def test_one_rollout_example_prints_rows(python: str) -> None:
     output = run(python, "examples/trl/one_rollout.py", "--dry-run", "--sandbox", "local")
-    assert "pi on fix-add: finished, 1 turns, reward 0" in output
+    assert "pi on fix-add: finished, turns: 1, reward 0" in output
     assert re.search(r"row of \d+ tokens, 32 trained, .* advantage 0, policy version 0", output)

@@ -26,7 +26,7 @@ class ClientArguments(TypedDict, total=False):
     agent: str  # a preset (`turngate agents`), or your own TOML file
     options: Mapping[str, str]  # the agent's options
     gateway: str  # URL of a running gateway; its key is read from TURNGATE_ADMIN_KEY
-    tokenizer: str  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
+    tokenizer: str  # folder with tokenizer.json and a chat template, or a model in the Hugging Face cache
     key_env: str  # name of the environment variable with the endpoint's key
     config: ServiceConfig | Path | str  # service settings, with a catalog of endpoints
     sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface

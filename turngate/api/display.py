@@ -184,7 +184,7 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
     parts = []
     for index, turn in enumerate(shown):
         if hidden and index == len(shown) // 2:
-            parts.append(f'<div class="tg-dim">… {hidden} turns not shown; use result.show(turns=[…]) …</div>')
+            parts.append(f'<div class="tg-dim">… turns not shown: {hidden}; use result.show(turns=[…]) …</div>')
         parts.append(_render_turn(turn, remaining, tokens, full, is_open=len(shown) <= 6))
         remaining -= min(remaining, len(turn.ids))
     count = "1 turn" if len(result.turns) == 1 else f"{len(result.turns)} turns"
@@ -221,7 +221,8 @@ def _render_turn(turn: Turn, max_tokens: int, tokens: bool, full: bool, *, is_op
 
 
 def _headline(turn: Turn) -> str:
-    facts = [f"turn {turn.number}", turn.role, f"{len(turn.ids):,} tokens", turn.finish]
+    count = "1 token" if len(turn.ids) == 1 else f"{len(turn.ids):,} tokens"
+    facts = [f"turn {turn.number}", turn.role, count, turn.finish]
     if (mean := turn.mean_logprob) is not None:
         facts.append(f"mean log-probability {mean:.2f}")
     if turn.version_end:
@@ -239,7 +240,7 @@ def _color_tokens(turn: Turn, limit: int) -> str:
         chance = "log-probability unknown" if logprob is None else f"{logprob:.3f}, p {math.exp(logprob):.3f}"
         pieces.append(f'<i class="{shade}" title="{token}: {chance}">{_escape(piece)}</i>')
     hidden = len(turn.ids) - limit
-    more = f'<div class="tg-dim">{hidden:,} tokens not shown; use result.show(turns=[{turn.number}], full=True)</div>'
+    more = f'<div class="tg-dim">tokens not shown: {hidden:,}; use result.show(turns=[{turn.number}], full=True)</div>'
     return f'<div class="tg-text">{"".join(pieces)}</div>{more if hidden > 0 else ""}'
 
 
@@ -334,7 +335,7 @@ def render_text(
     shown, hidden_turns = _fit_turns(chosen, full)
     for index, turn in enumerate(shown):
         if hidden_turns and index == len(shown) // 2:
-            lines.append(Text(f"… {hidden_turns} turns not shown …", style="dim"))
+            lines.append(Text(f"… turns not shown: {hidden_turns} …", style="dim"))
         lines += _render_turn_text(turn, tokens, full)
     return Group(*lines)
 

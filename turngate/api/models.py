@@ -115,7 +115,7 @@ def _build_gateway_endpoint(url: str, model: str | Endpoint) -> Endpoint:
 def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoint:
     match = _MODEL.fullmatch(model)
     if match is None or match["kind"] not in KINDS or not match["name"]:
-        catalog = f"; the catalog has {', '.join(known)}{suggestion(model, known)}" if known else ""
+        catalog = f", or a catalog key{suggestion(model, known)}" if known else ""
         problem = f"model {redact(model)!r} is neither a catalog key nor KIND://MODEL" if model else "model is missing"
         raise BadRequest(f"{problem}; pass one {_EXAMPLE} (kinds: {', '.join(KINDS)}){catalog}", param="model")
     kind, name, url = match["kind"], match["name"], match["url"] or ""

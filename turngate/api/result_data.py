@@ -49,7 +49,8 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return float(self.logprobs.mean())
 
     def __repr__(self) -> str:
-        return sanitize_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
+        count = "1 token" if len(self.ids) == 1 else f"{len(self.ids)} tokens"
+        return sanitize_line(f"Turn({self.number}, {self.role}, {count}, {self.finish})")
 
 
 class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):

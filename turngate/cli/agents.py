@@ -143,8 +143,8 @@ def _print_report(report: CheckReport, console: Console) -> None:
     outcome = report.outcome
     agent = f"{outcome.agent} {outcome.version}".strip()
     table = Table(
-        title=f"{agent} in the {outcome.sandbox} sandbox: {outcome.turns} turns, "
-        f"{outcome.sampled_tokens} sampled tokens",
+        title=f"{agent} in the {outcome.sandbox} sandbox (turns: {outcome.turns}, "
+        f"sampled tokens: {outcome.sampled_tokens})",
         title_justify="left",
     )
     for heading in ("", "check", "seen"):

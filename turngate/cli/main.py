@@ -121,7 +121,7 @@ def doctor(options: flags.DoctorOptions) -> None:
     Exit codes:
     0 if no check failed (there may be warnings);
     1 if a check failed;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.doctor import run_checks
 
@@ -132,7 +132,8 @@ def doctor(options: flags.DoctorOptions) -> None:
 @app.command()
 def certify(
     tokenizer: Annotated[
-        str, typer.Argument(help="Folder with tokenizer.json and a chat template, or a name in the Hugging Face cache.")
+        str,
+        typer.Argument(help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache."),
     ],
     model: Annotated[str, typer.Option(help="Model name, used to choose the renderer family.")] = "",
     family: Annotated[
@@ -145,7 +146,7 @@ def certify(
     Exit codes:
     0 if every transition between turns is certified;
     1 if one is not;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.certify import certify_tokenizer
 
@@ -186,7 +187,7 @@ def run(options: flags.RunOptions) -> None:
     Exit codes:
     0 if the agent finished, regardless of its reward;
     1 if it failed, timed out or reached a limit;
-    2 if an option is invalid;
+    2 if an option is invalid or the command could not run;
     3 if something other than the agent failed;
     130 if stopped by Ctrl-C.
     """
@@ -207,7 +208,7 @@ def batch(options: flags.BatchOptions) -> None:
 
     Exit codes:
     0 if every rollout finished, regardless of its outcome;
-    2 if an option is invalid;
+    2 if an option is invalid or the command could not run;
     3 if the batch stopped early;
     130 if stopped by Ctrl-C.
     """
@@ -230,7 +231,7 @@ def train(options: flags.TrainOptions) -> None:
 
     Exit codes:
     0 if training reached the last step;
-    2 if an option is invalid;
+    2 if an option is invalid or the command could not run;
     3 if no rollout was graded;
     130 if stopped by Ctrl-C.
     """
@@ -252,7 +253,7 @@ def verify(options: flags.VerifyCommandOptions) -> None:
     Exit codes:
     0 if no errors were found;
     1 if errors were found or, with --all, a session could not be read;
-    2 if the requested session could not be read or a requested check could not be performed.
+    2 if an option is invalid, the requested session could not be read, or a requested check could not be performed.
     """
     from turngate.cli.verify import verify_sessions
 
@@ -382,7 +383,7 @@ def agents_check(
     Exit codes:
     0 if every check passed;
     1 if a check failed;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.agents import check_agent
 
@@ -484,7 +485,7 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
     Exit codes:
     0 if every task could be read;
     1 if a task could not be read;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.tasks import list_tasks
 
@@ -502,7 +503,7 @@ def tasks_check(options: flags.CheckTasksOptions) -> None:
     Exit codes:
     0 if every task passed;
     1 if a task failed;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.tasks import check_tasks
 
@@ -520,7 +521,7 @@ def tasks_make_repairs(options: flags.MakeRepairsOptions) -> None:
     Exit codes:
     0 if every source produced tasks;
     1 if the tests of a source did not run, or caught no bug;
-    2 if an option is invalid.
+    2 if an option is invalid or the command could not run.
     """
     from turngate.cli.repairs import make_repair_tasks
 

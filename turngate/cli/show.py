@@ -312,7 +312,7 @@ class _TreePrinter:
     def _turn_title(self, node: NodeView) -> Text:
         known = [p for p in node.logprobs or () if p is not None]
         role = node.role if node.evidence == self._evidence else f"{node.role} ({_explain_role(node.evidence)})"
-        facts = [f"{len(node.ids)} tokens", node.finish, role]
+        facts = ["1 token" if len(node.ids) == 1 else f"{len(node.ids)} tokens", node.finish, role]
         if known:
             facts.insert(1, f"mean log-probability {sum(known) / len(known):.2f}")
         if node.version_end:

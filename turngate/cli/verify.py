@@ -1,7 +1,4 @@
-"""`turngate verify`: verify sessions, and print the verdict on each session with its forks and their cost.
-
-The exit code is 1 if errors were found, and 2 if a requested check could not be performed.
-"""
+"""`turngate verify`: verify sessions, and print the verdict on each session with its forks and their cost."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
             "update the engine, or remove the proxy that drops them",
         )
     same_prompt = ", and received the prompt unchanged" if prompt else ""
-    return ok(f"{name}: returned {len(ids)} ids with log-probabilities in {took:.2f} s{same_prompt}")
+    return ok(f"{name}: returned log-probabilities for all ids ({len(ids)}) in {took:.2f} s{same_prompt}")
 
 
 async def _generate(

@@ -129,7 +129,7 @@ def _check_shared_store(data: str) -> CheckOutcome:
     except ConfigError as error:
         return failure(error.message, "start PostgreSQL, or correct the address in --data")
     try:
-        return ok(f"{name}: the shared store answers; {store.events.newest()} events so far")
+        return ok(f"{name}: the shared store answers; events so far: {store.events.newest()}")
     except StoreError as error:
         return failure(error.message, "check the database")
     finally:
@@ -358,8 +358,9 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
     """Check that the hard limit on open files is high enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    message = f"hard limit of {limit} open files (the gateway raises its soft limit of {soft:,} to the hard limit)"
+    message = f"limit on open files: {_format_limit(hard)}"
+    if soft != hard:
+        message += f" (the gateway raises its soft limit of {_format_limit(soft)} to this hard limit)"
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
         return [
             failure(message, "raise the hard limit (ulimit -Hn, LimitNOFILE=): an active session needs two open files")
@@ -372,6 +373,10 @@ async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
             )
         ]
     return [ok(message)]
+
+
+def _format_limit(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
 
 
 async def check_memory(context: DoctorContext) -> list[CheckOutcome]:

@@ -110,7 +110,7 @@ class Gate:
 
     async def health(self) -> list[Health]:
         status = self.queue_status()
-        detail = f"{status.waiting} calls waiting, {status.taken} taken" if status.waiting or status.taken else ""
+        detail = f"waiting calls: {status.waiting}, taken: {status.taken}" if status.waiting or status.taken else ""
         total = status.waiting + status.taken
         return [Health(self.name, True, detail, self.model, self._max_context, total)]
 

@@ -110,7 +110,7 @@ async def _wait_for_result(
     try:
         while True:
             state = rollouts.state(rollout_id)
-            message = f"rollout {rollout_id}: {state.status}, {state.stage}, {state.turns} turns"
+            message = f"rollout {rollout_id}: {state.status}, {state.stage}, turns: {state.turns}"
             await context.session.report_progress(state.wall_s, message=message)
             done, _ = await asyncio.wait({waiting}, timeout=PROGRESS_S)
             if done:

@@ -274,10 +274,11 @@ def _explain_edit(replaced: TraceTurn, number: int) -> str:
 
 
 def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
+    made = "unknown" if outcome.calls is None else outcome.calls
     return PromiseResult(
         "the trace contains every model call",
         bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
-        f"{outcome.calls} calls by the agent, {len(engine.received)} at the engine, {len(turns)} in the trace",
+        f"calls: {made} by the agent, {len(engine.received)} at the engine, {len(turns)} in the trace",
     )
 
 
@@ -336,7 +337,7 @@ def _check_transcript(outcome: Outcome) -> PromiseResult:
     return PromiseResult(
         "the agent's own transcript matches, turn by turn",
         not collected.differences and bool(collected.transcript_turns),
-        "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
+        "; ".join(collected.differences) or f"turns: {collected.transcript_turns}",
     )
 
 

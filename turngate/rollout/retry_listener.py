@@ -151,10 +151,10 @@ class RetryListener:
             return (
                 "the rollout is not finished; it is running or will be retried anyway"
                 if started
-                else "the rollout is not part of this batch"
+                else "the rollout has not started, or is not part of this batch"
             )
         if finished.kind not in _RETRYABLE:
-            return f"the rollout already has a verdict: {finished.kind}"
+            return f"the rollout already has an outcome: {finished.kind}"
         last = finished.attempt
         return "" if last == request.attempt else f"the rollout's last attempt was {last}, not {request.attempt}"
 

@@ -181,7 +181,8 @@ class HuggingFaceConnection:
             "run a command", self._sandbox.run, ["/bin/sh", "-c", script], timeout=SCRIPT_TIMEOUT_S, check=False
         )
         if result.exit_code is None or result.timed_out:
-            raise SandboxError("Hugging Face could not run a command: it was killed")
+            why = f"it took longer than {SCRIPT_TIMEOUT_S:g} s" if result.timed_out else "it was killed"
+            raise SandboxError(f"Hugging Face could not run a command: {why}")
         return result.exit_code, result.stdout + (result.stderr if result.exit_code else "")
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:

@@ -33,7 +33,7 @@ class Agents:
         self._install_lock = asyncio.Lock()  # several agents may need the same Node.js
         if self._default not in self._specs:
             raise ConfigError(
-                f"agent must be one of {', '.join(self._specs)}, not {config.agent!r}{suggestion(config.agent, list(self._specs))}",
+                f"agent: {self._default!r} is not an allowed agent{suggestion(self._default, list(self._specs))}",
                 param="agent",
             )
         for name in config.agent_options:

@@ -87,7 +87,7 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
 def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> None:
     if names:
         truncator.notes.append(
-            f"{field}: {len(names):,} files left out because their names are not valid UTF-8: {_join_first(names)}"
+            f"{field}: files left out because their names are not valid UTF-8 ({len(names):,}): {_join_first(names)}"
         )
 
 

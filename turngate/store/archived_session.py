@@ -95,7 +95,10 @@ def write_session(store: Store, archived: ArchivedSession) -> bool:
         query = "SELECT CAST(secret AS BLOB) FROM sessions WHERE id=?"
         if (known := db.execute(query, (archived.id,)).fetchone()) is not None:
             if bytes(known[0]) != archived.secret:
-                raise StoreError(f"session {archived.id}: the store already has another session with this id")
+                raise StoreError(
+                    f"session {archived.id}: the store already has another session with this id; load the archive into a "
+                    "different --data folder"
+                )
             return False
         marks = ",".join("?" * len(SESSION_COLUMNS))
         columns = ", ".join(SESSION_COLUMNS)

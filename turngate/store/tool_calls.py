@@ -84,7 +84,7 @@ class ToolCalls:
         return next(iter(self._select(session, "call=?", call)), None)
 
     def find_repeat(self, session: int, repeat: str) -> HostToolCall | None:
-        """Return the call to which its caller gave this repeat id, or None."""
+        """Return the call that was made with this idempotency key, or None."""
         return next(iter(self._select(session, "repeat=? LIMIT 1", repeat)), None)
 
     def _select(self, session: int, where: str, *values: object) -> list[HostToolCall]:

@@ -86,7 +86,7 @@ class RemoteSuite:
             )
             assert done.stderr == b""
             assert eval(done.stdout) == [awkward, "call", "/nowhere:/usr/local/bin:/usr/bin:/bin", sandbox.home]
-            with pytest.raises(SandboxError, match="allows only letters"):
+            with pytest.raises(SandboxError, match="use only letters"):
                 await sandbox.exec(["true"], env={"no-name": "x"})
 
     async def test_secret_is_in_no_argument_or_file(self, remote: Remote) -> None:

@@ -131,6 +131,6 @@ def _rope(path: Path, config: _Config) -> Rope:
 
 def _make_error(path: Path, feature: str) -> ConfigError:
     return ConfigError(
-        f"model folder: {path}: the local engine does not support {feature}; serve this model with vLLM or SGLang",
+        f"model folder: {path}: the local engine does not support {feature}; choose another model, or serve this one with vLLM or SGLang",
         param="model_folder",
     )

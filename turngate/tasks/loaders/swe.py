@@ -289,7 +289,7 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 def _image(row: SweRow, data_set: DataSet) -> str:
     """Return the image that the row names, or derive its name from the instance id.
 
-    Registries reject `__` in names, so each data set replaces it with its own separator.
+    Image names contain a data set's own separator in place of the `__` of the instance id.
     """
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):

@@ -63,7 +63,7 @@ def count_missing_rewards(
     exclusions: Exclusions,
     credited: Mapping[str, TurnAdvantages] | None = None,
 ) -> None:
-    """Count a rollout without turn rewards, or without the turn advantages in `credited`, if they are requested."""
+    """Add to `exclusions` if a rollout lacks the turn rewards, or the turn advantages in `credited`, that were requested."""
     if (choices.turn_rewards or choices.credit) and rollout.turn_rewards is None:
         exclusions.add(f"the turn rewards of a rollout: {NO_TURN_REWARDS}")
     elif credited and (missing := credited[rollout.id].missing):

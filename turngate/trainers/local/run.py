@@ -177,7 +177,7 @@ async def _evaluate(
 
 def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
     """Write the reward curve to `reward.svg` and the steps to `steps.json` in `folder`. Return the path of the curve."""
-    note = f"{len(result.steps)} steps, {sum(len(step.rewards) for step in result.steps)} rollouts"
+    note = f"steps: {len(result.steps)}, rollouts: {sum(len(step.rewards) for step in result.steps)}"
     if result.new_steps:
         since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"
         note += f", {result.seconds / 60:.1f} minutes{since}"

@@ -79,7 +79,9 @@ export function rewardText(reward) {
 export function rewardLabel(reward) {
   const kind = reward.kind === "part" ? "a part of the rollout's reward" : "in addition to the rollout's reward";
   const call = reward.call === undefined ? "" : `, for host-tool call ${reward.call}`;
-  const span = reward.end === undefined ? "" : `, for tokens ${reward.start} to ${reward.end} of the turn`;
+  const last = reward.end - 1;
+  const tokens = reward.start === last ? `token ${last}` : `tokens ${reward.start} to ${last}`;
+  const span = reward.end === undefined ? "" : `, for ${tokens} of the turn`;
   return el("span.turn-reward", { title: kind + call + span, text: rewardText(reward) });
 }
 
