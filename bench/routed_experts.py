@@ -25,7 +25,7 @@ from turngate.engines.base import Generate
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.store.journal import Journal
-from turngate.store.sqlite import NewTurn, Store
+from turngate.store.store import NewTurn, Store
 from turngate.trace.session import SessionConfig
 from turngate.trace.side_data import describe_arrays, find_first_missing, select_new
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo

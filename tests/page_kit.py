@@ -26,7 +26,7 @@ from turngate.engines.base import Engine
 from turngate.engines.scripted import Script, ScriptedTurn
 from turngate.store.events import NewEvent, insert_event
 from turngate.store.outcomes import RecordedOutcome
-from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
+from turngate.store.store import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
 from turngate.trace.message_equality import DIGEST_SIZE
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Cause, Context, ContextInfo, Node, Sampled, SampledInfo, Trace

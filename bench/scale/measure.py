@@ -41,7 +41,7 @@ from turngate.rollout.order import RolloutOrder
 from turngate.rollout.outcome import Outcome
 from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import get_backend
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.tasks.task import Task
 
 BENCH = Path(__file__).parents[1]

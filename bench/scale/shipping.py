@@ -40,7 +40,7 @@ from turngate.store.shared.pipeline import PipelinedConnection
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import Shipment, open_shipping_reader
-from turngate.store.sqlite import NewTurn, Store
+from turngate.store.store import NewTurn, Store
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE

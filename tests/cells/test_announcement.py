@@ -10,7 +10,7 @@ import pytest
 from tests.store.kit import add_session
 from turngate.gateway.cell import announcement
 from turngate.gateway.cell.announcement import AnnouncementWait
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 async def test_it_ends_with_the_announcement(tmp_path: Path) -> None:

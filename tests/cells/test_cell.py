@@ -25,7 +25,7 @@ from tests.speed import scaled
 from tests.workers.test_processes import ENV, ROOT
 from turngate.store.shared.fence import FenceStage
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.process, pytest.mark.full]
 CONNECTIONS = 5  # of a cell: see docs/scale.md

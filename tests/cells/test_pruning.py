@@ -17,7 +17,7 @@ from turngate.store import pruning
 from turngate.store.pruning import load_archive, prune
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 LATER = 100.0

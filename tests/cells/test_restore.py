@@ -21,7 +21,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.store.restores import RESHIPPED
 from turngate.store.shared.shipments import ShipmentWriter
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]

@@ -20,7 +20,7 @@ from turngate.gateway.cell.serving import LeasedFence, ServingGuard, ServingPerm
 from turngate.gateway.cell.shipping import Shipper
 from turngate.store.outbox import OpenAttempt, ShippingPosition
 from turngate.store.shipment import ConflictingShipment, Shipment
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 class Clock:

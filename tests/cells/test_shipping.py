@@ -19,7 +19,7 @@ from turngate.gateway.cell.shipping import Shipper
 from turngate.store.shared.shipments import ShipmentWriter
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import SESSION_TABLES, ConflictingShipment, RejectedShipment, read_shipments
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.tree import Sampled
 from turngate.types import SideArray
 

@@ -14,7 +14,7 @@ from turngate.cli.prune import parse_age
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.gateway import retention
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 async def record(data: Path) -> list[str]:

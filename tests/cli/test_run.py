@@ -26,7 +26,7 @@ from tests.speed import paced, scaled
 from turngate import tasks
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.bind import RunningGateway
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 

@@ -52,8 +52,8 @@ def test_example_imports_only_documented_names(example: Path) -> None:
 def test_internal_import_is_found(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text(
-        "import turngate as tg\nfrom turngate.cli.train import train_model\nimport turngate.store.sqlite\n"
+        "import turngate as tg\nfrom turngate.cli.train import train_model\nimport turngate.store.store\n"
     )
-    assert list(find_imports(example)) == ["turngate.cli.train.train_model", "turngate.store.sqlite"]
+    assert list(find_imports(example)) == ["turngate.cli.train.train_model", "turngate.store.store"]
     names, modules = read_public_names()
     assert "turngate.run" in names and "turngate.rollout.plan.BatchPlan" in names and "turngate.errors" in modules

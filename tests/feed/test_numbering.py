@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kit import MEMORY_FOLDER
 from turngate.store.events import NewEvent, new_event
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import SessionConfig
 
 SESSIONS = 8

@@ -19,7 +19,7 @@ from turngate.errors import StoreError
 from turngate.gateway import eviction
 from turngate.gateway.eviction import Evictor
 from turngate.gateway.loading import TimeSlicer, TraceLoader
-from turngate.store.sqlite import SessionLoading, Store
+from turngate.store.store import SessionLoading, Store
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import RefusedCalls
 

@@ -10,7 +10,7 @@ import httpx
 from tests.kit import Running
 from tests.store.kit import add_session, finish_rollout
 from turngate.store.projects import SCOPE_NAMES
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 Json = Any
 # The service's tools that name a rollout, with their other arguments.

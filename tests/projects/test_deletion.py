@@ -18,7 +18,7 @@ from turngate.store.audit import NewAuditEntry
 from turngate.store.location import count_unfinished
 from turngate.store.projects import ApiKey, ProjectRow, locate_project
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 CREATED = NewAuditEntry("operator", "acme", "project created", "acme")
 DELETED = NewAuditEntry("operator", "acme", "project deleted", "acme")

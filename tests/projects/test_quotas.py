@@ -18,7 +18,7 @@ from turngate.gateway.quotas import DAY_S, PARTS, ProjectQuota, QuotaKeeper, _Pa
 from turngate.store.projects import Quotas
 from turngate.store.quotas import QuotaTable
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 
 

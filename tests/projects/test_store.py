@@ -12,7 +12,7 @@ from turngate.errors import Conflict, NotFound, StoreError
 from turngate.store.audit import NewAuditEntry
 from turngate.store.projects import ApiKey, ProjectRow, Quotas, locate_project
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 ENTRY = NewAuditEntry("operator", "acme", "project created", "acme", {"weight": 1.0})
 

@@ -20,7 +20,7 @@ from turngate.errors import ConfigError, Unauthorized
 from turngate.gateway.events import LARGEST, PAGE, Events
 from turngate.store import events as store_events
 from turngate.store.events import GatewayEvent
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 HELLO = lambda request, index: say("Hello.")  # noqa: E731
 

@@ -507,7 +507,7 @@ async def test_page_views_run_in_page_thread(tmp_path: Path, monkeypatch: pytest
     """Lists and traces are built in the page's own thread."""
     import threading
 
-    from turngate.store.sqlite import Store
+    from turngate.store.store import Store
     from turngate.views.overview import Overview
     from turngate.views.rollout import RolloutView
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kit import gateway, say, user
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.views.session import SessionView
 
 PATHS = (

@@ -20,7 +20,7 @@ from turngate.errors import ConfigError
 from turngate.gateway.events import Events
 from turngate.store import outcomes
 from turngate.store.outcomes import decode_outcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 HI = [user("Hi")]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.renderer_fixtures import renderers  # noqa: F401
 from tests.store.kit import open_shared
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _POSTGRES = pytest.param("postgres", marks=[pytest.mark.needs("postgres"), pytest.mark.full])
 

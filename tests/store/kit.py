@@ -14,7 +14,7 @@ from turngate.common.database_url import parse_database_url
 from turngate.store.events import NewEvent, insert_event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_PREAMBLE, _INSERT_SAMPLED, NewTurn, Store, _node_row
+from turngate.store.store import _INSERT_CONTEXT, _INSERT_PREAMBLE, _INSERT_SAMPLED, NewTurn, Store, _node_row
 from turngate.trace.session import SessionConfig
 from turngate.trace.side_data import describe_arrays
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo

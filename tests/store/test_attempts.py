@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from turngate.errors import Conflict
 from turngate.store.events import new_event
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import SessionConfig, Status
 
 OPEN, GIVE_UP, GRADED, FAULT, CANCEL = "open", "give up", "graded", "infrastructure fault", "cancel"

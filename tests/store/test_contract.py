@@ -13,7 +13,7 @@ from turngate.dialects.base import ReplyRecord
 from turngate.errors import StoreError
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
 from turngate.store.queries import EventTotals, TimeBucket, TurnTotals
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import SessionConfig
 from turngate.trace.turn_rewards import TurnReward
 

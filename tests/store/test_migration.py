@@ -25,7 +25,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.loading import TimeSlicer, TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.schema import SCHEMA_VERSION
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import SessionViews

@@ -16,7 +16,7 @@ from turngate.store import pruning, retention
 from turngate.store.archived_session import read_session
 from turngate.store.pruning import load_archive, prune
 from turngate.store.session_archive import SessionArchive
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import SessionConfig
 from turngate.types import SideArray
 

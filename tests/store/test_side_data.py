@@ -9,7 +9,7 @@ from tests.store.kit import add_session, turn_with
 from turngate.errors import StoreError
 from turngate.store import side_data
 from turngate.store.side_data import split_array
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import SideArray
 
 EXPERTS = SideArray("routed_experts", -3, np.arange(4 * 6, dtype=np.uint16).reshape(4, 2, 3))

@@ -17,7 +17,7 @@ from tests.exact.test_rows import SYSTEM, say, talk, user
 from turngate.errors import ConfigError, StoreError
 from turngate.store.events import new_event
 from turngate.store.journal import Journal
-from turngate.store.sqlite import NewTurn, Store
+from turngate.store.store import NewTurn, Store
 from turngate.trace.sample import build_samples
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo

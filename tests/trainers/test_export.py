@@ -25,7 +25,7 @@ from turngate.cli import options as cli_options
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, RolloutFilter, areal, export, tinker

@@ -29,7 +29,7 @@ from turngate.engines.scoring import Span, TokenScores, VLLMScoring
 from turngate.errors import ConfigError, EngineError, EngineUnavailable
 from turngate.store.pruning import prune
 from turngate.store.score_cache import CACHE_FILE, digest_turns
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.sample import RowSpan
 from turngate.trainers.export import ExportResult
 from turngate.trainers.export.side_data import decode_columns

@@ -20,7 +20,7 @@ import pytest
 from turngate.errors import NotFound, StoreError
 from turngate.server.app import Gateway
 from turngate.store.outcomes import DamagedOutcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.verify import Renderers, Scorer, SessionReader, Verdict, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 

@@ -16,7 +16,7 @@ from turngate.store.location import open_all_projects
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.pruning import PruneResult, load_archive, locate_archive, prune
 from turngate.store.session_archive import SessionArchive
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 

@@ -12,7 +12,7 @@ from turngate.doctor.context import DoctorContext
 from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.errors import ConfigError
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _LATE_S = 60.0  # a session that should have been shipped this long ago is late
 

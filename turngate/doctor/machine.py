@@ -27,7 +27,7 @@ from turngate.errors import ConfigError, StoreError
 from turngate.server.auth import METRICS_KEY, metrics_key
 from turngate.server.bind import find_running_gateway
 from turngate.store.location import open_store_for_reading
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.spans import is_enabled
 
 # Extra → a module that it installs.

@@ -28,7 +28,7 @@ from turngate.client.protocol import (
 from turngate.errors import NotFound, StoreError
 from turngate.store.feeds import DeliveryMember, FeedRow
 from turngate.store.restores import RESHIPPED
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.prefix_tree import build_tree
 from turngate.trace.roles import assign_roles

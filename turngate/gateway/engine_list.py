@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from turngate.client.protocol import EngineState
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 log = logging.getLogger("turngate")
 _SETTING = "engines"

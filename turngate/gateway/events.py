@@ -17,7 +17,7 @@ import msgspec
 
 from turngate.errors import BadRequest
 from turngate.store.events import GatewayEvent, new_event
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import SESSION_ID
 from turngate.types import BATCH_STREAM, Json
 

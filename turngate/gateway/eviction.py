@@ -18,7 +18,7 @@ from functools import cache, partial
 from turngate.common import clock
 from turngate.errors import NotFound
 from turngate.gateway.sessions import Sessions
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 

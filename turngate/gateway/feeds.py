@@ -34,7 +34,7 @@ from turngate.gateway.fence import Fence
 from turngate.store.events import new_event
 from turngate.store.feeds import FeedRow, IncompleteGroup
 from turngate.store.reader import StoreReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.mismatch import MismatchAlarm, check_lags, find_alarms
 from turngate.types import Json

@@ -6,7 +6,7 @@ import msgspec
 
 from turngate.engines.weights import PolicyWeights
 from turngate.store.events import NewEvent
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _VERSION = "policy_version"
 _HELD = "fence_held"  # the time until which calls are held; empty: not held

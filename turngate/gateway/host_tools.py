@@ -15,7 +15,7 @@ from turngate.client.protocol import ToolCallView
 from turngate.common import clock
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.store.tool_calls import HostToolCall
 from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.session import Session

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from turngate.errors import NotFound
-from turngate.store.sqlite import SessionLoading, SessionRow, Store
+from turngate.store.store import SessionLoading, SessionRow, Store
 from turngate.trace.session import Session
 
 _SLICE_S = 0.005

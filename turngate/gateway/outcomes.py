@@ -12,7 +12,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.sessions import Sessions
 from turngate.store.events import new_event
 from turngate.store.outcomes import RecordedOutcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.session import Session
 from turngate.trace.turn_rewards import (

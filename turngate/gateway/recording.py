@@ -22,7 +22,7 @@ from turngate.gateway.refusals import MAX_CHARS, digest_request
 from turngate.gateway.sampling import find_constraint_bias
 from turngate.store.events import new_event
 from turngate.store.journal import Journal
-from turngate.store.sqlite import NewTurn
+from turngate.store.store import NewTurn
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.fork_cause import find_fork_cause
 from turngate.trace.message_equality import argument_sizes, exact_digest, meaning_digest, reasoning_digest

@@ -26,7 +26,7 @@ from turngate.dialects.responses_items import (
 )
 from turngate.errors import NotFound, TooLarge
 from turngate.store.replies import PathNode, StoredReply
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 from turngate.types import Call, Done, History, Message

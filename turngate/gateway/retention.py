@@ -15,7 +15,7 @@ from turngate.gateway.events import Events
 from turngate.store.location import open_store
 from turngate.store.pruning import PruneResult, prune
 from turngate.store.session_archive import SessionArchive
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 log = logging.getLogger("turngate")
 _FIRST_S = 5.0  # after the start

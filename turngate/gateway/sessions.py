@@ -1,7 +1,7 @@
 """The lifecycle of sessions: open, find, seal, cancel and delete.
 
 `Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals idle
-sessions, and `staleness.py` cancels sessions that no feed can use any more.
+sessions, and `stale_sessions.py` cancels sessions that no feed can use any more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.gateway.loading import SharedLoads, SlicedReader, TimeSlicer
 from turngate.store.events import new_event
 from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.score_cache import locate_store_cache, remove_scores
-from turngate.store.sqlite import SessionRow, Store
+from turngate.store.store import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.host_tools import check_tools

@@ -25,7 +25,7 @@ from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.replicas import KEEP_CALLS, ReplicaResult, ReplicaSet, load_error
-from turngate.gateway.staleness import StaleSessions
+from turngate.gateway.stale_sessions import StaleSessions
 from turngate.store.events import new_event
 from turngate.types import Json
 

@@ -40,7 +40,7 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replies import ReplyArchive
 from turngate.gateway.retention import SessionPruner
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.staleness import StaleSessions
+from turngate.gateway.stale_sessions import StaleSessions
 from turngate.gateway.turn import PipelineSettings, TurnPipeline
 from turngate.gateway.weights import LocalBarrier, WeightUpdates
 from turngate.render import Renderer
@@ -68,7 +68,7 @@ from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.projects import DEFAULT_PROJECT, Caller
 from turngate.store.pruning import locate_archive
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Json, Mode

@@ -17,7 +17,7 @@ from turngate.store.attempts import AttemptRow
 from turngate.store.checksums import UNDELIVERED, node_checksum
 from turngate.store.connection import StoreConnection
 from turngate.store.shipment import NODE_COLUMNS, SESSION_COLUMNS, SESSION_TABLES
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 Row = tuple[Any, ...]
 ARCHIVED_TABLES = {**SESSION_TABLES, "events": ("time", "kind", "data")}  # the columns of each table

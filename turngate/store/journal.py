@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from turngate.errors import StoreError
-from turngate.store.sqlite import NewTurn, Store
+from turngate.store.store import NewTurn, Store
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.tree import RefusedCalls
 

@@ -11,7 +11,7 @@ from turngate.errors import NoRecordings
 from turngate.store.connection import Durability
 from turngate.store.projects import DEFAULT_PROJECT, locate_project
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 def open_store(

@@ -19,7 +19,7 @@ from turngate.store.projects import DEFAULT_PROJECT
 from turngate.store.retention import OldSession
 from turngate.store.score_cache import locate_store_cache, remove_orphans
 from turngate.store.session_archive import SessionArchive
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _REMOVED = 10  # sessions per transaction
 _FILE_SESSIONS = 1000

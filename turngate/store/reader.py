@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from turngate.errors import StoreError
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError, StoreError
-from turngate.store.database import SqliteDatabase
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.sqlite import SqliteDatabase
+from turngate.store.store import Store
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs
 
 log = logging.getLogger("turngate")

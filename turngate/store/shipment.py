@@ -16,7 +16,7 @@ from turngate.errors import StoreError
 from turngate.store.binary_format import Row, encode_nodes
 from turngate.store.checksums import UNDELIVERED, join_fields, key_difference, rekey_checksums
 from turngate.store.outbox import UnshippedSession
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 _SESSION = "id, secret, CAST(config AS BLOB), opened, closed, status, vocabulary, stop"
 # The tables with rows that belong to a session, each with its columns except the session's key.

@@ -1,480 +1,304 @@
-"""The store: sessions and their traces. Each turn is written in one transaction.
-
-Each node has a checksum, so a damaged trace is detected and never trained on. `docs/decisions/0003-durability.md` gives the cost of each
-durability setting.
-"""
+"""The SQLite file of the store: connections, transactions, locks between workers, and checkpoints."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import math
+import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
-import numpy as np
+from typing import IO
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
-from turngate.errors import StoreError
-from turngate.store.attempts import AttemptTable, register_attempt, release_attempt, settle_attempt
-from turngate.store.audit import AuditTable
-from turngate.store.checksums import UNDELIVERED, node_checksum
-from turngate.store.columns import as_name, as_number, as_text
-from turngate.store.connection import FOR_UPDATE, LOCK_FEEDS, Database, Durability, StoreConnection
-from turngate.store.database import SqliteDatabase
-from turngate.store.events import EventTable, NewEvent, insert_optional_event
-from turngate.store.feeds import FeedLog
-from turngate.store.outbox import OutboxTable
-from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
-from turngate.store.projects import ProjectTable
-from turngate.store.queries import RolloutQueries
-from turngate.store.quotas import QuotaTable
-from turngate.store.refusals import Refusals
-from turngate.store.replies import ReplyTable
-from turngate.store.restores import RestoreLog
-from turngate.store.retention import Retention
-from turngate.store.schema import (
-    BEFORE_ATTEMPTS,
-    BEFORE_EVENTS,
-    BEFORE_FEEDS,
-    BEFORE_PROJECTS,
-    BEFORE_REFUSALS,
-    BEFORE_RESTORES,
-    BEFORE_SIDE_DATA,
-)
-from turngate.store.side_data import SideDataTable
-from turngate.store.tool_calls import ToolCalls
-from turngate.trace.session import Session, SessionConfig, Status
-from turngate.trace.tree import Context, ContextInfo, Node, RefusedCalls, Sampled, SampledInfo
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, SideArray
-
-T = TypeVar("T")
+from turngate.errors import ConfigError, NoRecordings, StoreError
+from turngate.store.audit import SQLITE_AUDIT_GUARD
+from turngate.store.columns import decode_text
+from turngate.store.connection import Durability
+from turngate.store.lock import lock_folder
+from turngate.store.migration import finish_upgrade, prepare_upgrade
+from turngate.store.schema import BEFORE_EVENTS, READABLE_VERSIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger("turngate")
-_context_info = msgspec.msgpack.Decoder(ContextInfo)
-_sampled_info = msgspec.msgpack.Decoder(SampledInfo)
-_encode_info = msgspec.msgpack.Encoder().encode
-_DAMAGED_SETTINGS = "its settings are damaged on disk"
-_DAMAGED_ROW = "its row is damaged on disk"
-_FIRST_ID = -(2**63)  # a damaged id may be negative
-# id, parent, kind, ids, log-probabilities, info, messages, delivered, checksum
-_NodeRow = tuple[int, int | None, str, bytes, bytes | None, bytes, bytes, int, int]
 
 
-class SessionRow(msgspec.Struct, frozen=True):
-    """One row of the sessions table. It does not include the trace."""
+class SqliteDatabase:
+    """One SQLite file, with one connection for writing and one for each thread that reads.
 
-    key: int
-    id: str
-    config: SessionConfig
-    opened: float
-    closed: float | None
-    status: Status
-    stop: str
-    vocabulary: str
-    damaged: str = ""  # which part cannot be read; set only in listings, because loading such a session fails
-
-
-class _SessionColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The columns of a session besides its key, id and settings. They are validated, since SQLite stores any type in any column."""
-
-    opened: float
-    closed: float | None
-    status: Status
-    stop: str
-    vocabulary: str
-
-
-class NewTurn(msgspec.Struct, frozen=True):
-    """The nodes and data that one turn adds to a trace. `context` is None if the context is already stored."""
-
-    session: int
-    context: Context | None
-    context_messages: bytes  # a JSON list
-    sampled: Sampled
-    message: bytes  # JSON
-    preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None if already stored
-    event: NewEvent | None = None  # the event that announces this turn
-    side: tuple[SideArray, ...] = ()
-
-
-class SessionLoading:
-    """A session that is being loaded. Its nodes are added one by one, in the order of their ids."""
-
-    def __init__(self, row: SessionRow, refused: RefusedCalls | None) -> None:
-        self.session = session = Session(row.id, row.key, row.config, row.opened)
-        session.status, session.stop = row.status, row.stop
-        session.truncated = row.stop == "context_tokens"
-        session.vocabulary = row.vocabulary
-        session.trace.refused = refused
-        self.next_id = _FIRST_ID  # the lowest id that the next node may have
-        self._by_id: dict[int, Node] = {}
-
-    def add(self, row: _NodeRow) -> None:
-        """Add the next node. Raise `StoreError` if it is damaged."""
-        session, trace = self.session, self.session.trace
-        node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum = row
-        fields = (node_id, parent_id, kind, ids, logprobs, info, messages)
-        if not _is_intact(session.key, fields, delivered, checksum):
-            raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
-        parent = None if parent_id is None else self._by_id.get(parent_id)
-        tokens = np.frombuffer(ids, ID_DTYPE)
-        if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
-            context = Context(node_id, parent, tokens, _decode_info(_context_info, info, session.id, node_id))
-            trace.add_context(context)
-            self._by_id[node_id] = context
-        elif kind == "sampled" and isinstance(parent, Context):
-            scores = None if logprobs is None else np.frombuffer(logprobs, LOGPROB_DTYPE)
-            sampled = Sampled(node_id, parent, tokens, scores, _decode_info(_sampled_info, info, session.id, node_id))
-            sampled.delivered = bool(delivered)
-            trace.add_sampled(sampled)
-            session.count_turn(sampled)
-            session.last_used = max(session.last_used, sampled.info.ended)
-            self._by_id[node_id] = sampled
-        else:
-            raise StoreError(
-                f"session {session.id}: node {node_id} is not a valid child of node {parent_id}; the trace cannot be used"
-            )
-        self.next_id = node_id + 1
-
-
-class Store:
-    """Sessions, their traces, and settings.
-
-    Methods block, but are short. Each method that writes uses one transaction, except `probe`, and `commit` for turns with side data.
+    Transactions are short and block the calling thread.
     """
 
+    durability: Durability
+    _readers: _Readers | None
+
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
-        self._use(SqliteDatabase(folder, durability, shard))
+        self.path = folder / "turngate.db"
+        self.durability = durability
+        self.version = SCHEMA_VERSION
+        # If several workers share the folder, the front process has locked the folder, and each worker locks its writes instead.
+        shared = shard.workers > 1
+        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
+        self._shared = shared
+        try:
+            self._db = _connect(self.path)
+            try:
+                self._lock()
+                try:
+                    self._prepare()
+                finally:
+                    self._unlock()
+            except BaseException:
+                self._db.close()
+                raise
+        except (sqlite3.DatabaseError, ConfigError) as error:
+            self._lock_file.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
+                param="data",
+            ) from None
+        self._readers = _Readers(self.path)
+        self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
+        self._stopping = threading.Event()
+        self._checkpoints: threading.Thread | None = None
+        if shard.number == 0:  # the first worker runs the checkpoints of all workers
+            self._checkpoints = threading.Thread(target=self._run_checkpoints, name="turngate-checkpoint", daemon=True)
+            self._checkpoints.start()
 
     @classmethod
-    def reading(cls, folder: Path) -> Store:
-        """Open the store in a folder read-only. Another process may be writing to it."""
-        store = cls.__new__(cls)
-        store._use(SqliteDatabase.open_for_reading(folder))
-        return store
+    def open_for_reading(cls, folder: Path) -> SqliteDatabase:
+        """Open the database in a folder read-only. Another process may be writing to it."""
+        database = cls.__new__(cls)
+        database._connect_for_reading(folder)
+        return database
 
-    def open_reader(self) -> Store:
-        """Open the same store read-only, over a new connection."""
-        assert isinstance(self.database, SqliteDatabase)
-        return Store.reading(self.database.path.parent)
-
-    def _use(self, database: Database) -> None:
-        self.database = database
-        self.durability = database.durability
-        self._writing, self._reading, self.snapshot, self.close = (
-            database.writing,
-            database.reading,
-            database.snapshot,
-            database.close,
-        )
-        self._add_tables(database.version)
-
-    def _add_tables(self, version: int) -> None:
-        self.outbox = OutboxTable(self._writing, self._reading, has_tables=version > BEFORE_ATTEMPTS)
-        self.events = EventTable(self.database, self.outbox.add_event)
-        self.feeds = FeedLog(self._writing, self._reading, has_tables=version > BEFORE_FEEDS)
-        self.outcomes = Outcomes(
-            self._writing,
-            self._reading,
-            self._settle_outcome,
-            self.feeds.enter_outcome,
-            has_tables=version > BEFORE_EVENTS,
-        )
-        self.attempts = AttemptTable(self._writing, self._reading, has_tables=version > BEFORE_ATTEMPTS)
-        self.tool_calls = ToolCalls(self._writing, self._reading)
-        self.replies = ReplyTable(self._writing, self._reading)
-        self.refusals = Refusals(self._writing, self._reading, has_tables=version > BEFORE_REFUSALS)
-        self.side_data = SideDataTable(self._writing, self._reading, has_tables=version > BEFORE_SIDE_DATA)
-        self.queries = RolloutQueries(self._reading)
-        self.restores = RestoreLog(self._writing, self._reading)
-        self.retention = Retention(self._writing, self._reading, has_tables=version > BEFORE_RESTORES)
-        self.projects = ProjectTable(self._writing, self._reading, has_tables=version > BEFORE_PROJECTS)
-        self.quotas = QuotaTable(self._writing, self._reading)
-        self.audit = AuditTable(self._writing, self._reading, has_tables=version > BEFORE_PROJECTS)
-
-    def add_session(
-        self,
-        session_id: str,
-        secret: bytes,
-        config: SessionConfig,
-        opened: float,
-        vocabulary: str = "",
-        event: NewEvent | None = None,
-    ) -> int:
-        """Add a session and its attempt, and return the session's key.
-
-        Raise `KeyError` if the id is taken, or `Conflict` if the attempt cannot be registered.
-        """
-        row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
-        with self._writing() as db:
-            added = db.execute(
-                "INSERT INTO sessions (id, secret, config, opened, status, vocabulary) VALUES (?,?,?,?,?,?)"
-                " ON CONFLICT DO NOTHING RETURNING key",
-                row,
-            ).fetchone()
-            if added is None:
-                raise KeyError(session_id)
-            register_attempt(db, config.rollout or session_id, config.attempt, session_id, opened, self.outbox.cell)
-            self.outbox.add_open(db, added[0])
-            insert_optional_event(db, event)
-            return int(added[0])
-
-    def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
-        with self._writing() as db:
-            db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
-            self.outbox.add_ended(db, key, closed, cancelled=status == "cancelled")
-            insert_optional_event(db, event)
-
-    def note_stop(self, key: int, stop: str) -> None:
-        """Record which limit a session has reached. The session stays open."""
-        with self._writing() as db:
-            db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
-
-    def delete_session(self, key: int, event: NewEvent | None = None) -> None:
-        """Delete a session and everything recorded for it, including its events. `event` announces the deletion."""
-        with self._writing() as db:
-            sessions = db.execute(f"SELECT id FROM sessions WHERE key=? {FOR_UPDATE}", (key,)).fetchall()
-            for (session_id,) in sessions:
-                release_attempt(db, session_id)
-            self.retention.delete_rows(db, [key])
-            insert_optional_event(db, event)
-
-    def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
-        """Settle the attempt of a session whose outcome is being written. Return whether the outcome counts. If so, lock the feeds."""
-        self.outbox.add_outcome(db, session_id)
-        counts = settle_attempt(db, session_id, outcome)
-        if counts:
-            db.execute(LOCK_FEEDS).fetchall()
-        return counts
-
-    def find(self, session_id: str) -> SessionRow | None:
-        return next(self._rows("WHERE id=?", (session_id,)), None)
-
-    def find_key(self, key: int) -> SessionRow | None:
-        """Return the session with this key, or None. Unlike ids, keys are never reused after a session is deleted."""
-        return next(self._rows("WHERE key=?", (key,)), None)
-
-    def find_secret(self, secret: bytes) -> SessionRow | None:
-        return next(self._rows("WHERE secret=?", (secret,)), None)
-
-    def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Return sessions with keys below `before`, newest first. Damaged sessions are included and marked."""
-        wheres, values = ["key < ?"], [before if before is not None else 2**62]
-        parameters: list[object] = list(values)
-        if status is not None:
-            wheres.append("status = ?")
-            parameters.append(status)
-        where = f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?"
-        rows = list(self._rows(where, (*parameters, limit), marked=True))
-        outcomes = self.outcomes.read([row.key for row in rows])
-        damaged = {key for key, outcome in outcomes.items() if isinstance(outcome, DamagedOutcome)}
-        return [
-            msgspec.structs.replace(row, damaged=row.damaged or DAMAGED_OUTCOME) if row.key in damaged else row
-            for row in rows
-        ]
-
-    def ids(self, limit: int) -> list[str]:
-        """Return the ids of the newest sessions, newest first. Damaged sessions are included."""
-        with self._reading() as db:
-            rows = db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,)).fetchall()
-        return [as_name(session) for (session,) in rows]
-
-    def open_sessions(self) -> list[tuple[str, bytes, float]]:
-        """Return the id, secret digest and opening time of each open session."""
-        with self._reading() as db:
-            rows = db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
-        return [(as_name(session), secret, as_number(opened)) for session, secret, opened in rows]
-
-    def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
-        """Read session rows. If one is damaged, raise `StoreError` or, with `marked`, mark it."""
-        columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
-        with self._reading() as db:
-            rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
-        for key, session_id, config, *rest in rows:
-            row, damaged = _read_session_row(key, session_id, config, rest)
-            if damaged and not marked:
-                raise StoreError(f"session {row.id}: {damaged}")
-            yield row
-
-    def commit(self, turns: Sequence[NewTurn]) -> None:
-        """Write turns in one transaction. Their side data is written before that, in other transactions."""
-        for turn in turns:
-            if turn.side:
-                self.side_data.write(turn.session, turn.sampled.id, turn.side)
-        with self._writing() as db:
-            for turn in turns:
-                if turn.preamble is not None:
-                    db.execute(_INSERT_PREAMBLE, (turn.session, *turn.preamble))
-                if turn.context is not None:  # a repeated call may already have stored it
-                    row = _node_row(turn.session, turn.context, turn.context_messages)
-                    db.execute(_INSERT_CONTEXT, row)
-                row = _node_row(turn.session, turn.sampled, turn.message)
-                if db.execute(_INSERT_SAMPLED, (*row, turn.session)).rowcount != 1:
-                    raise StoreError("cannot record the turn: its session was deleted")
-                insert_optional_event(db, turn.event)
-
-    def mark_undelivered(self, session: int, node: int) -> None:
-        with self._writing() as db:
-            # SQLite has no XOR operator; (a | b) - (a & b) is equivalent.
-            db.execute(
-                "UPDATE nodes SET delivered=0, checksum=(checksum | ?) - (checksum & ?)"
-                " WHERE session=? AND id=? AND delivered=1",
-                (UNDELIVERED, UNDELIVERED, session, node),
+    def _connect_for_reading(self, folder: Path) -> None:
+        path = folder / "turngate.db"
+        if not path.is_file():
+            raise NoRecordings(folder)
+        self.path = path
+        self.durability = "process"
+        try:
+            self._db = _connect(path)
+            self._db.execute("PRAGMA query_only=ON")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"data: {path} cannot be read ({error}); restore it from a backup or choose another --data folder",
+                param="data",
+            ) from None
+        if version not in READABLE_VERSIONS:
+            self._db.close()
+            raise ConfigError(
+                f"data: {path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
+                "use the turngate version that wrote it",
+                param="data",
             )
+        self._readers = None  # None: only one thread uses this database
+        self._mutex = threading.Lock()
+        self._checkpoints = None
+        self._lock_file = None
+        self._shared = False
+        self.version = int(version)
 
-    def load(self, row: SessionRow) -> Session:
-        """Load a session with its whole trace. Raise `StoreError` if the trace is damaged."""
-        loading = SessionLoading(row, self.refusals.find(row.key))
-        self.continue_loading(loading, math.inf)
-        return loading.session
+    def _prepare(self) -> None:
+        self.path.chmod(0o600)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
+        # Checkpoints sync the file, so a separate thread runs them and turns do not wait.
+        self._db.execute("PRAGMA wal_autocheckpoint=0")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, *READABLE_VERSIONS):
+            raise ConfigError(
+                f"data: {self.path} has schema version {version}, but this turngate supports {READABLE_VERSIONS[0]} to {SCHEMA_VERSION}; "
+                "use the turngate version that wrote it",
+                param="data",
+            )
+        prepare_upgrade(self._db, version)
+        self._db.executescript(SCHEMA + SQLITE_AUDIT_GUARD)
+        if version == BEFORE_EVENTS:
+            # Older versions numbered events from their start time in milliseconds. New numbers must be higher than those.
+            self._db.execute(
+                "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
+                " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
+                (int(time.time() * 1000),),
+            )
+        finish_upgrade(self._db, version)
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
-    def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
-        """Load more nodes of a session, for about this much CPU time but at least one node. Return whether all nodes are loaded.
+    def close(self) -> None:
+        if self._checkpoints is not None:
+            self._stopping.set()
+            self._checkpoints.join()
+        with self._mutex:
+            self._db.close()
+        if self._readers is not None:
+            self._readers.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
-        Raise `StoreError` if the trace is damaged.
-        """
-        end = time.thread_time() + seconds
-        with self._reading() as db:
-            rows = db.execute(_SELECT_NODES, (loading.session.key, loading.next_id))
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Make all reads inside the block see the same data. Only for a database that has its own connection (`Store.open_reader`)."""
+        with self.reading() as db:
+            db.execute("BEGIN")
             try:
-                for row in rows:
-                    loading.add(row)
-                    if time.thread_time() > end:
-                        return False
+                yield
             finally:
-                rows.close()  # while the query is open, other reads over this connection do not see newer data
-        return True
+                db.execute("ROLLBACK")
 
-    def messages(self, session: int) -> dict[int, bytes]:
-        """Return the messages of each node as JSON: a list for a context, one message for a sampled node."""
-        with self._reading() as db:
-            return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
+    def writing(self) -> _Transaction:
+        return _Transaction(self)
 
-    def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Return the number of turns and of roots of each session, by key, for keys from `first` to `last`.
+    def begin(self) -> sqlite3.Connection:
+        self._mutex.acquire()
+        try:
+            # Without this lock, SQLite would poll until another worker's transaction ends, which starves some workers.
+            self._lock()
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+            except BaseException:
+                self._unlock()
+                raise
+        except BaseException:
+            self._mutex.release()
+            raise
+        return self._db
 
-        Sessions without nodes are omitted.
-        """
-        query = (
-            "SELECT session, count(*) FILTER (WHERE kind='sampled'), count(*) FILTER (WHERE parent IS NULL)"
-            " FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
-        )
-        with self._reading() as db:
-            return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
+    def end(self, *, keep: bool) -> None:
+        try:
+            if keep:
+                self._db.execute("COMMIT")
+        except BaseException:
+            keep = False
+            raise
+        finally:
+            if not keep:
+                self._roll_back()
+            self._unlock()
+            self._mutex.release()
 
-    def preambles(self, session: int) -> dict[bytes, tuple[bytes, bytes]]:
-        with self._reading() as db:
-            rows = db.execute(
-                "SELECT digest, CAST(tools AS BLOB), CAST(kwargs AS BLOB) FROM preambles WHERE session=?", (session,)
-            ).fetchall()
-        return {digest: (tools, kwargs) for digest, tools, kwargs in rows}
+    def _lock(self) -> None:
+        if self._shared and self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
 
-    def setting(self, name: str) -> str | None:
-        with self._reading() as db:
-            row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
-        return None if row is None else row[0]
+    def _unlock(self) -> None:
+        if self._shared and self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
-    def settings_with(self, prefixes: tuple[str, ...]) -> dict[str, str]:
-        """Return the settings with names that start with one of these prefixes."""
-        with self._reading() as db:
-            rows = db.execute("SELECT name, value FROM settings").fetchall()
-        return {name: value for name, value in rows if as_text(name).startswith(prefixes)}
+    def _roll_back(self) -> None:
+        try:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:  # the caller needs the original error
+            log.warning("could not roll back a transaction: %s", error)
 
-    def set_setting(self, name: str, value: str, event: NewEvent | None = None) -> None:
-        self.set_settings({name: value}, event)
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            yield self._db if self._readers is None else self._readers.get()
+        except sqlite3.Error as error:
+            raise StoreError(f"the store cannot be read ({error})") from error
 
-    def set_settings(self, values: Mapping[str, str], event: NewEvent | None = None) -> None:
-        """Write several settings in one transaction."""
-        with self._writing() as db:
-            for setting in values.items():
-                db.execute(_SET_SETTING, setting)
-            insert_optional_event(db, event)
+    def newest_event(self) -> int:
+        with self.reading() as db:
+            row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
+        return 0 if row is None else int(row[0])
 
-    def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a setting's value with `change(old value)` in one transaction, so that no concurrent change is lost."""
-        with self._writing() as db:
-            # A setting that does not exist cannot be locked, so it is added first.
-            is_new = db.execute("INSERT INTO settings VALUES (?,'') ON CONFLICT DO NOTHING", (name,)).rowcount == 1
-            (old,) = db.execute(f"SELECT value FROM settings WHERE name=? {FOR_UPDATE}", (name,)).fetchone()
-            db.execute(_SET_SETTING, (name, change(None if is_new else old)))
+    def used_bytes(self) -> int:
+        """Return the size of the pages that are in use. Free pages are not included, because new data will reuse them."""
+        with self.reading() as db:
+            count, free, size = (
+                db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+            )
+        return int((count - free) * size)
 
-    def probe(self) -> None:
-        """Write as much data as a large turn has. Raise `StoreError` if the store cannot be written to."""
-        self.set_setting("probe", "x" * 256_000)
-        self.set_setting("probe", "ok")
+    def change_count(self) -> int:
+        with self.reading() as db:
+            (version,) = db.execute("PRAGMA data_version").fetchone()
+        return int(version)
 
-
-_SELECT_NODES = (
-    "SELECT id, parent, kind, CAST(ids AS BLOB), CAST(logprobs AS BLOB), CAST(info AS BLOB), CAST(messages AS BLOB), delivered, checksum"
-    " FROM nodes WHERE session=? AND id>=? ORDER BY id"
-)
-_INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
-_INSERT_CONTEXT = f"INSERT {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT DO NOTHING"
-# Inserts only if the session exists. A separate query for this check would double the cost.
-_INSERT_SAMPLED = f"INSERT {_INTO_NODES} SELECT ?,?,?,?,?,?,?,?,? WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?)"
-_INSERT_PREAMBLE = "INSERT INTO preambles VALUES (?,?,?,?) ON CONFLICT DO NOTHING"
-_SET_SETTING = "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
-
-
-def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
-    ids = node.ids.tobytes()
-    info = _encode_info(node.info)
-    sampled = isinstance(node, Sampled)
-    logprobs = node.logprobs.tobytes() if isinstance(node, Sampled) and node.logprobs is not None else None
-    parent = None if node.parent is None else node.parent.id
-    kind = "sampled" if sampled else "context"
-    return (
-        session,
-        node.id,
-        parent,
-        kind,
-        ids,
-        logprobs,
-        info,
-        messages,
-        node_checksum(session, node.id, parent, kind, ids, logprobs, info, messages),
-    )
+    def _run_checkpoints(self) -> None:
+        """Periodically move the write-ahead log into the database, over a separate connection."""
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
+        wal = self.path.with_name(self.path.name + "-wal")
+        while not self._stopping.wait(1.0):
+            try:
+                if wal.exists() and wal.stat().st_size > 4_000_000:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except (sqlite3.Error, OSError):
+                continue  # the log keeps growing until the next attempt; failed writes are reported by the writer
+        db.close()
 
 
-def _is_intact(
-    session: int,
-    fields: tuple[int, int | None, str, bytes, bytes | None, bytes, bytes],
-    delivered: int,
-    checksum: int,
-) -> bool:
-    """Return whether a stored node matches its checksum."""
-    _, _, _, ids, logprobs, info, messages = fields
-    blobs = (ids, b"" if logprobs is None else logprobs, info, messages)
-    if delivered not in (0, 1) or not all(isinstance(blob, bytes) for blob in blobs):
-        return False
-    written = node_checksum(session, *fields)
-    return checksum == (written if delivered else written ^ UNDELIVERED)
+class _Connection(sqlite3.Connection):
+    """A SQLite connection that supports weak references, unlike its base class."""
 
 
-def _read_session_row(key: int, session_id: object, config: bytes, rest: Sequence[object]) -> tuple[SessionRow, str]:
-    """Return a session from its columns, and a description of the damaged part, if any. Defaults replace the damaged part."""
-    settings, columns = SessionConfig(), _SessionColumns(0.0, None, "sealed", "", "")
-    damaged = "" if isinstance(session_id, str) else _DAMAGED_ROW
-    try:
-        columns = msgspec.convert(rest, _SessionColumns)
-    except msgspec.ValidationError:
-        damaged = _DAMAGED_ROW
-    try:
-        settings = msgspec.json.decode(config, type=SessionConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        damaged = f"{_DAMAGED_SETTINGS} ({error})"
-    more = msgspec.structs.asdict(columns)
-    row = SessionRow(key=key, id=as_name(session_id), config=settings, **more, damaged=damaged.partition(" (")[0])
-    return row, damaged
+def _connect(path: Path) -> _Connection:
+    """Open a connection that any thread may use. It does not begin transactions by itself."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10, factory=_Connection)
+    db.text_factory = decode_text
+    return db
 
 
-def _decode_info(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str, node: int) -> T:
-    try:
-        return decoder.decode(info)
-    except msgspec.DecodeError as error:
-        raise StoreError(
-            f"session {session}: node {node} cannot be decoded ({error}); the trace cannot be used"
-        ) from None
+class _Readers:
+    """One connection for reading per thread, so that no read waits until a write is synced.
+
+    Threads cannot share a connection: while one thread has an open query, the others would not see data written since that query began.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._own = threading.local()
+        # Weak, so that the connection of a thread is closed when the thread ends.
+        self._all: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._closed = False
+
+    def get(self) -> sqlite3.Connection:
+        reader: _Connection | None = getattr(self._own, "reader", None)
+        if reader is None:
+            if self._closed:
+                raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+            self._own.reader = reader = _connect(self._path)
+            self._all.add(reader)
+        return reader
+
+    def close(self) -> None:
+        self._closed = True
+        for reader in list(self._all):
+            reader.close()
+
+
+class _Transaction:
+    """A context manager for one write transaction.
+
+    It is a class because every turn uses it, and a generator would be several times slower.
+    """
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: SqliteDatabase) -> None:
+        self._store = store
+
+    def __enter__(self) -> sqlite3.Connection:
+        try:
+            return self._store.begin()
+        except sqlite3.Error as error:
+            raise _write_error(error) from error
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._store.end(keep=error is None)
+        except sqlite3.Error as end_error:
+            raise _write_error(end_error) from end_error
+        if isinstance(error, sqlite3.Error):
+            raise _write_error(error) from error
+
+
+def _write_error(error: sqlite3.Error) -> StoreError:
+    return StoreError(f"cannot write to the store ({error}); a turn that cannot be recorded is not delivered")

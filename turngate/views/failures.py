@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import Json
 from turngate.views.rollout_entry import RolloutRow
 from turngate.views.rollout_index import RolloutIndex

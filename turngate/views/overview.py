@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from turngate.errors import NotFound
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.advantage import compute_advantages
 from turngate.trace.pass_at_k import pass_curve
 from turngate.types import BATCH_STREAM, Json

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from turngate.store.queries import RawEvent, RawSession
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import BATCH_STREAM
 from turngate.views.rollout_entry import RolloutEntry, RolloutRow, decode_or
 

@@ -15,7 +15,7 @@ from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, 
 from turngate.errors import NotFound, StoreError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.reader import StoreReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import RoleDecision, decide_roles
 from turngate.trace.sample import Sample, TrainingPolicy, add_turn_rewards, build_samples

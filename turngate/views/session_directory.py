@@ -10,7 +10,7 @@ from turngate.errors import NotFound, StoreError
 from turngate.gateway.loading import TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
-from turngate.store.sqlite import SessionRow, Store
+from turngate.store.store import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import assign_roles
 from turngate.trace.session import Session, SessionConfig

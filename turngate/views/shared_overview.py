@@ -13,7 +13,7 @@ from turngate.errors import BadRequest, NotFound
 from turngate.store.shared.rollout_list import ListedDelivery, ListedRollout
 from turngate.store.shared.rollout_pages import GROUP_SORTS, SORTS, ListFilter, TrendPoint
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
 from turngate.views.failures import EXAMPLES, MOST_MESSAGES

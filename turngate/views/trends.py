@@ -9,7 +9,7 @@ from math import fsum
 
 import msgspec
 
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.advantage import is_too_large
 from turngate.trace.mismatch import MISMATCH_EDGES, LagMismatch, MismatchAlarm
 from turngate.types import Json

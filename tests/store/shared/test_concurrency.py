@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.store.kit import add_session, event, finish_rollout, open_shared, put_outcome
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 pytestmark = pytest.mark.needs("postgres")
 

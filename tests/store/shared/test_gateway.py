@@ -17,7 +17,7 @@ from turngate.config import ServeConfig, load_config
 from turngate.doctor.context import DoctorContext
 from turngate.doctor.machine import check_data
 from turngate.errors import ConfigError
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.postgres import USER, PostgresServer
 from tests.speed import scaled
 from tests.store.kit import event, finish_rollout, open_shared
 from tests.store.shared.test_concurrency import run_writers
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 @contextmanager

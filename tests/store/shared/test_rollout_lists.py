@@ -15,7 +15,7 @@ from tests.postgres import PostgresServer
 from tests.store.kit import add_session, event, new_turn, open_shared, put_outcome
 from turngate.errors import BadRequest, NotFound
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import Json
 from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutQuery
 from turngate.views.overview import Overview

@@ -8,7 +8,7 @@ from tests.postgres import PostgresServer
 from tests.store.kit import event, finish_rollout, new_turn, open_shared
 from turngate.store.queries import EventTotals
 from turngate.store.shared.totals import BUCKET_SECONDS
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 pytestmark = [pytest.mark.needs("postgres"), pytest.mark.full]
 TO_VERSION_1 = """

@@ -38,7 +38,7 @@ from turngate.store.quotas import QuotaTable
 from turngate.store.shared.shipments import ShipmentWriter, copy_settings
 from turngate.store.shared.store import SharedStore
 from turngate.store.shipment import open_shipping_reader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 log = logging.getLogger("turngate")
 _LAST_SHIPMENTS_S = 5.0  # time to ship due sessions when the cell stops

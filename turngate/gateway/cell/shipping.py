@@ -11,7 +11,7 @@ from typing import Protocol
 from turngate.errors import TurngateError
 from turngate.store.outbox import OpenAttempt, OutboxTable, ShippingPosition, UnshippedSession
 from turngate.store.shipment import ConflictingShipment, RejectedShipment, Shipment, read_shipments
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 log = logging.getLogger("turngate")
 _IDLE_S = 0.05  # between checks of an empty outbox; other workers wait for the next check when they open a session

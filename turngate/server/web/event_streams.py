@@ -17,7 +17,7 @@ from turngate.server.http import read_cursor
 from turngate.server.operations import EventStreamReply
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import Json
 from turngate.views.session import encode_json, encode_piece
 

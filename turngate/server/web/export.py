@@ -16,7 +16,7 @@ from turngate.errors import StoreError
 from turngate.gateway.projects import AuditNote
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.advantage import compute_advantages
 from turngate.views.session import load_session_view
 

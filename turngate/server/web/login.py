@@ -30,7 +30,7 @@ from turngate.gateway.api_keys import KeyRing
 from turngate.server.auth import Auth, require_scope
 from turngate.server.scopes import Scopes, scopes_of
 from turngate.store.projects import OPERATOR_CALLER, ApiKey, Caller
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 COOKIE = "turngate_page"
 PAGE_HEADER = "x-turngate-page"  # forms and scripts of other sites cannot send this header without a CORS preflight

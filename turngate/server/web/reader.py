@@ -15,7 +15,7 @@ from turngate.server.http import raw_json_response
 from turngate.server.web.view_cache import ViewCache
 from turngate.store.reader import StoreReader
 from turngate.store.shared.store import SharedStore
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import Json
 from turngate.views.overview import Overview
 from turngate.views.session import encode_json

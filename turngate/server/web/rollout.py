@@ -15,7 +15,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.server.decoding import Whole
 from turngate.server.http import json_response, raw_json_response
 from turngate.server.web.reader import PageReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import BATCH_STREAM, Json
 from turngate.views.rollout import RolloutView
 from turngate.views.session import encode_json, encode_piece

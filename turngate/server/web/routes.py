@@ -30,7 +30,7 @@ from turngate.server.web.lists import ListRoutes
 from turngate.server.web.login import COOKIE_LIFETIME_S, PAGE_HEADER, PageLogin, require_same_origin, set_login_cookie
 from turngate.server.web.reader import PageReader
 from turngate.server.web.rollout import ActionRoutes, RolloutRoutes
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.types import Json
 
 

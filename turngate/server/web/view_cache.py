@@ -14,7 +14,7 @@ from turngate.render import Tokenizer
 from turngate.render.certificate_cache import load_any_record
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.queries import RawEvent
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.advantage import is_too_large
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json

@@ -12,7 +12,7 @@ from turngate.store.shared.queries import SharedQueries
 from turngate.store.shared.quotas import SharedQuotas
 from turngate.store.shared.retention import SharedRetention
 from turngate.store.shared.rollout_pages import RolloutPages
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 
 
 class SharedStore(Store):

@@ -20,7 +20,7 @@ import msgspec
 from turngate.errors import ConfigError, StoreError
 from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
-from turngate.store.sqlite import SessionRow, Store
+from turngate.store.store import SessionRow, Store
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import Sample, add_turn_rewards, build_samples, find_exclusion
 from turngate.trace.session import Session

@@ -1,6 +1,6 @@
 /** The details of one token, and the legend of the colours. */
 
-import { STEPS, stepOf } from "./colour.js";
+import { STEPS, stepOf } from "./probability.js";
 import { el } from "./dom.js";
 import { count, number, percent } from "./format.js";
 import { causeBadge, roleBadge } from "./status.js";

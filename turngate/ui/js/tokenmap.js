@@ -3,7 +3,7 @@
  * Keyboard users can press `n` and `N` instead.
  */
 
-import { stepOf } from "./colour.js";
+import { stepOf } from "./probability.js";
 import { el } from "./dom.js";
 
 const WIDTH = 14;

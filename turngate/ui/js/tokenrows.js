@@ -1,6 +1,6 @@
 /** Draw a line of tokens, and the header line of a node. */
 
-import { stepOf } from "./colour.js";
+import { stepOf } from "./probability.js";
 import { el } from "./dom.js";
 import { number, plural } from "./format.js";
 import { causeBadge, roleBadge } from "./status.js";

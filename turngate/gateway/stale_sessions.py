@@ -13,7 +13,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.store.reader import StoreReader
-from turngate.store.sqlite import Store
+from turngate.store.store import Store
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import find_untrained
 from turngate.trace.session import Session, SessionConfig
