@@ -141,7 +141,7 @@ def test_memory_for_brackets_in_a_text(world: World, text: bytes) -> None:
 
 
 def test_checks_detect_an_internal_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
+    async def fail(**_: object) -> None:
         raise KeyError("planted")
 
     monkeypatch.setattr(world.gateway.app.directory, "list_sessions", fail)
@@ -151,7 +151,7 @@ def test_checks_detect_an_internal_error(world: World, monkeypatch: pytest.Monke
 
 
 def test_checks_detect_a_stall(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(**_: object) -> list[object]:
+    async def compute(**_: object) -> list[object]:
         end = time.thread_time() + world.late_s * 1.2
         while time.thread_time() < end:
             pass
@@ -164,7 +164,10 @@ def test_checks_detect_a_stall(world: World, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_checks_detect_a_reply_that_is_not_in_the_document(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.gateway.app.directory, "list_sessions", lambda **_: ["planted"])
+    async def list_planted(**_: object) -> list[str]:
+        return ["planted"]
+
+    monkeypatch.setattr(world.gateway.app.directory, "list_sessions", list_planted)
     request = FuzzRequest("GET", "/admin/sessions", (), (("authorization", "Bearer $admin"),), b"", "/admin/sessions")
     with pytest.raises(Finding, match="not what the document says"):
         world.check(request)
