@@ -365,3 +365,50 @@ async def test_session_sealed_during_the_load_after_a_restart_is_not_used(tmp_pa
         assert was_loaded_once(slices) and g.app.sessions.find_live(session.id) is None
         with pytest.raises(openai.ConflictError):
             await g.ask(session.key, history)
+
+
+async def load_until_slice(g: Running, slices: SliceLog, session: OpenSession, history: list[dict[str, Any]]) -> Any:
+    """Start a call that needs the session, and return while the session is being loaded."""
+    call = g.start(g.ask(session.key, history))
+    while len(slices.iterations) < 2:
+        await asyncio.sleep(0)
+    return call
+
+
+async def test_session_that_a_call_is_loading_is_not_idle(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, history):
+        call = await load_until_slice(g, slices, session, history)
+        g.app.sessions._started = clock.now() - 3601  # the limit passes during the load
+        assert g.app.sessions.find_idle(clock.now(), 3600) == []
+        assert (await call).content == "One more."
+        assert g.live(session.id).status == "open"
+
+
+async def test_session_used_while_others_are_sealed_is_not_sealed(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, _, _):
+        other = await g.open()
+        sessions = g.app.sessions
+        sessions._started = clock.now() - 3601
+        g.live(other.id).last_used = clock.now() - 3601
+        housekeeper = g.app._housekeeper
+        housekeeper._idle_s = 3600
+        assert sorted(sessions.find_idle(clock.now(), 3600)) == sorted([session.id, other.id])
+        [first, last] = sessions.find_idle(clock.now(), 3600)
+        seal = sessions.seal
+
+        async def seal_slowly(session_id: str, stop: str = "") -> Session:
+            (await sessions.find(last)).last_used = clock.now()
+            return await seal(session_id, stop)
+
+        sessions.seal = seal_slowly  # type: ignore[method-assign]
+        await housekeeper._seal_idle()
+        assert sessions.find_live(first) is None and g.live(last).status == "open"
+
+
+async def test_call_that_is_loading_its_session_does_not_start_once_the_gateway_stops(tmp_path: Path) -> None:
+    async with restarted_gateway(tmp_path) as (g, session, slices, history):
+        call = await load_until_slice(g, slices, session, history)
+        await g.app.end_requests()
+        with pytest.raises(openai.APIStatusError, match="stopping"):
+            await call
+        assert not g.engine.received

@@ -190,6 +190,24 @@ async def test_unknown_session_is_not_found() -> None:
             assert response.status_code == 404 and "nobody" in response.json()["error"]["message"]
 
 
+async def test_list_does_not_mix_a_session_with_a_newer_one_of_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway([say("x")]) as g:
+        await g.open(id="same", metadata={"n": 1})
+        await g.seal("same")
+        views = g.app.session_views
+        read = views.read
+
+        async def replace_after_read(query: Any) -> Any:
+            found = await read(query)
+            await g.app.sessions.delete("same")
+            await g.open(id="same", metadata={"n": 2})
+            return found
+
+        monkeypatch.setattr(views, "read", replace_after_read)
+        [listed] = (await g.admin.get("/admin/sessions")).json()["sessions"]
+        assert (listed["status"], listed["config"]["metadata"]) == ("sealed", {"n": 1})
+
+
 # ── trace and samples ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,7 +13,7 @@ from turngate.dialects.base import ReplyRecord
 from turngate.errors import StoreError
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
 from turngate.store.queries import EventTotals, TimeBucket, TurnTotals
-from turngate.store.store import Store
+from turngate.store.store import SessionLoading, Store
 from turngate.trace.session import SessionConfig
 from turngate.trace.turn_rewards import TurnReward
 
@@ -53,6 +53,20 @@ def test_sessions_are_listed_newest_first_in_pages(store: Store) -> None:
     assert (sealed.id, sealed.closed, sealed.stop) == ("b", 9.5, "turns")
     store.note_stop(keys[0], "context_tokens")
     assert store.load(store.find("a")).truncated and store.ids(3) == ["d", "c", "b"]
+
+
+def test_slices_of_a_trace_read_each_node_once(store: Store) -> None:
+    key = add_session(store, "a")
+    store.commit([new_turn(key, n, "a") for n in range(20)])
+    row = store.find("a")
+    assert row is not None
+    loading, slices, most = SessionLoading(row, None), 1, 0
+    while not store.continue_loading(loading, 0):
+        slices, most = slices + 1, max(most, len(loading.fetched))
+    whole = store.load(row).trace
+    assert [node.id for node in loading.session.trace.nodes] == [node.id for node in whole.nodes]
+    assert slices == len(list(whole.nodes)) + 1
+    assert 0 < most < 16  # a slice fetches only the next nodes, and none of them again
 
 
 def test_turns_round_trip_with_checksums(store: Store) -> None:

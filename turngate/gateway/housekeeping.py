@@ -59,6 +59,8 @@ class Housekeeper:
 
     async def _seal_idle(self) -> None:
         for session_id in self._sessions.find_idle(clock.now(), self._idle_s):
+            if not self._sessions.is_idle(session_id, clock.now(), self._idle_s):
+                continue  # used while others were sealed
             try:
                 await self._sessions.seal(session_id, "idle")
             except TurngateError as error:

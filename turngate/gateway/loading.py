@@ -108,6 +108,9 @@ class SharedLoads(Generic[K, T]):
             self._tasks[key].add_done_callback(_mark_retrieved)
         return await asyncio.shield(self._tasks[key])
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._tasks
+
     async def _run(self, key: K, load: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             return await load()

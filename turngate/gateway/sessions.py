@@ -69,6 +69,7 @@ class Sessions:
         self._reader = SlicedReader(store, slicer or TimeSlicer())
         self._loads: SharedLoads[str, Session] = SharedLoads()  # by session id
         self._started = clock.now()
+        self._stopping = False  # whether calls of sessions that are still being loaded must not start
         self._live: dict[str, Session] = {}
         self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
         self._by_secret: dict[bytes, str] = {
@@ -165,6 +166,7 @@ class Sessions:
         if session.status == "open" and self._shard.owns(session_id):
             # Idle time starts now: the gateway may have been down for longer than the idle limit.
             session.last_used = clock.now()
+            session.ending = "stopping" if self._stopping else ""
             self._live[session_id] = session
         return session
 
@@ -226,10 +228,14 @@ class Sessions:
 
         For a session that has had no call since this worker started, the time counts from the worker's start.
         """
-        unused = [s for s in self._live.values() if not s.busy]
-        live = [s.id for s in unused if now - s.last_used > idle_s]
-        unseen = [s for s in self._secret_of if s not in self._live] if now - self._started > idle_s else []
-        return live + unseen
+        return [session_id for session_id in self._secret_of if self.is_idle(session_id, now, idle_s)]
+
+    def is_idle(self, session_id: str, now: float, idle_s: float) -> bool:
+        """Return whether an open session has had no call for `idle_s` seconds. A call that waits for the session to load counts."""
+        live = self._live.get(session_id)
+        if live is not None:
+            return not live.busy and now - live.last_used > idle_s
+        return session_id in self._secret_of and session_id not in self._loads and now - self._started > idle_s
 
     def take_ended(self) -> list[Session]:
         """Return the sessions that have ended since this was last called. Their traces may still be in memory."""
@@ -292,6 +298,7 @@ class Sessions:
 
     async def abort_all_calls(self) -> None:
         """Abort all calls when the gateway stops or the project was deleted. Each records its partial turn and asks its agent to retry."""
+        self._stopping = True
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def interrupt_calls(self) -> None:

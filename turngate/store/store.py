@@ -7,9 +7,10 @@ durability setting.
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,6 +111,7 @@ class SessionLoading:
         session.vocabulary = row.vocabulary
         session.trace.refused = refused
         self.next_id = _FIRST_ID  # the lowest id that the next node may have
+        self.fetched: deque[_NodeRow] = deque()  # nodes that were read from the store, but not added yet
         self._by_id: dict[int, Node] = {}
 
     def add(self, row: _NodeRow) -> None:
@@ -328,7 +330,9 @@ class Store:
     def load(self, row: SessionRow) -> Session:
         """Load a session with its whole trace. Raise `StoreError` if the trace is damaged."""
         loading = SessionLoading(row, self.refusals.find(row.key))
-        self.continue_loading(loading, math.inf)
+        with self._reading() as db, closing(db.execute(_SELECT_NODES, (row.key, loading.next_id, _ALL))) as nodes:
+            for node in nodes:
+                loading.add(node)
         return loading.session
 
     def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
@@ -337,16 +341,16 @@ class Store:
         Raise `StoreError` if the trace is damaged.
         """
         end = time.thread_time() + seconds
-        with self._reading() as db:
-            rows = db.execute(_SELECT_NODES, (loading.session.key, loading.next_id))
-            try:
-                for row in rows:
-                    loading.add(row)
-                    if time.thread_time() > end:
-                        return False
-            finally:
-                rows.close()  # while the query is open, other reads over this connection do not see newer data
-        return True
+        while True:
+            if not loading.fetched:
+                with self._reading() as db:
+                    query = db.execute(_SELECT_NODES, (loading.session.key, loading.next_id, _NODES_PER_QUERY))
+                    loading.fetched.extend(query.fetchall())
+                if not loading.fetched:
+                    return True
+            loading.add(loading.fetched.popleft())
+            if time.thread_time() > end:
+                return False
 
     def messages(self, session: int) -> dict[int, bytes]:
         """Return the messages of each node as JSON: a list for a context, one message for a sampled node."""
@@ -409,8 +413,11 @@ class Store:
 
 _SELECT_NODES = (
     "SELECT id, parent, kind, CAST(ids AS BLOB), CAST(logprobs AS BLOB), CAST(info AS BLOB), CAST(messages AS BLOB), delivered, checksum"
-    " FROM nodes WHERE session=? AND id>=? ORDER BY id"
+    " FROM nodes WHERE session=? AND id>=? ORDER BY id LIMIT ?"
 )
+_ALL = 2**62
+# PostgreSQL's driver fetches all rows of a query at once, so a slice must not ask for the rest of a long trace.
+_NODES_PER_QUERY = 16
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
 _INSERT_CONTEXT = f"INSERT {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?) ON CONFLICT DO NOTHING"
 # Inserts only if the session exists. A separate query for this check would double the cost.

@@ -43,11 +43,15 @@ class SessionDirectory:
             return rows, store.outcomes.read(keys), store.attempts.explain_exclusions_of(keys)
 
         rows, outcomes, excluded = await self._session_views.read(read)
-        find_live = self._sessions.find_live
         return [
-            Summary(**_summarize(row, find_live(row.id), outcomes.get(row.key), excluded.get(row.key, "")))
+            Summary(**_summarize(row, self._find_live(row), outcomes.get(row.key), excluded.get(row.key, "")))
             for row in rows
         ]
+
+    def _find_live(self, row: SessionRow) -> Session | None:
+        """Return the session of a row that was read before, if it is in memory. Its id may belong to a newer session by now."""
+        live = self._sessions.find_live(row.id)
+        return live if live is not None and live.key == row.key else None
 
     async def show(self, session_id: str) -> Description:
         """Describe the session with this id. A trace that must be read for this is not kept in memory."""
