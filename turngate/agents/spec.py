@@ -168,10 +168,8 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return any(placeholder in placeholders.find_names(text) for _, text in self.texts())
 
 
-for _type in (
-    AgentSpec,
-    Sampling,
-):  # make msgspec inspect the types now, because it crashes if two threads do so at once
+# Make msgspec inspect these types now, because it crashes if two threads do so at once.
+for _type in (AgentSpec, Sampling):
     msgspec.json.Decoder(_type)
 
 
