@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.feed.kit import training
 from tests.server.test_page import fetch, log_in
@@ -16,11 +17,19 @@ from turngate.client.transport import GatewayUnreachable
 from turngate.config import ServeConfig
 from turngate.errors import BadRequest, ConfigError
 from turngate.store.events import new_event
-from turngate.trace.mismatch import MismatchAlarm
+from turngate.trace.mismatch import LagMismatch, MismatchAlarm, MismatchMeter
 
 
 def recorded(rows: list[Row], shift: float) -> list[np.ndarray]:
     return [row.logprobs[row.mask] + np.float32(shift) for row in rows]
+
+
+def measure(difference: float) -> LagMismatch:
+    """Return the statistics of one token whose log-probability differs by this much."""
+    meter = MismatchMeter()
+    meter.add(np.array([difference]), np.zeros(1), np.zeros(1, np.int64), 0)
+    [lag] = meter.summarize()
+    return lag
 
 
 async def test_report_causes_alarms_events_metrics_and_page() -> None:
@@ -102,6 +111,34 @@ async def test_report_whose_reply_was_lost_is_counted_once(monkeypatch: pytest.M
         )
         await t.client.delete_feed("f")
         assert t.g.rows("SELECT count(*) FROM settings WHERE name LIKE 'mismatch%'") == [(0,)]
+
+
+async def test_id_of_another_report_is_rejected() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        await t.rollout(1.0)
+        assert await feed.next(10) is not None
+        report = MismatchReport(reader=feed._reader, number=1, version=0, lags=(measure(0.0),), id="step-1")
+        worse = structs.replace(report, lags=(measure(-0.3),))
+        assert await t.client.report_mismatch("f", report) == await t.client.report_mismatch("f", report) == ()
+        with pytest.raises(
+            RequestRejected, match="different report with the id 'step-1'; give each report"
+        ) as rejected:
+            await t.client.report_mismatch("f", worse)
+        assert (rejected.value.answered, rejected.value.param) == (409, "id")
+        assert len(await t.client.report_mismatch("f", structs.replace(worse, id="step-2"))) == 2
+        reports = [event async for event in t.client.events(wait=False) if event.kind == "mismatch"]
+        assert [len(event.data["alarms"]) for event in reports] == [0, 2]
+
+
+async def test_report_kept_by_an_earlier_version_is_not_counted_again() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        await t.rollout(1.0)
+        row = t.g.app.store.feeds.find("f")
+        assert await feed.next(10) is not None and row is not None
+        kept = '[{"kind":"kl","message":"m"}]'  # without a digest
+        assert t.g.app.store.feeds.add_report(row.key, "old", kept, new_event("", "mismatch", {})) is None
+        report = MismatchReport(reader=feed._reader, number=1, version=0, lags=(measure(0.0),), id="old")
+        assert await t.client.report_mismatch("f", report) == (MismatchAlarm("kl", "m"),)
 
 
 async def test_only_the_latest_reports_are_remembered() -> None:

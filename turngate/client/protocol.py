@@ -519,7 +519,7 @@ class MismatchReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     number: Annotated[int, msgspec.Meta(ge=1, le=2**62)]  # the last delivery of the update
     version: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # of the weights with which the trainer computed them
     lags: tuple[LagMismatch, ...]
-    id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # a repeated report with the same id is not counted again
+    id: Annotated[str, msgspec.Meta(max_length=64)] = ""  # a report repeated with its id is counted once
 
 
 class MismatchReply(msgspec.Struct, frozen=True):

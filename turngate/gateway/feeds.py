@@ -11,6 +11,7 @@ earlier outcomes is filled in steps.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from functools import partial
 
@@ -48,6 +49,18 @@ _RESTORED_HINT = (
     "; if the store was restored from an older backup, run `turngate mark-restored` once, and open the feed again"
 )
 _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
+
+
+class _ReportResult(msgspec.Struct, frozen=True):
+    """What is kept of a report, to answer a repetition of it. Earlier versions kept only the alarms."""
+
+    digest: str  # of the report's content
+    alarms: tuple[MismatchAlarm, ...]
+
+
+_report_result: msgspec.json.Decoder[_ReportResult | tuple[MismatchAlarm, ...]] = msgspec.json.Decoder(
+    _ReportResult | tuple[MismatchAlarm, ...]
+)
 
 
 class Feeds:
@@ -223,7 +236,7 @@ class Feeds:
     def report_mismatch(self, name: str, report: MismatchReport) -> tuple[MismatchAlarm, ...]:
         """Store a trainer's report as an event, count it in the metrics, and return the alarms that it causes.
 
-        A repeated report with the same id is neither stored nor counted again.
+        A repeated report with the same id is neither stored nor counted again. A different report with that id is rejected.
         """
         check_lags(report.lags)
         row = self._find(name)
@@ -245,10 +258,10 @@ class Feeds:
         if not report.id:
             self._events.add("", "mismatch", data)
         else:
-            result = msgspec.json.encode(alarms).decode()
+            result = msgspec.json.encode(_ReportResult(_digest_report(report), alarms)).decode()
             earlier = self._log.add_report(row.key, report.id, result, new_event("", "mismatch", data))
             if earlier is not None:
-                return msgspec.json.decode(earlier, type=tuple[MismatchAlarm, ...])
+                return _read_earlier_alarms(name, report, earlier)
             self._events.wake("")
         self._count_report(name, report, alarms)
         return alarms
@@ -309,6 +322,25 @@ def _view(row: FeedRow, history: str, waiting: tuple[IncompleteGroup, ...] = ())
         read=bool(row.reader),
         waiting=waiting,
     )
+
+
+def _digest_report(report: MismatchReport) -> str:
+    """Return a digest of what a report says. The reader's token is not part of it."""
+    return hashlib.sha256(msgspec.json.encode((report.number, report.version, report.lags))).hexdigest()
+
+
+def _read_earlier_alarms(name: str, report: MismatchReport, earlier: str) -> tuple[MismatchAlarm, ...]:
+    """Return the alarms in the result of an earlier report with the same id. Raise `Conflict` if that was a different report."""
+    result = _report_result.decode(earlier)
+    if not isinstance(result, _ReportResult):
+        return result
+    if result.digest != _digest_report(report):
+        raise Conflict(
+            f"feed {name!r} already has a different report with the id {report.id!r}; give each report its own 'id', and use an id "
+            "again only to repeat the same report",
+            param="id",
+        )
+    return result.alarms
 
 
 def _describe_difference(known: FeedConfig, wanted: FeedConfig) -> str:
