@@ -11,6 +11,7 @@ import pytest
 from tests.store.kit import add_session, event, finish_rollout, new_turn, put_outcome
 from turngate.dialects.base import ReplyRecord
 from turngate.errors import StoreError
+from turngate.store import events as store_events
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
 from turngate.store.queries import EventTotals, TimeBucket, TurnTotals
 from turngate.store.store import SessionLoading, Store
@@ -145,11 +146,29 @@ def test_failed_transaction_uses_no_event_number(store: Store) -> None:
 def test_pruning_removes_old_events_and_remembers_the_last(store: Store) -> None:
     for n in range(1, 6):
         store.events.add(event("a", "note", float(n)))
-    assert (store.events.prune(3.5), store.events.last_pruned()) == (3, 3)
-    assert (store.events.prune(3.5), store.events.last_pruned()) == (0, 3)
+    assert (sum(store.events.prune(3.5)), store.events.last_pruned()) == (3, 3)
+    assert (sum(store.events.prune(3.5)), store.events.last_pruned()) == (0, 3)
     assert [one.seq for one in store.events.page("", 0, 9)] == [4, 5] and store.events.newest() == 5
-    assert store.events.prune(100.0) == 2 and store.events.last_pruned() == 5
+    assert sum(store.events.prune(100.0)) == 2 and store.events.last_pruned() == 5
     assert store.events.newest() == 5 and store.events.add(event("a", "note")) == 6  # numbers are never reused
+
+
+def test_pruning_goes_past_events_that_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_events, "_PRUNED", 2)  # events per transaction
+    store.outbox.start("cell", ())
+    add_session(store, "unshipped", 1.0)
+    for name, at in [("unshipped", 1.0)] * 4 + [("a", 1.0), ("a", 9.0), ("a", 2.0), ("a", 9.0), ("a", 9.0), ("a", 1.0)]:
+        store.events.add(event(name, "note", at))
+    removed = list(store.events.prune(3.0))
+    assert sum(removed) == 2 and max(removed) <= 2 and store.events.last_pruned() == 8
+    assert [one.seq for one in store.events.page("a", 0, 99)] == [
+        7,
+        9,
+        10,
+        11,
+    ]  # two new events in a row end the removal
+    assert len(store.events.page("unshipped", 0, 99)) == 5
+    assert sum(store.events.prune(3.0)) == 0
 
 
 def test_change_of_another_connection_is_noticed(store: Store) -> None:

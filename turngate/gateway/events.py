@@ -84,7 +84,7 @@ class Events:
     async def prune(self, before: float) -> int:
         """Remove the events from before the time `before`, and return how many were removed. Turns run between the transactions."""
         removed = 0
-        while count := self._log.prune(before):
+        for count in self._log.prune(before):
             removed += count
             await asyncio.sleep(0)
         return removed

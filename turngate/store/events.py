@@ -6,7 +6,7 @@ Some events describe another write, such as a turn or the end of a session. They
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -124,25 +124,45 @@ class EventTable:
         """Return a number that changes whenever another process writes events. Compare it only with numbers from the same thread."""
         return self._database.change_count()
 
-    def prune(self, before: float) -> int:
-        """Remove events older than the time `before`, at most `_PRUNED` of them, and return how many were removed.
+    def prune(self, before: float) -> Iterator[int]:
+        """Remove events older than the time `before`, in short transactions. After each, yield how many events it removed.
 
-        This is one short transaction. Call it again until it returns 0. Events of sessions in the outbox are kept.
+        Events of sessions in the outbox are kept. Each transaction continues after the last old event that the previous one examined. The
+        first one that finds no old event ends the iteration.
         """
-        which = f"seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<? AND {_SHIPPED}"
-        with self._writing() as db:
-            (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()
-            if last is None:
-                return 0
-            removed = db.execute(f"DELETE FROM events WHERE {which}", (_PRUNED, before)).rowcount
-            db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(last)))
-            return removed
+        after = 0
+        while True:
+            with self._writing() as db:
+                last = _find_last_old(db, after, before)
+                if last is None:
+                    return
+                removed = _remove_old(db, after, last, before)
+            yield removed
+            after = last
 
     def last_pruned(self) -> int:
         """Return the highest number of an event that `prune` removed, or 0. A reader that has not read up to it has missed events."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])
+
+
+def _find_last_old(db: StoreConnection, after: int, before: float) -> int | None:
+    """Return the number of the last event older than the time `before` among the next `_PRUNED` events, or None if there is none."""
+    examined = "SELECT seq, time FROM events WHERE seq>? ORDER BY seq LIMIT ?"
+    (last,) = db.execute(
+        f"SELECT max(seq) FROM ({examined}) AS examined WHERE time<?", (after, _PRUNED, before)
+    ).fetchone()
+    return None if last is None else int(last)
+
+
+def _remove_old(db: StoreConnection, after: int, last: int, before: float) -> int:
+    """Remove the old events with numbers above `after`, up to `last`, and return how many were removed."""
+    query = f"DELETE FROM events WHERE seq>? AND seq<=? AND time<? AND {_SHIPPED} RETURNING seq"
+    removed = [seq for (seq,) in db.execute(query, (after, last, before)).fetchall()]
+    if removed:
+        db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(max(removed))))
+    return len(removed)
 
 
 def _read_event(seq: int, when: object, session: object, kind: object, data: object) -> GatewayEvent:

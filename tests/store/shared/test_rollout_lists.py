@@ -225,7 +225,7 @@ def test_lists_are_filled_again_if_unread_events_were_pruned(postgres_url: str) 
     updater = ListUpdater(store)
     updater.update(5.0)
     add_session(store, "late", START + 2000)
-    assert store.events.prune(START + 5000)
+    assert sum(store.events.prune(START + 5000)) > 0
     assert updater.update(5.0)
     assert [row.id for row in store.rollout_pages.find(["late"])] == ["late"]
     assert store.rollout_pages.find(["s5"])[0].turns == 4  # counted from the trace; one of its five turns was aborted
