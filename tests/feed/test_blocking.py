@@ -11,6 +11,7 @@ import time
 import traceback
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.feed.kit import TrainingGateway, training
@@ -145,6 +146,7 @@ async def test_retries_are_logged_and_invalid_name_is_bad_request(
         ({"limit": 1.5}, "'limit' must be a whole number, 1 or greater, not 1.5"),
         ({"after": -1}, "'after' must be a whole number, 0 or greater, not -1"),
         ({"after": "3"}, "'after' must be a whole number, 0 or greater, not '3'"),
+        ({"after": True}, "'after' must be a whole number, 0 or greater, not True"),
     ],
 )
 async def test_invalid_arguments_are_rejected_before_any_request(arguments: dict[str, Any], message: str) -> None:
@@ -153,6 +155,16 @@ async def test_invalid_arguments_are_rejected_before_any_request(arguments: dict
         BlockingFeed(nowhere, "key", "f", FeedConfig(n=1), **arguments)
     with pytest.raises(ValueError, match=re.escape(message)):
         await Feed.open(GatewayClient(nowhere, "key"), "f", FeedConfig(n=1), **arguments)
+
+
+async def test_position_may_be_a_numpy_integer() -> None:
+    async with training() as t:
+        for reward in (0.5, 1.0):
+            await t.rollout(reward)
+        config = FeedConfig(n=1, advantage="none", from_start=True)
+        async with await Feed.open(t.client, "f", config, after=np.int64(1), limit=np.int32(2)) as feed:
+            delivery = await feed.next(10)
+            assert delivery is not None and delivery.number == 2
 
 
 def test_invalid_name_is_rejected_before_any_request() -> None:

@@ -19,14 +19,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import operator
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, SupportsIndex, TypeVar, get_args
 
 import numpy as np
 
@@ -135,7 +136,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, the rows of a delivery are trees
         (`Delivery.trees`), in which each prefix that they share occurs once.
         """
-        _check_arguments(name, after, limit, teacher, form)
+        after, limit = _check_arguments(name, after, limit, teacher, form)
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
             try:
                 current = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
@@ -254,17 +255,24 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             self._sizes.add_incomplete(view.waiting, self._waited_s)
 
 
-def _check_arguments(name: str, after: int | None, limit: int, teacher: DeliveryTeacher | None, form: FeedForm) -> None:
-    """Raise an error if an argument is invalid, before anything is sent to the gateway."""
+def _check_arguments(
+    name: str, after: int | None, limit: int, teacher: DeliveryTeacher | None, form: FeedForm
+) -> tuple[int | None, int]:
+    """Raise an error if an argument is invalid, before anything is sent to the gateway. Return `after` and `limit` as Python integers."""
     check_feed_name(name)
     if form not in get_args(FeedForm):
         raise ValueError(f"'form' must be one of {', '.join(map(repr, get_args(FeedForm)))}, not {form!r}")
     if form != "rows" and teacher is not None:
         raise ValueError('with a teacher, form must be "rows", because teachers score rows')
-    if after is not None and (not isinstance(after, int) or after < 0):
-        raise ValueError(f"'after' must be a whole number, 0 or greater, not {after!r}")
-    if not isinstance(limit, int) or limit < 1:
-        raise ValueError(f"'limit' must be a whole number, 1 or greater, not {limit!r}")
+    return None if after is None else _as_integer("after", after, 0), _as_integer("limit", limit, 1)
+
+
+def _as_integer(name: str, value: SupportsIndex, least: int) -> int:
+    """Return an integer of any type, such as numpy's, as a Python integer. Raise `ValueError` if it is not one, or below `least`."""
+    with suppress(TypeError):
+        if not isinstance(value, bool) and (number := operator.index(value)) >= least:
+            return number
+    raise ValueError(f"'{name}' must be a whole number, {least} or greater, not {value!r}")
 
 
 def _check_mark(name: str, expected: str, current: str) -> None:
@@ -314,7 +322,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         teacher: DeliveryTeacher | None = None,
         form: FeedForm = "rows",
     ) -> None:
-        _check_arguments(name, after, limit, teacher, form)
+        after, limit = _check_arguments(name, after, limit, teacher, form)
         self._url, self._key, self._teacher = url, admin_key, teacher
         self._form: FeedForm = form
         self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
