@@ -1,4 +1,4 @@
-# make demo       run a real agent and show its tokens in the first minute, then train it on two cores, in about five minutes (FAST=1: two; SEED=2; SANDBOX=docker); MODEL=coder: train a coding model on a GPU of 48 GB
+# make demo       run a real agent and show its tokens in the first minute, then train it on two cores, in about four minutes (FAST=1: two; SEED=2; SANDBOX=docker); MODEL=coder: train a coding model on a GPU of 48 GB
 # make demo-cluster  run a batch on PostgreSQL and three Ray nodes of this machine, and kill a node in the middle
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed

@@ -1,4 +1,4 @@
-"""`make demo`: train an unmodified agent on two CPU cores, in about five minutes.
+"""`make demo`: train an unmodified agent on two CPU cores, in about four minutes.
 
 The agent is mini-SWE-agent from PyPI, and the model is SmolLM2-135M-Instruct, also from PyPI. The tasks are errands in a folder, such as
 renaming a file, and a function on the host grades each rollout. The agent runs in a sandbox and uses Turngate as its model provider.
