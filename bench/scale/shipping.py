@@ -45,7 +45,7 @@ from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
-SESSIONS = 16  # of one store
+SESSIONS = 32  # of one store; a cell ships as many in one transaction
 TURNS, STAGES = 50, 12
 CONTEXT_IDS, SAMPLED_IDS = 600, 400
 GROUP = 8  # rollouts of one group
@@ -380,7 +380,7 @@ def main() -> None:
     args = parser.parse_args()
     print("shippers  per transaction  sessions/s  client CPU ms  PostgreSQL CPU ms  WAL KB  other cores")
     with start_server() as (server, url):
-        for shippers, count in ((1, 1), (1, 16), (2, 16), (4, 16)):
+        for shippers, count in ((1, 1), (1, 16), (1, 32), (2, 32), (4, 32)):
             runs = [measure_run(server, url, shippers, count, args.seconds) for _ in range(args.repeats)]
             best = max(runs, key=lambda run: run.sessions_per_s)
             client = statistics.median(run.phases.client_cpu_s / run.phases.sessions for run in runs)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+# zlib's checksum, computed with the processor's own instructions if the extra `postgres` is installed.
+crc32: Callable[[bytes], int]
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 UNDELIVERED = 0x5EED  # XORed into the checksum of an undelivered turn, so that the checksum covers this flag too
 _POLYNOMIAL = 0xEDB88320  # of CRC-32
@@ -41,7 +47,7 @@ def node_checksum(
     messages: bytes,
 ) -> int:
     """Return the checksum of a node that is a context or a delivered turn."""
-    return zlib.crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
+    return crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
 
 
 # ── new keys ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -52,7 +58,7 @@ def node_checksum(
 
 def key_difference(old: int, new: int) -> int:
     """Return the difference between two session keys, for `rekey_checksums`."""
-    return zlib.crc32(str(old).encode()) ^ zlib.crc32(str(new).encode())
+    return crc32(str(old).encode()) ^ crc32(str(new).encode())
 
 
 def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ from the cell's store, and recomputed for the new key.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
@@ -14,7 +13,7 @@ import msgspec
 
 from turngate.errors import StoreError
 from turngate.store.binary_format import Row, encode_nodes
-from turngate.store.checksums import UNDELIVERED, join_fields, key_difference, rekey_checksums
+from turngate.store.checksums import UNDELIVERED, crc32, join_fields, key_difference, rekey_checksums
 from turngate.store.outbox import UnshippedSession
 from turngate.store.store import Store
 
@@ -184,7 +183,7 @@ def _split(rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
 
 def _verify_trace(key: int, nodes: Iterable[Row]) -> VerifiedTrace:
     """Verify the checksums of nodes. Raise `StoreError` if one is damaged."""
-    trace, before, crc = VerifiedTrace(), len(str(key)), zlib.crc32
+    trace, before, crc = VerifiedTrace(), len(str(key)), crc32
     for row in nodes:
         node, parent, kind, ids, logprobs, info, messages, delivered, checksum = row
         try:
