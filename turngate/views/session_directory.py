@@ -10,6 +10,7 @@ from turngate.errors import NotFound, StoreError
 from turngate.gateway.loading import TraceLoader
 from turngate.gateway.sessions import Sessions
 from turngate.store.outcomes import DamagedOutcome, RecordedOutcome
+from turngate.store.shared.store import SharedStore
 from turngate.store.store import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import assign_roles
@@ -35,14 +36,19 @@ class SessionDirectory:
     async def list_sessions(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[Summary]:
-        """List sessions, newest first. The store is read in a thread, because few of many sessions may have the status."""
+        """List sessions, newest first. A local store is read in a thread, because few of many sessions may have the status.
+
+        A shared store is not: only queries on the event loop have a time limit, and a silent server must not hold the request.
+        """
 
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
             rows = store.sessions(status=status, before=before, limit=limit)
             keys = [row.key for row in rows]
             return rows, store.outcomes.read(keys), store.attempts.explain_exclusions_of(keys)
 
-        rows, outcomes, excluded = await self._session_views.read(read)
+        rows, outcomes, excluded = (
+            read(self._store) if isinstance(self._store, SharedStore) else await self._session_views.read(read)
+        )
         return [
             Summary(**_summarize(row, self._find_live(row), outcomes.get(row.key), excluded.get(row.key, "")))
             for row in rows
