@@ -188,7 +188,7 @@ def test_new_feed_starts_without_superseded_and_cancelled_outcomes(attempts: Att
     while attempts.store.feeds.fill(feed.key, 10):
         pass
     assert [group.rollouts for group in attempts.store.feeds.waiting(feed.key, 10)] == [1]
-    assert attempts.store.attempts.explain_exclusions(1, 3) == {
+    assert attempts.store.attempts.explain_exclusions([1, 2, 3]) == {
         1: "superseded by attempt 3",
         2: "superseded by attempt 3",
     }

@@ -200,7 +200,7 @@ def test_attempts_in_metadata_are_registered(data_before_attempts: Path) -> None
 def test_read_only_access_does_not_add_attempts(data_before_attempts: Path) -> None:
     content = (data_before_attempts / "turngate.db").read_bytes()
     store = Store.reading(data_before_attempts)
-    assert store.attempts.list_attempts("g.0") == [] and store.attempts.explain_exclusions(0, 100) == {}
+    assert store.attempts.list_attempts("g.0") == [] and store.attempts.explain_exclusions(range(100)) == {}
     feed = store.feeds.find("train")
     assert feed is not None
     assert [member.id for member in store.feeds.members(feed.key, 1)] == ["delivered-1", "delivered-2"]

@@ -82,15 +82,8 @@ class AttemptTable:
         with self._reading() as db:
             return [AttemptRow(*row) for row in db.execute(f"SELECT {_COLUMNS} FROM attempts WHERE {where}", values)]
 
-    def explain_exclusions(self, first: int, last: int) -> dict[int, str]:
-        """Return why the outcomes of sessions do not count, by session key, for keys from `first` to `last`.
-
-        Sessions with outcomes that count are omitted.
-        """
-        return self._explain("key BETWEEN ? AND ?", (first, last))
-
-    def explain_exclusions_of(self, keys: Sequence[int]) -> dict[int, str]:
-        """Like `explain_exclusions`, for the sessions with these keys."""
+    def explain_exclusions(self, keys: Sequence[int]) -> dict[int, str]:
+        """Return why the outcomes of sessions do not count, by session key. Sessions with outcomes that count are omitted."""
         found: dict[int, str] = {}
         for start in range(0, len(keys), _MAX_VALUES):
             chunk = tuple(keys[start : start + _MAX_VALUES])
@@ -113,7 +106,7 @@ class AttemptTable:
 
     def find_exclusion(self, session: int) -> str:
         """Return why the outcome of a session does not count, or an empty string if it does. `session` is the session's key."""
-        return self.explain_exclusions(session, session).get(session, "")
+        return self.explain_exclusions([session]).get(session, "")
 
     def filter_superseded(self, sessions: Sequence[str]) -> list[str]:
         """Return those of the given session ids that belong to superseded attempts."""

@@ -178,7 +178,7 @@ class RolloutIndex:
 
     def _update_sessions(self, sessions: Sequence[RawSession], store: Store) -> None:
         keys = [session.key for session in sessions]
-        outcomes, excluded = store.queries.outcomes(keys), store.attempts.explain_exclusions_of(keys)
+        outcomes, excluded = store.queries.outcomes(keys), store.attempts.explain_exclusions(keys)
         for session in sessions:
             entry = self.entries.get(session.id)
             if entry is None or entry.key not in (0, session.key):  # an id may be reused after its session was deleted

@@ -44,7 +44,7 @@ class SessionDirectory:
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
             rows = store.sessions(status=status, before=before, limit=limit)
             keys = [row.key for row in rows]
-            return rows, store.outcomes.read(keys), store.attempts.explain_exclusions_of(keys)
+            return rows, store.outcomes.read(keys), store.attempts.explain_exclusions(keys)
 
         rows, outcomes, excluded = (
             read(self._store) if isinstance(self._store, SharedStore) else await self._session_views.read(read)

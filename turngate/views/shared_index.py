@@ -102,7 +102,7 @@ class ListUpdater:
         store, now = self._store, time.time()
         sessions = {session.id: session for session in store.queries.find_sessions(ids)}
         keys = [session.key for session in sessions.values()]
-        outcomes, excluded = store.queries.outcomes(keys), store.attempts.explain_exclusions_of(keys)
+        outcomes, excluded = store.queries.outcomes(keys), store.attempts.explain_exclusions(keys)
         totals, stages = rollout_list.sum_sessions(db, ids), rollout_list.find_stages(db, ids)
         deleted, turn_ends = rollout_list.find_deleted(db, ids), rollout_list.find_turn_ends(db, keys)
         oldest = store.queries.oldest() if store.events.last_pruned() else None

@@ -256,8 +256,8 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         newest_first = []
         while page := self.store.sessions(before=before, limit=_PAGE):
             before = page[-1].key
-            outcomes = self.store.outcomes.read([row.key for row in page])
-            excluded = self.store.attempts.explain_exclusions(page[-1].key, page[0].key)
+            keys = [row.key for row in page]
+            outcomes, excluded = self.store.outcomes.read(keys), self.store.attempts.explain_exclusions(keys)
             self._seen += len(page)
             for row in page:
                 stored = outcomes.get(row.key)
