@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.cells.kit import wait_for
 from tests.ports import free_port
-from tests.postgres import PostgresServer, start_postgres
+from tests.postgres import CutOffProxy, PostgresServer, start_postgres
 from tests.store.kit import event, open_shared
 from turngate.common.database_url import is_database_url, parse_database_url
 from turngate.errors import ConfigError, StoreError
 from turngate.store.shared.failures import describe_error
 from turngate.store.shared.tables import SHARED_VERSION
 from turngate.store.shared.translation import translate_statement, translate_tables
+from turngate.store.store import Store
 from turngate.verify.shared_reader import SharedSessionReader
 
 
@@ -182,6 +184,30 @@ def test_store_goes_on_after_the_database_was_read_only(postgres_server: Postgre
     postgres_server.query(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
     assert store.events.add(event("", "after")) == 1
     store.close()
+
+
+@pytest.mark.full
+@pytest.mark.needs("postgres")
+def test_reader_of_a_limited_store_does_not_wait_forever(cut_off_proxy: CutOffProxy) -> None:
+    store = open_shared(cut_off_proxy.url, answer_s=0.3)
+    reader = store.open_reader()
+    assert reader.find("s") is None
+    cut_off_proxy.cut()
+    with pytest.raises(StoreError, match=r"no answer within 2 s|does not answer"):
+        reader.find("s")
+    with pytest.raises(StoreError, match="cannot open the shared store again"):
+        store.open_reader()
+    cut_off_proxy.mend()
+    wait_for(lambda: can_read(reader))
+    store.close()
+    reader.close()
+
+
+def can_read(store: Store) -> bool:
+    try:
+        return store.find("s") is None
+    except StoreError:
+        return False
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

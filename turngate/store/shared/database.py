@@ -101,7 +101,8 @@ class SharedDatabase:
         self._reader_mutex = threading.RLock()
         self._in_snapshot = False
         self._closed = False
-        self._limit: AnswerLimit | None = None
+        # Without read_only, the limit is set later, because upgrading the tables may take long.
+        self._limit = AnswerLimit(answer_s, url.name) if read_only and answer_s is not None else None
         self.others: weakref.WeakSet[SharedDatabase] = weakref.WeakSet()  # databases that `interrupt` interrupts too
         try:
             self._open()
@@ -111,7 +112,7 @@ class SharedDatabase:
         except BaseException:
             self.close()
             raise
-        if answer_s is not None:  # not earlier, because upgrading the tables may take long
+        if answer_s is not None and self._limit is None:
             self._disconnect()
             self._limit = AnswerLimit(answer_s, url.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turngate.common.database_url import DatabaseUrl
+from turngate.errors import ConfigError, StoreError
 from turngate.store.shared.cells import CellTable, LeasedAttempts
 from turngate.store.shared.database import SharedDatabase
 from turngate.store.shared.engines import EngineTable
@@ -14,6 +15,8 @@ from turngate.store.shared.retention import SharedRetention
 from turngate.store.shared.rollout_pages import RolloutPages
 from turngate.store.store import Store
 
+_READER_PATIENCE = 6  # a reader blocks only its own thread, so it may wait this many times as long as the event loop
+
 
 class SharedStore(Store):
     """A store in PostgreSQL. Several processes on several machines may read and write it at the same time."""
@@ -22,14 +25,22 @@ class SharedStore(Store):
 
     def __init__(self, url: DatabaseUrl, *, read_only: bool = False, answer_s: float | None = None) -> None:
         self.url = url
+        self._answer_s = answer_s
         self._use(SharedDatabase(url, read_only=read_only, answer_s=answer_s))
 
     def open_reader(self) -> SharedStore:
         return self.open_again(read_only=True)
 
     def open_again(self, *, read_only: bool = False) -> SharedStore:
-        """Open the same store with new connections. Interrupting this store also interrupts the new one."""
-        store = SharedStore(self.url, read_only=read_only)
+        """Open the same store with new connections. Interrupting this store also interrupts the new one.
+
+        If this store limits the time to answer, a read-only one does too, with a longer limit. A store for writing has no limit.
+        """
+        limit_s = self._answer_s * _READER_PATIENCE if read_only and self._answer_s is not None else None
+        try:
+            store = SharedStore(self.url, read_only=read_only, answer_s=limit_s)
+        except ConfigError as error:  # the settings are those of this store, so the database is the cause
+            raise StoreError(f"cannot open the shared store again: {error}") from error
         self.database.others.add(store.database)
         return store
 
