@@ -217,7 +217,7 @@ async def test_constraints_and_thinking_are_translated(fields: Json, body: Json)
 
 @pytest.mark.parametrize(
     ("constraint", "words"),
-    [(Constraint("json_object"), "not json_object"), (require_tools("bash"), "some of the tools")],
+    [(Constraint("json_object"), "only with a schema"), (require_tools("bash"), "some of the tools")],
 )
 async def test_unsupported_constraint_is_bad_request(constraint: Constraint, words: str) -> None:
     with pytest.raises(BadRequest, match=words):

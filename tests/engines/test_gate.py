@@ -229,7 +229,7 @@ async def test_unanswered_call_times_out() -> None:
     call = await take_one(gate)
     with pytest.raises(EngineTimeout, match="took this call but sent nothing for"):
         await agent
-    with pytest.raises(Gone, match=f"it timed out after {silence_s:g} s without an answer"):
+    with pytest.raises(Gone, match=f"it timed out after {silence_s:g} s without progress"):
         await call.answer([STOP], [-1])
 
 

@@ -454,6 +454,10 @@ async def test_health() -> None:
         engine.model = "other"
         [health] = await engine.health()
         assert not health.ok and "serves m, lora, not other" in health.detail
+        server.documents["/v1/models"] = {"object": "list", "data": []}
+        engine.model = ""
+        [health] = await engine.health()
+        assert (health.ok, health.detail) == (False, "it serves no models")
         server.documents["/health"] = 503
         [health] = await engine.health()
         assert not health.ok

@@ -114,7 +114,7 @@ class Engine(Protocol):
     """The interface of an engine. Implementations raise only `EngineError`s and `ContextOverflow`.
 
     `generate` returns a context manager around a stream of chunks. Leaving the context early, for any reason, aborts the generation.
-    Entering it does no work: all work and waiting happen while the stream is read. The last chunk has `finish` set. If the stream ends
+    Entering it never waits: all waiting happens while the stream is read. The last chunk has `finish` set. If the stream ends
     without such a chunk, the implementation raises `EngineUnavailable`.
     """
 

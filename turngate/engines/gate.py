@@ -168,7 +168,7 @@ class Gate:
                     else "no trainer answered this call within"
                 )
                 ticket.push(EngineTimeout(f"{problem} {self._silence_s:g} s; retry it"))
-                self._end(ticket, f"it timed out after {self._silence_s:g} s without an answer")
+                self._end(ticket, f"it timed out after {self._silence_s:g} s without progress")
 
     def leave(self, ticket: Ticket, reason: str) -> None:
         with self._lock:
@@ -189,8 +189,8 @@ class Gate:
     ) -> list[GateCall]:
         """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s` seconds, or if the gateway stops.
 
-        A taken call without progress for `lease_s` seconds returns to the queue. If `lease_s` is None, it never does; this is meant for a
-        trainer in the gateway's process.
+        A taken call without progress for `lease_s` seconds returns to the queue, or fails if part of its answer was sent. If `lease_s` is
+        None, neither happens; this is meant for a trainer in the gateway's process.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s
@@ -319,7 +319,9 @@ class Gate:
     def _find_taken(self, call_id: str, lease: str) -> Ticket:
         ticket, ended = self._live.get(call_id), self._ended.get(call_id)
         if ticket is None and ended is None:
-            raise NotFound(f"unknown call {call_id!r}; the gateway may have restarted since the call was taken")
+            raise NotFound(
+                f"unknown call {call_id!r}: the gateway has restarted since the call was taken, or the call ended long ago"
+            )
         if ended is not None:
             if ended.answered:
                 raise Conflict(f"call {call_id} has already ended: {ended.reason}")

@@ -21,7 +21,10 @@ GateFault = Literal["unavailable", "error", "overflow"]
 
 
 class GateBackend(Protocol):
-    """The receiver of a trainer's answers: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest` or `NotFound`."""
+    """The receiver of a trainer's answers: the gate itself, or a remote gateway.
+
+    It raises `Gone`, `Conflict`, `BadRequest` or `NotFound` to reject an answer. A client of a remote gateway also raises its own errors.
+    """
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None

@@ -34,7 +34,7 @@ from turngate.types import Json
 T = TypeVar("T")
 
 MESSAGE_CHARS = 500  # maximum length of an engine's message in our errors
-EVENT_BYTES = 64 * 2**20  # maximum size of an event
+EVENT_BYTES = 64 * 2**20  # maximum size of an incomplete line of an event
 DRAIN_S = 0.25  # timeout for reading the end of a finished reply
 PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
 # uvicorn, which both vLLM and SGLang use, closes idle connections after 5 s. A POST on a connection that is being closed
@@ -220,7 +220,7 @@ def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | N
 
 
 def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
-    """Replace each marker for a missing log-probability (`NO_LOGPROB`) with None."""
+    """Replace each marker for a missing log-probability (`NO_LOGPROB` or less) with None."""
     return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
 
 
@@ -349,7 +349,10 @@ class Reply:
             self._response.close()
 
     async def open(self) -> aiohttp.ClientResponse | Response:
-        """Send the request if it has not been sent yet. After a rejection, `body` may be changed and `open` called again."""
+        """Send the request if it has not been sent yet, and return the response. Raise an error if its status is not 200.
+
+        After such an error, `body` may be changed and `open` called again.
+        """
         if self._response is not None:
             return self._response
         self.finished = False
@@ -393,7 +396,7 @@ class EngineClient:
     """An HTTP client for one engine.
 
     `silence_s` limits the time between received bytes; None means no limit. `headers` are sent with every request, and default to an
-    `Authorization` header with the key. `direct` selects the minimal client in `http1.py`, for engines that speak plain JSON.
+    `Authorization` header with the key. `direct` selects the minimal client in `http1.py`, for engines that accept token ids.
     """
 
     def __init__(
@@ -453,7 +456,10 @@ class EngineClient:
             await session.close()
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str], large_field: Base64Field | None = None) -> Reply:
-        """Return a POST request and its reply as a context manager. The first read sends it. `large_field` is extracted from the reply."""
+        """Return a POST request and its reply as a context manager. The first read sends the request.
+
+        `large_field` is extracted from the reply.
+        """
         return Reply(self, path, body, headers, large_field)
 
     async def get(self, path: str, shape: type[T]) -> T:
@@ -492,7 +498,7 @@ class EngineClient:
         )
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
-        """Map an error event in a stream to an exception. `default_status` applies if the event contains no status."""
+        """Map an error event in a stream to an exception. `default_status` applies if the event contains no known status."""
         value = msgspec.json.decode(error)
         codes = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
         statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in codes]

@@ -1,8 +1,8 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
 Engines that accept token ids use this client in every turn, and a general-purpose client would take as much time as the rest of the turn.
-It has no cookies, redirects, proxies or compression, because these engines do not need them. Relays use aiohttp (`http.py`). Like the
-server, this client parses with httptools.
+This client has no cookies, redirects, proxies or compression, because these engines do not need them. Relays use aiohttp (`http.py`).
+Like the server, this client parses with httptools.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-_PAUSE_AT = (
-    2**20
-)  # unread bytes at which reading from the engine pauses; more of them would block the event loop for longer
+# With more unread bytes than this, reading from the engine pauses, because handling them blocks the event loop.
+_PAUSE_AT = 2**20
 _MAX_HEAD = 2**16  # bytes
 
 
@@ -26,7 +25,7 @@ class ConnectFailed(OSError):
 
 
 class ConnectionCut(OSError):
-    """The engine closed the connection before or during its response."""
+    """The connection ended before the response was complete."""
 
 
 class MalformedReply(Exception):
@@ -114,7 +113,7 @@ class ConnectionPool:
         self._all.discard(connection)
 
     def release(self, connection: _Connection) -> None:
-        """Return a connection to the pool once its reply has been read to the end."""
+        """Return a connection to the pool once its whole reply has arrived."""
         now = asyncio.get_running_loop().time()
         while self._idle and now - self._idle[0][1] >= self._keep_s:
             self._idle.pop(0)[0].abort()

@@ -75,7 +75,7 @@ async def _generate(
 
 
 def _join_runs(runs: VersionRuns, more: VersionRuns) -> VersionRuns:
-    """Return the runs of two parts of a reply as those of the whole, in which each version has one run."""
+    """Join the version runs of two consecutive parts of a reply."""
     if runs and more and runs[-1][0] == more[0][0]:
         version, tokens = more[0]
         return (*runs[:-1], (version, runs[-1][1] + tokens), *more[1:])

@@ -3,10 +3,11 @@
 A *replica* is one engine, with its own health. A *lane* is a destination for calls: a replica, or one of its data-parallel ranks.
 
 - A session's first call goes to the least loaded lane, and later calls go to the same lane. `placement.py` decides when the session moves.
-- An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
+- An unreachable replica is down until a health check or a call succeeds. Checks become less frequent with each failure.
 - A call that fails *before its first chunk* because its replica is unavailable is retried on another lane, and its session moves
   there. This is safe because the caller has not seen any output. A call that fails because its replica is busy is retried once.
-- If all replicas are busy or draining, a call waits up to `wait_s` for one of them. The agent sees a slow call, not a failed one.
+- If that retry finds a busy replica too, or if all replicas are draining, the call is tried again for up to `wait_s` seconds. The agent
+  sees a slow call, not a failed one.
 - All other errors, and every error after the first chunk, are raised.
 - Replicas can be added, drained and removed while the pool serves calls.
 """
@@ -88,7 +89,7 @@ class Pool:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether all engines are so loaded that more calls would only wait longer."""
+        """Whether more calls would only wait longer. This is also true if no engine accepts calls."""
         return self.waiting > 0 or is_saturated([lane.load for lane in self._lanes if lane.accepts_calls])
 
     @property
@@ -98,7 +99,7 @@ class Pool:
 
     @property
     def accepts_calls(self) -> bool:
-        """Whether some engines are up and not draining."""
+        """Whether at least one engine is up and not draining."""
         return any(lane.accepts_calls for lane in self._lanes)
 
     @property

@@ -33,13 +33,12 @@ class HasAddress(Protocol):
 
 
 class PoolTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a pool checks its replicas and reads their load, in seconds.
+    """How often a pool checks its replicas and reads their load. Times are in seconds.
 
     A replica that is up is checked every `check_s`. It is marked down after `misses` consecutive failed checks, because a single failure
     under load means little, and moving sessions loses their caches. One failure is enough if the replica was never up, has the wrong
-    weights, or cannot serve a call. A replica that is down is checked after `backoff_s`, with exponential
-    backoff up to `backoff_max_s`. The load is read every `load_s`, but less often if the engine answers slowly. With `load_s` 0, it is
-    never read.
+    weights, or was unavailable for a call. A replica that is down is checked after `backoff_s`, with exponential backoff up to
+    `backoff_max_s`. The load is read every `load_s`, but less often if the engine answers slowly. With `load_s` 0, it is never read.
     """
 
     check_s: float = 10.0
@@ -126,15 +125,15 @@ class Replica:
         ]
 
     def mark_lost(self, error: EngineError) -> None:
-        """Record that a call could not reach the replica."""
+        """Mark the replica as down, because it was unavailable for a call."""
         self._misses = max(self._misses, self._timing.misses)
         self._mark_down(error.message)
         self._lost.set()
 
     def mark_up(self) -> None:
-        """Record that a call or a check succeeded."""
+        """Mark the replica as up, because a call or a check succeeded."""
         if not self.up:
-            log.warning("%s is up again", self.address)
+            log.warning("%s is up", self.address)
         self.up = self._was_up = True
         self._misses = 0
 

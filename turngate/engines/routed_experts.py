@@ -52,7 +52,8 @@ class RoutedExpertsReply:
         values = self._read_file(data) if data.startswith(b"\x93NUMPY") else self._read_numbers(data)
         if self._shape is not None and values.shape[1:] != self._shape:
             raise EngineError(
-                f"{self._engine} sent routed experts of shape {_format_shape(values)}, not {_format_shape(self._shape)}"
+                f"{self._engine} sent routed experts of shape {_format_shape(values)}, not {_format_shape(self._shape)}; "
+                "correct the setting routed_experts"
             )
         total, start = prompt + sampled - 1, request.routed_experts
         if start and len(values) == total:  # an older version, which always reports from the first token on

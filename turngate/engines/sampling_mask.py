@@ -2,11 +2,11 @@
 
 A trainer needs them to compute the log-probability of a token under new weights over the same ids. What each engine returns:
 
-- local: the ids of every token, whatever the settings.
+- local: the kept ids for every token, whatever the settings.
 - vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. The server rejects
-  calls without `top_k`. It requires `--logprobs-mode processed_logprobs`, so its log-probabilities are those of the kept ids.
-- SGLang 0.5: lists for calls with `top_k`, up to `--sampling-mask-max-tokens`. Its usual log-probabilities are from before the
-  truncation, so it returns those of the kept ids separately.
+  calls without `top_k`. It requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the kept ids.
+- SGLang 0.5: lists for calls with `top_k`, up to `--sampling-mask-max-tokens`. Its usual log-probabilities are over the
+  whole vocabulary, so it returns those over the kept ids separately.
 """
 
 from __future__ import annotations

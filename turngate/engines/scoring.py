@@ -172,7 +172,8 @@ class _ScoringServer:
                 answer: bytes = reply.read()
         except urllib.error.HTTPError as error:
             if error.code == 401:
-                raise EngineError(f"{self.name} at {self._url} rejected the API key; check the key") from None
+                problem = "rejected the API key; check it" if self._key else "requires an API key; set one"
+                raise EngineError(f"{self.name} at {self._url} {problem}") from None
             if 300 <= error.code < 400:
                 raise EngineError(
                     f"{self.name} at {self._url} answered with a redirect ({error.code}), which is not followed; "

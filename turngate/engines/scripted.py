@@ -205,7 +205,7 @@ class _Call:
             raise EngineBusy(f"{self._name} is busy")
         if turn.overflow or self._room < 1:
             raise ContextOverflow(
-                f"{self._name}: the prompt has {len(self._request.prompt)} tokens, which leaves no room for a reply in the context"
+                f"{self._name}: the prompt leaves no room for a reply in the context (prompt tokens: {len(self._request.prompt)})"
             )
         if turn.hang:
             await self._wait(float("inf"))

@@ -249,7 +249,8 @@ class SGLang:
             )
         body: dict[str, Any] = {"model_path": self._initial.model_path, "flush_cache": not frozen}
         if self._initial.weight_version is not None:
-            body["weight_version"] = self._initial.weight_version  # else it keeps the version of the other model
+            # Otherwise the server keeps the other model's version.
+            body["weight_version"] = self._initial.weight_version
         await self._command("/update_weights_from_disk", body, LOAD_S)
 
     async def abort_all(self) -> None:
@@ -313,7 +314,7 @@ class SGLang:
         if request.routed_experts is not None:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routed_experts
-        if request.sampling_mask and 0 < request.sampling.top_k <= MAX_KEPT:  # it rejects other calls
+        if request.sampling_mask and 0 < request.sampling.top_k <= MAX_KEPT:  # SGLang rejects other values
             body["return_sampling_mask"] = True
         if request.model:
             body["lora_path"] = request.model

@@ -6,7 +6,7 @@ Written against the request and response models of vLLM 0.32. The server needs t
 - for `api="generate"`, `--enable-scale-out` on versions that require it;
 - for sampling masks, `api="generate"` and `--return-sampling-mask`, with which it rejects calls without `top_k`;
 - for routed experts, `api="generate"` and `--enable-return-routed-experts`, which vLLM's CPU backend does not support;
-- for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
+- for `ranks`, an API server in front of several data-parallel ranks that honors `X-data-parallel-rank`;
 - to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment;
 - for adapters, `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
@@ -210,10 +210,7 @@ class VLLM:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
         card = next((card for card in models.data if self.model in (card.id, "")), None)
         if card is None:
-            served = ", ".join(card.id for card in models.data)
-            return [
-                msgspec.structs.replace(seen, ok=False, detail=f"it serves {served or 'no models'}, not {self.model}")
-            ]
+            return [msgspec.structs.replace(seen, ok=False, detail=_explain_served(models, self.model))]
         if wrong := await self._wrong_weights(models):
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
@@ -277,7 +274,7 @@ class VLLM:
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are as expected."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected or unknown."""
         expected = self._expected.weights
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
@@ -331,7 +328,7 @@ class VLLM:
         prompt, body = _completions(request) if self._api == "completions" else _generate(request)
         body["stream"] = request.stream
         if request.stream:
-            body["stream_options"] = {"include_usage": True}  # for the number of cached tokens
+            body["stream_options"] = {"include_usage": True}  # for the numbers of cached and sampled tokens
         if model := request.model or self.model:
             body["model"] = model
         if request.cache_salt:
@@ -509,6 +506,11 @@ class VLLMGeneration:
         if self._reply.done and not self._sampled:  # a `completions` stream ends like this after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
+
+
+def _explain_served(models: _Models, wanted: str) -> str:
+    served = ", ".join(card.id for card in models.data) or "no models"
+    return f"it serves {served}, not {wanted}" if wanted else f"it serves {served}"
 
 
 def _parse_finish(name: str, reason: str) -> Literal["stop", "length", "abort"]:

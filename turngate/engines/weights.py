@@ -71,7 +71,7 @@ class UpdatableReplica(Protocol):
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens `start` to `end` of a reply, with the label that vLLM or SGLang reports for the weights that sampled them."""
+    """Tokens `start` to `end` (exclusive) of a reply, with the label that vLLM or SGLang reports for the weights that sampled them."""
 
     version: str
     start: int
@@ -85,7 +85,7 @@ class ExpectedWeights:
         self.weights: PolicyWeights | None = None
 
     def read_runs(self, spans: Sequence[VersionSpan] | None, request: Generate) -> VersionRuns | None:
-        """Convert the reported spans to policy versions. Return None if their labels are not policy versions.
+        """Convert the reported spans to policy versions. Return None if there are no spans, or if their labels are not policy versions.
 
         The labels are policy versions only if the gateway loaded the weights, and loaded them as a whole model.
         """
@@ -95,10 +95,11 @@ class ExpectedWeights:
 
 
 def parse_version_spans(spans: Sequence[VersionSpan], begun_at: int, newest: int) -> VersionRuns | None:
-    """Return (version, number of tokens) for each version in the spans, or None if the labels are not policy versions up to `newest`.
+    """Return (version, number of tokens) for each version in the spans.
 
-    An engine has a label of its own, such as "default", for the weights that it was started with. Tokens with this label get the version
-    `begun_at`, at which the call began.
+    Return None if the spans have gaps, or if their labels are not policy versions up to `newest` in ascending order. An engine has a label
+    of its own, such as "default", for the weights that it was started with. Tokens with this label get the version `begun_at`, at which
+    the call began.
     """
     runs: list[tuple[int, int]] = []
     at = 0

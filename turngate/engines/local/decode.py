@@ -104,7 +104,7 @@ class Decoder:
         return Pending(slots, ids, logprobs, masks=masks)
 
     def _compute_scores(self, hidden: Tensor) -> Tensor:
-        """Compute scores in float32. They are never rounded to bfloat16, whose values above 16 are at least an eighth apart."""
+        """Compute scores in float32. On a GPU, they are never rounded to bfloat16, whose values above 16 are at least an eighth apart."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.model.head.t(), out_dtype=torch.float32)
         return self.model.scores(hidden).float()
@@ -116,5 +116,5 @@ class Decoder:
         """Wait for all launched work."""
 
     def reset(self) -> None:
-        """Stop sampling in all slots, after a failure."""
+        """Stop sampling in all slots, after a failure or a weight update."""
         self.state[1] = self.cache.spare

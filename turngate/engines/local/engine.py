@@ -339,7 +339,9 @@ class LocalGeneration:
         self._masks: list[Ids] = []
         self._sampled = 0  # tokens in earlier chunks
         self._versions: tuple[int | None, int | None] = (None, None)
-        self._runs: list[tuple[int | None, int]] = []  # (version, tokens) of all tokens so far; None: not known
+        self._runs: list[
+            tuple[int | None, int]
+        ] = []  # (version or None if unknown, number of tokens) of all tokens so far
         self._end: End | None = None
         self._done = False  # whether the last chunk was returned
         self._waiter: asyncio.Future[None] | None = None
@@ -413,7 +415,7 @@ class LocalGeneration:
         return None if last is None else (self._request.version if first is None else first, last)
 
     def _list_runs(self) -> VersionRuns | None:
-        """Return the policy versions of all tokens so far, if the weights changed and all versions are known.
+        """Return the policy versions of all tokens so far, if the weights changed and all versions are known and ascending.
 
         If only the first is unknown, use the request's version, as in `_span`.
         """
@@ -432,7 +434,10 @@ def _choose_device(device: str) -> str:
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be auto, cpu or cuda, not {device!r}", param="device")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch found no CUDA device; set it to cpu", param="device")
+        raise ConfigError(
+            "device (engine_device in a gateway's settings) is cuda, but torch found no CUDA device; set it to cpu",
+            param="device",
+        )
     return device
 
 

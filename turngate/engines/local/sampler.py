@@ -36,7 +36,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one id per row of `scores` (rows, vocabulary; float32, modified in place), with its log-probability.
 
-    At temperature 0, the likeliest id is drawn. `some_greedy=False` promises that no row has temperature 0.
+    At temperature 0, the likeliest id is drawn, with log-probability 0. `some_greedy=False` promises that no row has temperature 0.
     """
     greedy = temperature == 0
     probabilities = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
@@ -51,8 +51,8 @@ def draw(
 def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
     """Return, for each row, the id at which the cumulative probability exceeds `share` of the row's total.
 
-    First find the block of ids, then the id in the block. An exact sum over the vocabulary would be the most expensive part of a step on a
-    CPU.
+    First find the block of ids, then the id in the block. A cumulative sum over the whole vocabulary would be the most expensive part of a
+    step on a CPU.
     """
     width = next((size for size in _BLOCKS if probabilities.shape[-1] % size == 0), 0)
     if not width:
@@ -91,9 +91,12 @@ def find_kept(scores: Tensor, adjustment: Adjustment) -> Ids:
 
 
 def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
-    """Adjust one row of scores in place: penalties first, then min-p, top-k and top-p."""
+    """Adjust one row of scores in place: penalties and the minimum number of tokens first, then min-p, top-k and top-p.
+
+    At temperature 0, the last three have no effect.
+    """
     row, sampling = scores[adjustment.row], adjustment.sampling
-    _penalise(row, adjustment)
+    _penalize(row, adjustment)
     if len(adjustment.sampled) < sampling.min_tokens and adjustment.stop_ids:
         row[torch.tensor(adjustment.stop_ids, device=row.device)] = -torch.inf
     if sampling.temperature == 0:
@@ -110,7 +113,7 @@ def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
         row[order[beyond]] = -torch.inf
 
 
-def _penalise(row: Tensor, adjustment: Adjustment) -> None:
+def _penalize(row: Tensor, adjustment: Adjustment) -> None:
     """Apply the repetition penalty to all tokens so far, and the presence and frequency penalties only to sampled tokens."""
     sampling = adjustment.sampling
     if sampling.repetition_penalty != 1:

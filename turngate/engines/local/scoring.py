@@ -18,7 +18,7 @@ from turngate.errors import ContextOverflow, EngineError, EngineRejected
 from turngate.render import Tokenizer
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids
 
-_PLACES = 256  # per matrix of scores, to limit its size
+_PLACES = 256  # tokens per matrix of scores, to limit its size
 
 
 class LocalScoring:

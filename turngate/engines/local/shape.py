@@ -69,7 +69,7 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read the shape of the model in `folder`. Raise `ConfigError` if this engine cannot compute the model exactly."""
+    """Read the shape of the model in `folder`. Raise `ConfigError` if that fails, or if this engine cannot compute the model exactly."""
     path = folder / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)

@@ -55,7 +55,8 @@ def load_into(model: Model, folder: str | Path) -> None:
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
         raise ConfigError(
-            f"model folder: {folder} does not match the loaded model: they differ in {', '.join(wrong)}",
+            f"model folder: {folder} does not match the loaded model: they differ in {', '.join(wrong)}; "
+            "load weights of the same model",
             param="model_folder",
         )
     state = _state(model, folder, model.dtype)

@@ -188,7 +188,7 @@ class Worker:
                     self._iterate()
                     if self._outbox.samples or self._outbox.ends:
                         self._failures = 0
-                except Exception as error:  # reported to the waiting calls
+                except Exception as error:  # reported to the calls that it fails
                     self._handle_failure(error)
                 self._outbox.flush(self._version)
             self._over = True
@@ -374,7 +374,7 @@ class Worker:
         except RuntimeError as lost:  # a faulted GPU no longer responds
             self.broken = f"{message}; the device is lost ({lost}); restart the gateway"
         if self._failures >= _TRIES:
-            self.broken = f"{message} ({_TRIES} times in a row); restart the gateway"
+            self.broken = f"it failed {_TRIES} times in a row: {message}; restart the gateway"
         if self.broken:
             self._fail_all(EngineUnavailable(f"the local engine has stopped: {self.broken}"), waiting=True)
             self._ending = True
@@ -395,7 +395,9 @@ def _build_adjustment(row: int, order: SamplingOrder, ids: Ids) -> Adjustment:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
-        return "the local engine is out of GPU memory; use fewer slots or a shorter max_context, or free memory on the device"
+        return (
+            "the local engine is out of GPU memory; use fewer slots or a shorter context, or free memory on the device"
+        )
     if isinstance(error, MemoryError):
-        return "the local engine is out of memory; use fewer slots or a shorter max_context"
+        return "the local engine is out of memory; use fewer slots or a shorter context"
     return f"the local engine failed: {type(error).__name__}: {error}"

@@ -303,7 +303,7 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
     elif constraint is not None and constraint.kind == "tools":
         if list_allowed_tools(constraint, tools):
             raise BadRequest(
-                "tool_choice: this endpoint cannot restrict the choice to some of the tools; allow all of them, or name one"
+                "tool choice: this endpoint cannot restrict it to some of the tools; allow all of them, or require one"
             )
         choice = {"type": "any"}
     if not parallel:
@@ -321,7 +321,7 @@ def _thinking(
     if constraint is not None and constraint.kind == "json_schema":
         config["format"] = {"type": "json_schema", "schema": constraint.schema}
     elif constraint is not None and constraint.kind == "json_object":
-        raise BadRequest("response_format: this endpoint supports json_schema, but not json_object; set a schema")
+        raise BadRequest("output format: this endpoint supports JSON output only with a schema; set one")
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     if thinks is not None:
         optional["thinking"] = ("thinking", "adaptive")

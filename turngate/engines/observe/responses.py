@@ -4,9 +4,9 @@ A `responses` call is forwarded as the agent sent it, except for the settings th
 and for the changes below. Calls of other dialects are translated, and the provider is asked not to store them. Text is recorded, and with
 `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization` header.
 
-Three parts of a `responses` call are changed. Items that it refers to by id are sent in full, because the provider does not know the
-gateway's ids. Item ids that the gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that
-run at the provider are removed, because the gateway cannot forward their items.
+In a `responses` call, items that it refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that
+the gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are
+removed, because the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids that the gateway created
 # The endpoint's id of an item and the item's encrypted content, which agents receive as one string.
 _ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")
-_PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
+_PLACEHOLDER_PREFIX = "tg1."  # prefix of encrypted content that the gateway created because the endpoint sent none
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
 _COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
