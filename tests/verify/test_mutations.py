@@ -644,7 +644,7 @@ ATTEMPTS: dict[str, Case] = {
     ),
     "an unknown state": ("its attempt is 'paused', which is not one of", lambda t: set_state(t, "paused")),
     "an unregistered attempt": ("its settings name attempt 1 of 'other', which is not", name_unregistered_attempt),
-    "two attempts that count": ("1 other attempts at ", settle_another_attempt),
+    "two attempts that count": ("also count: 1", settle_another_attempt),
     "a superseded attempt in a feed": (
         "it is superseded, but is waiting for its group in a feed (feeds: 1)",
         deliver_superseded_attempt,
@@ -687,12 +687,12 @@ EVENTS: dict[str, Case] = {
     "an aborted turn marked as complete": ("its finish is stored as 'length', but event ", mark_as_complete),
     "a complete turn marked as aborted": ("its finish is stored as 'abort', but event ", mark_as_aborted),
     "a truncated turn": ("its sampled_tokens is stored as 4, but event ", truncate_turn),
-    "the last turn removed": (", which is not stored: finish 'stop', ", delete_last_turn),
+    "the last turn removed": (", which is not stored (finish 'stop', ", delete_last_turn),
     "the last turn removed with its event": (
         "stored turns that were not aborted: ",
         delete_last_turn_and_event,
     ),
-    "all turns removed": (", which is not stored: finish 'abort', 5 sampled tokens", delete_all_turns),
+    "all turns removed": (", which is not stored (finish 'abort', sampled tokens: 5)", delete_all_turns),
     "an added turn": ("no event reports this turn", add_turn),
     "a turn without an event": ("no event reports this turn", delete_turn_event),
     "a turn with two events": ("reports it a second time", duplicate_turn_event),

@@ -58,7 +58,7 @@ def _check_attempt(session: StoredSession, attempt: StoredAttempt, check: Verify
         return
     check.expect(
         state != "settled" or not attempt.others_settled,
-        f"{attempt.others_settled} other attempts at {brief(attempt.rollout)} also count",
+        f"other attempts at {brief(attempt.rollout)} also count: {attempt.others_settled}",
     )
     if state == "superseded":
         return

@@ -146,7 +146,8 @@ class _CauseCheck:
         return self._session.config.mode == "observe"
 
     def _check_retry(self) -> str:
-        return "" if self._is_observed() else "only a turn can have this cause, not a context"
+        cause = self._context.info.cause
+        return "" if self._is_observed() else f"its cause is {cause}, which only a turn can have"
 
     def _check_branch(self) -> str:
         if self._is_root:

@@ -1,7 +1,8 @@
 """Check that a session agrees with its events.
 
 A gateway writes a turn, the end of a session or an outcome in the same transaction as its event, so the two must agree. The contents of
-events are defined here a second time, independently of the gateway. Events have no checksum, so a change to both sides is not detected.
+events are defined here a second time, independently of the gateway. Events have no checksum, so a change to a record that is also made to
+its event is not detected.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def _check_turns(session: StoredSession, events: list[EventData], check: VerifyC
     for event, data in events:
         node = data.get("node")
         if not isinstance(node, int) or node not in stored:
-            missing = f"finish {brief(data.get('finish'))}, {brief(data.get('sampled_tokens'))} sampled tokens"
-            check.expect(False, f"event {event.seq} reports turn {brief(node)}, which is not stored: {missing}")
+            missing = f"finish {brief(data.get('finish'))}, sampled tokens: {brief(data.get('sampled_tokens'))}"
+            check.expect(False, f"event {event.seq} reports turn {brief(node)}, which is not stored ({missing})")
             continue
         check.expect(node not in seen, f"event {event.seq} reports it a second time", node=node)
         seen.add(node)

@@ -56,7 +56,7 @@ class ForkReport(msgspec.Struct, frozen=True):
     node: int
     recorded: str  # the cause that the gateway recorded
     cause: str  # the cause that the messages show
-    left: int | None  # id of the node at the end of the branch that the call left
+    left: int | None  # id of the node at the end of the branch that the call left; None if no branch precedes the call
     token: int  # the first token that differs, counted from the root
     before: str  # the text before that token
     was: str  # how the old branch continues

@@ -183,7 +183,8 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 def same_meaning(was: Message, now: Message) -> bool:
     """Return whether two messages have the same meaning.
 
-    Differences in trailing whitespace (in answers, also leading), JSON formatting, thinking and call ids are ignored.
+    Differences in trailing whitespace (in answers, also leading), JSON formatting, thinking and call ids are ignored. A standard text in
+    place of an empty answer counts as empty.
     """
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False

@@ -19,11 +19,13 @@ def check_quotes(session: StoredSession, messages: NodeMessages, results: CheckR
             reply, size = messages.reply(turn), turn.info.text_size
             check.expect(
                 size in (-1, len(reply.content)),
-                f"its recorded length is {size} characters, but its text has {len(reply.content)}",
+                f"its text is recorded with length {size}, but has length {len(reply.content)}",
                 node=turn.id,
             )
             wrong = [excerpt for excerpt in turn.info.excerpts if excerpt not in _text_of(reply)]
-            check.expect(not wrong, f"it does not contain the recorded excerpt {wrong[:1]}", node=turn.id)
+            check.expect(
+                not wrong, f"it does not contain the recorded excerpt {wrong[0] if wrong else ''!r}", node=turn.id
+            )
         for context in session.contexts:
             for quoted in context.info.quotes or () if messages.is_readable(context) else ():
                 source = turns.get(quoted)

@@ -71,7 +71,8 @@ class Renderers:
     def _require_match(self, renderer: Renderer, session: StoredSession) -> Renderer:
         if renderer.tokenizer.digest != session.vocabulary:
             raise ConfigError(
-                f"the tokenizer at {renderer.tokenizer.folder} is not the one that the session was recorded with; pass --tokenizer PATH",
+                f"the tokenizer at {renderer.tokenizer.folder} is not the one that the session was recorded with; pass the right one "
+                "with --tokenizer PATH",
                 param="tokenizer",
             )
         return renderer
@@ -471,7 +472,7 @@ def _starts_with(ids: Ids, prefix: list[int]) -> bool:
 
 
 def _has_calls_as_text(recorded: Message, again: Message) -> bool:
-    """Return whether an earlier version recorded calls with arguments that are not JSON objects, and they now parse to text."""
+    """Return whether calls whose arguments are not JSON objects were recorded as calls, as by earlier versions, but parse to text."""
     calls = [call for call in recorded.tool_calls if not _is_object(call.arguments)]
     return bool(calls) and all(call.name in again.content and call.arguments in again.content for call in calls)
 

@@ -19,7 +19,7 @@ class Scorer(Protocol):
     any_temperature: bool  # whether it can score turns sampled at any temperature, not only at 1
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
-        """Return the log-probabilities of the tokens in each span of `ids`. A span is a start and an end."""
+        """Return the log-probabilities of the tokens in each span of `ids`. A span is a start and an end (exclusive)."""
 
 
 class ScriptedScorer:

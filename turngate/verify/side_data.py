@@ -63,8 +63,12 @@ class StoredSideArrays:
         for piece in self._pieces.get((turn.id, facts.name), ()):
             if not isinstance(piece.first, int) or piece.first != at or at >= facts.first + facts.count:
                 continue
-            if (piece.dtype, piece.shape) != (facts.dtype, "x".join(str(n) for n in facts.shape)):
-                return f"its {facts.name} are stored with type {piece.dtype} and shape {piece.shape}"
+            shape = "x".join(str(n) for n in facts.shape)
+            if (piece.dtype, piece.shape) != (facts.dtype, shape):
+                stored = f"type {piece.dtype} and shape {piece.shape}"
+                return (
+                    f"its {facts.name} are stored with {stored}, but listed with type {facts.dtype} and shape {shape}"
+                )
             found = _read_piece(piece.data, facts)
             if found is None:
                 return f"its {facts.name} at token {at} are not stored as whole values"
@@ -76,7 +80,7 @@ class StoredSideArrays:
             parts.append(found[1])
             at += len(found[0])
         if at != facts.first + facts.count:
-            return f"it lists {facts.name} for {facts.count} tokens, but {at - facts.first} are stored"
+            return f"it lists {facts.name} for a different number of tokens ({facts.count}) than are stored ({at - facts.first})"
         values = np.concatenate(parts)
         if facts.shape == _LISTS:
             return RaggedArray.from_sizes(np.concatenate(sizes), values)
@@ -133,7 +137,11 @@ def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None
     start = turn.length - len(turn.ids)
     first, last = start + facts.first, start + facts.first + facts.count
     inside = 0 <= first < last <= turn.length
-    check.expect(inside, f"its {facts.name} cover tokens {first} to {last} of a path of {turn.length}", node=turn.id)
+    check.expect(
+        inside,
+        f"its {facts.name} cover tokens {first} to {last - 1}, but its path has length {turn.length}",
+        node=turn.id,
+    )
     for other in path(turn):
         for known in other.info.side if isinstance(other, StoredTurn) else ():
             if known is facts or known.name != facts.name:
@@ -160,7 +168,9 @@ def _check_row(row: RowWithSideData, leaf: StoredTurn, stored: StoredSideArrays,
     turns = [node for node in path(leaf) if isinstance(node, StoredTurn)]
     names = {facts.name for turn in turns for facts in turn.info.side}
     check.expect(
-        set(row.side) == names, f"its row has {sorted(row.side)}, but {sorted(names)} were recorded", node=leaf.id
+        set(row.side) == names,
+        f"its row has the side data {sorted(row.side)}, but {sorted(names)} were recorded",
+        node=leaf.id,
     )
     for name in sorted(names & set(row.side)):
         _check_column(name, row.side[name], len(row.ids), turns, stored, check, leaf.id)
@@ -179,7 +189,9 @@ def _check_column(
     for start, end in column.spans:
         given[start:end] = True
     whole = int(given.sum()) == sum(end - start for start, end in column.spans) == len(values)
-    if not check.expect(whole, f"its {name} have {len(values)} values for tokens {column.spans}", node=leaf):
+    if not check.expect(
+        whole, f"its {name} do not have one value per token (values: {len(values)}, spans: {column.spans})", node=leaf
+    ):
         return
     due, recorded = np.zeros((size, *values.shape[1:]), values.dtype), np.zeros(size, bool)
     for turn, facts in ((each, facts) for each in turns for facts in each.info.side if facts.name == name):
@@ -201,7 +213,10 @@ def _check_column(
 
 
 def _make_comparable(values: Values) -> np.ndarray:
-    """Return arrays unchanged, and the bytes of each list as an array of objects. Numbers of all types fit into 64-bit floats."""
+    """Return values that can be compared with `!=`: an array unchanged, or the bytes of each list.
+
+    The numbers of a list become 64-bit floats, which can represent all stored types exactly.
+    """
     if isinstance(values, np.ndarray):
         return values
     return np.array([each.astype(np.float64).tobytes() for each in values.lists()], object)

@@ -346,7 +346,7 @@ class StoredSession:
         if row.kind not in ("context", "sampled"):
             return f"its kind is {row.kind!r}, which is not context or sampled"
         if len(row.ids) % 4:
-            return f"its ids have {len(row.ids)} bytes, which is not a multiple of 4"
+            return f"the size of its ids in bytes is {len(row.ids)}, which is not a multiple of 4"
         try:
             if row.kind == "context":
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)

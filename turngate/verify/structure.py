@@ -120,7 +120,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
             whole = row.logprobs is None or len(row.logprobs) % 4 == 0
             check.expect(
                 whole,
-                f"its log-probabilities have {len(row.logprobs or b'')} bytes, which is not a multiple of 4",
+                f"the size of its log-probabilities in bytes is {len(row.logprobs or b'')}, which is not a multiple of 4",
                 node=row.id,
             )
             check.expect(
@@ -131,7 +131,11 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
             if scores is None:
                 continue
             paired = len(scores) == len(turn.ids) or session.config.mode == "observe" or turn.row.logprobs == b""
-            check.expect(paired, f"it has {len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
+            check.expect(
+                paired,
+                f"it has different numbers of log-probabilities ({len(scores)}) and tokens ({len(turn.ids)})",
+                node=turn.id,
+            )
             known = scores[~np.isnan(scores)]
             fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _LOGPROB_SLACK)
             check.expect(fine, "one of its log-probabilities is above 0 or infinite", node=turn.id)
@@ -184,7 +188,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 -1 <= info.cached <= turn.parent.length,
-                f"{info.cached} of its prompt tokens were cached, but its prompt has {turn.parent.length}",
+                f"its number of cached prompt tokens is {info.cached}, but its prompt has length {turn.parent.length}",
             )
             hold(info.finish != "abort" or bool(info.fault), "it was aborted, but no fault is recorded")
             hold(info.capture != "text" or not len(turn.ids), "it was captured as text only, but has ids")
@@ -280,10 +284,10 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
             fits = not isinstance(found, str)
             check.expect(fits, found if isinstance(found, str) else "", node=context.id)
             if not isinstance(found, str):
-                agrees = context.info.has_tools == bool(found)
+                marked = context.info.has_tools
                 check.expect(
-                    agrees,
-                    f"it is marked as {'with' if context.info.has_tools else 'without'} tools, but {len(found)} are stored",
+                    marked == bool(found),
+                    f"it is marked as having {'tools, but none' if marked else 'no tools, but some'} are stored",
                     node=context.id,
                 )
         used = {context.info.preamble for context in session.contexts}
@@ -333,7 +337,10 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
                 check.expect(
-                    fits, f"it declares {len(context.info.roles)} messages, but {count} are stored", node=context.id
+                    fits,
+                    f"its digests ({len(context.info.meanings) / 16:g}) and roles ({len(context.info.roles)}) do not match the number of "
+                    f"its stored messages ({count})",
+                    node=context.id,
                 )
             if session.config.mode != "observe":
                 _check_answers(context, messages, makers, check)
