@@ -523,7 +523,7 @@ def test_sampling_parameters() -> None:
         ({"stopSequences": list("abcdefghijklmnopq")}, "stopSequences"),
         ({"candidateCount": 2}, "candidateCount"),
         ({"responseLogprobs": True}, "responseLogprobs"),
-        ({"logprobs": 3}, "responseLogprobs"),
+        ({"logprobs": 3}, "logprobs"),
         ({"responseModalities": ["TEXT", "IMAGE"]}, "responseModalities"),
         ({"speechConfig": {}}, "speechConfig"),
         ({"imageConfig": {}}, "imageConfig"),

@@ -267,7 +267,8 @@ def test_object_and_missing_arguments() -> None:
 def test_non_text_part_names_its_position(kind: str) -> None:
     first, second = (messages({"role": "user", "content": [{"type": kind, "image_url": url}]})[0] for url in ("a", "b"))
     assert (
-        first.unsupported == f"input[0].content[0].type: {kind!r} parts are not supported; this model accepts text only"
+        first.unsupported
+        == f"input[0].content[0].type: {kind!r} parts are not supported; this gateway accepts text only"
     )
     assert first.content != second.content or kind != "input_image"
     [tool] = messages(result_item("c", [{"type": kind}]))
@@ -427,6 +428,11 @@ INVALID_REQUESTS: dict[str, tuple[dict[str, Json], str, str]] = {
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
         "tool_choice.tools[0]",
         "must be",
+    ),
+    "no allowed tool": (
+        {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+        "tool_choice.tools",
+        "must name at least one of the tools",
     ),
     "two constraints": (
         {"tools": [RUN], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},

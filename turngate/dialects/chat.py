@@ -193,8 +193,8 @@ class Chat:
             ),
             max_tokens=_max_tokens(request),
             stop=validate_stops("stop", request.stop),
-            constraint=forced
-            or shape,  # if a tool call is forced, there is no text to which `response_format` could apply
+            # If a tool call is forced, there is no text to which `response_format` could apply.
+            constraint=forced or shape,
             parallel_tool_calls=request.parallel_tool_calls is not False and not legacy,
             top_logprobs=_decode_top_logprobs(request),
             template_kwargs=kwargs,
@@ -362,7 +362,7 @@ def _decode_top_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return count or 0
     if count:
-        raise field_error("top_logprobs", "can only be set if logprobs is true")
+        raise field_error("top_logprobs", "can only be set if logprobs is true; set logprobs, or leave it out")
     return None
 
 

@@ -243,9 +243,10 @@ def _refuse_unsupported(config: _Config) -> None:
             f"must be 1, not {config.candidate_count}; send the call several times instead",
         )
     if config.response_logprobs or config.logprobs:
+        name = "responseLogprobs" if config.response_logprobs else "logprobs"
         raise field_error(
-            f"{_CONFIG_FIELD}.responseLogprobs",
-            "is not supported; the gateway returns log-probabilities only in the chat dialect; leave it out",
+            f"{_CONFIG_FIELD}.{name}",
+            "is not supported, because the gateway returns log-probabilities only in the chat dialect; leave it out",
         )
     if any(modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for modality in config.response_modalities):
         raise field_error(f"{_CONFIG_FIELD}.responseModalities", "must contain only TEXT")

@@ -75,7 +75,7 @@ def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
     """Convert a Gemini schema to a JSON schema. Types become lower case, `nullable` becomes a type, and `propertyOrdering` is applied."""
     if depth > _MAX_DEPTH:
-        raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep")
+        raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep; use fewer levels")
     if not isinstance(schema, dict):
         return schema  # a JSON schema may be true or false
     fields = {to_camel(name): part for name, part in schema.items() if part is not None}

@@ -131,7 +131,7 @@ class Messages:
         if history.last == "assistant" and wire.verb != "count":
             raise BadRequest(
                 "messages: This model does not support assistant message prefill. The conversation must end with a user "
-                "message. To shape the reply, use output_config.format or tool_choice",
+                "message. To shape the reply, use output_config.format or tool_choice.",
                 param="messages",
             )
         parallel = not (request.tool_choice and request.tool_choice.disable_parallel_tool_use)

@@ -97,9 +97,8 @@ class MessagesHistory:
         self.items = items
         self._tools = tools
         self._system = system
-        self._indexes: list[
-            tuple[int, ...]
-        ] = []  # of the messages of each turn in the request; none for the system prompt
+        # The indexes of each turn's messages in the request. The system prompt has none.
+        self._indexes: list[tuple[int, ...]] = []
         self._roles: list[str] = []
         self.raws: list[bytes] = []
         self.last = ""  # role of the last message
@@ -179,7 +178,7 @@ class MessagesTools:
         return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
     def find(self, name: str, where: str) -> Tool:
-        """Return the tool with this name, or the first tool if the name is empty."""
+        """Return the tool with this name, or the first tool if the name is empty. Raise BadRequest if there is no such tool."""
         tools = self._all()
         found = tools.get(name) if name else next(iter(tools.values()), None)
         if found is None:
@@ -249,9 +248,9 @@ def _why_unsupported(block: _Block, where: str) -> str:
     """Return the error message for an unsupported block. It also suggests a fix."""
     match block.type:
         case "image":
-            fix = "this model accepts text only; describe the image in a text block"
+            fix = "this gateway accepts text only; describe the image in a text block"
         case "document" | "search_result":
-            fix = "this model accepts text only; send its text in a text block"
+            fix = "this gateway accepts text only; send its text in a text block"
         case "":
             fix = "set the type of the block"
         case _:

@@ -243,7 +243,8 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
         case Unauthorized():
             return 401, "authentication_error"
         case Conflict():
-            # Anthropic's clients retry after a 409, because it means a temporary lock there. Here a conflict lasts: the session has ended.
+            # Anthropic's clients retry after a 409, because it means a temporary lock there. Here a conflict is permanent: the
+            # session has ended.
             return 403, "permission_error"
         case Forbidden():
             return 403, "permission_error"

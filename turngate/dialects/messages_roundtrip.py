@@ -36,7 +36,10 @@ def call_id_from_wire(wire: str) -> str:
 
 
 def wrap_arguments(arguments: str) -> str:
-    """Return a call's arguments as a JSON object, which clients require. Other or very deep arguments are wrapped in one as text."""
+    """Return a call's arguments as a JSON object, which clients require.
+
+    Other arguments, very deep ones, and an object that looks like wrapped arguments are wrapped in an object as text.
+    """
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

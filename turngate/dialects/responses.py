@@ -341,6 +341,10 @@ def _decode_tool_choice(
             names = _read_allowed_names(entries)
             allowed = [tool for tool in _require_tools(tools) if tool.name in names]
             if mode == "required":
+                if not allowed:
+                    raise field_error(
+                        "tool_choice.tools", "must name at least one of the tools, because mode is 'required'"
+                    )
                 return require_any_tool(allowed, parallel=parallel), tools
             # Hiding a tool is the only way to keep the model from calling it.
             return None, tools.restrict_to(names) if tools is not None and allowed else None
@@ -352,7 +356,7 @@ def _decode_tool_choice(
             raise field_error(
                 "tool_choice",
                 "must be 'none', 'auto', 'required', {'type': 'function', 'name': …}, {'type': 'custom', 'name': …} "
-                "or {'type': 'allowed_tools', 'mode': …, 'tools': […]}",
+                "or {'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': […]}",
             )
 
 

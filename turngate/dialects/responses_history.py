@@ -205,8 +205,8 @@ class ResponsesHistory:
         if item is None:
             where = self._place(n)
             raise ItemNotFound(
-                f"{where}: no item with id {item_id!r} is stored in this session; items of responses with store=false are not "
-                "stored. Send the item itself.",
+                f"{where}: no item with id {item_id!r} is stored in this session (items of responses with store=false are not "
+                "stored); send the item itself",
                 param=where,
             )
         named.add(item_id)
@@ -322,7 +322,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
             case kind:
                 unsupported = (
                     unsupported
-                    or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read"
+                    or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read; leave them out"
                 )
     # Text that was split by streaming is joined without a separator.
     return Message(
@@ -390,7 +390,8 @@ def _decode_other(item: _Item, where: str) -> Message:
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
             unsupported = (
-                f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read"
+                f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read; "
+                "leave them out"
             )
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case kind:
@@ -424,7 +425,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
-                why = f"{part.type!r} parts are not supported; this model accepts text only"
+                why = f"{part.type!r} parts are not supported; this gateway accepts text only"
                 unsupported = unsupported or f"{where}[{n}].type: {why}"
             case kind:
                 raise BadRequest(f"{where}[{n}].type {kind!r} is not supported; send text", param=f"{where}[{n}].type")
