@@ -27,7 +27,10 @@ async def test_partly_certified_template_is_a_warning_that_names_the_transitions
     [outcome] = await check_template(context(*certify_tokenizer(build_tokenizer(MOVING_TOOLS, tmp_path))))
     assert outcome.state == "warning"
     assert "certified only in part" in outcome.message and "a user message after an answer" in outcome.message
-    assert "; turns are rendered in full, and the trace may fork, at a user message after a call" in outcome.message
+    assert (
+        "; the conversation is rendered in full, and the trace may fork, at a user message after a call"
+        in outcome.message
+    )
     assert "turngate certify FOLDER" in outcome.fix
 
 

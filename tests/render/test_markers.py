@@ -67,7 +67,7 @@ def test_declared_tokens_are_used(fast: bool | None, change: Any, gap: int, tmp_
         (TEMPLATE, declare(*ROLES, start=300), r"writes '<\|assistant\|>'"),  # ids of ordinary tokens
         ("{{ bos_token }}" + TEMPLATE.replace("<|end|>", "<|im_end|>"), {"bos_token": "<bos>"}, "'<bos>'"),
         ("{% for m in messages %}{% endfor %}", {}, "does not write the text of messages"),
-        ("{{ raise_exception('never') }}", {}, "rejects this conversation: never"),
+        ("{{ raise_exception('never') }}", {}, r"two questions and an answer \(never\)"),
     ],
 )
 def test_template_with_marker_of_several_tokens_is_refused(

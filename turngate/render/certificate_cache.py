@@ -1,8 +1,8 @@
 """A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
 Reading a tokenizer and probing its template would take up most of the start-up time. A record is named by a digest of the tokenizer's
-files, the model, the family, our rendering code, and the versions of the packages that this code uses. After a change to any of these, the
-record is therefore missing, never out of date.
+files, the model, the family, our rendering code, and the versions of Python and of the packages that this code uses. After a change to any
+of these, the record is therefore missing, never out of date.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _read_record(path: Path) -> CertificateRecord | None:
 
 
 def save_record(name: str, record: CertificateRecord) -> None:
-    """Save a record, and delete the oldest records. If this fails, do nothing: the next start probes the renderer again."""
+    """Save a record, and delete the oldest records beyond `_MAX_RECORDS`. If this fails, the next start probes the renderer again."""
     try:
         _cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         part = _cache_folder() / f"{name}.{os.getpid()}"

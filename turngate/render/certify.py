@@ -110,7 +110,7 @@ class Certificate(msgspec.Struct, frozen=True):
         """Explain what happens at the uncertified transitions. A hand-written renderer uses its own bridge even there."""
         where = self.describe_uncertified()
         if self.renderer == TEMPLATE_RENDERER:
-            return f"turns are rendered in full, and the trace may fork, at {where}"
+            return f"the conversation is rendered in full, and the trace may fork, at {where}"
         return (
             f"the hand-written renderer {self.renderer} either has no bridge, so the trace may fork, or uses a bridge that differs from "
             f"a render of the whole conversation, at {where}"

@@ -154,7 +154,8 @@ class FamilyRenderer:
         except ValueError as error:
             raise ConfigError(f"family: {error}", param="family") from None
         if config is None:
-            raise ConfigError(f"unknown family {self._family!r}", param="family")
+            choices = ", ".join(["template", *sorted(set(MODEL_RENDERER_MAP.values()))])
+            raise ConfigError(f"family must be one of {choices}, not {self._family!r}", param="family")
         values = {"thinking_retention": "all", **kwargs}
         try:
             return create_renderer(self.tokenizer, type(config)(**values))

@@ -81,7 +81,8 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         text = template.text([_USER, _ANSWER, _USER], generate=True, kwargs={})
     except BadRequest as error:
         raise ConfigError(
-            f"tokenizer {tokenizer.folder}: {error.message} (the conversation has only a question and an answer)",
+            f"tokenizer {tokenizer.folder}: the chat template rejects a conversation of two questions and an answer "
+            f"({error.message.partition(': ')[2]}); choose another chat template",
             param="tokenizer",
         ) from None
     if SENTINEL not in text:

@@ -423,8 +423,8 @@ class TemplateRenderer:
     ) -> tuple[int, str] | None:
         """Render the new messages after a short replacement for the conversation.
 
-        It consists of the system message, if any, one question, and a turn of the same shape as `message`. Return the closing token of the
-        turn, and the text after it. Return None if the template rejects these messages or does not write them after the turn.
+        The replacement consists of the system message, if any, one question, and a turn of the same shape as `message`. Return the closing
+        token of the turn, and the text after it. Return None if the template rejects these messages or does not write them after the turn.
         """
         # One tool is enough: what a template writes here may depend on whether there are tools, but not on which ones.
         stand_in = [Message("user", "x"), build_stand_in(message)]

@@ -328,7 +328,10 @@ class _FastEncoder:
         return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
-        """Return whether this encoder returns the same ids as the slow one, for the probe corpus and for a sample of the vocabulary."""
+        """Return whether this encoder never returns other ids than the slow one, for the probe corpus and for a sample of the vocabulary.
+
+        A text that it cannot encode counts as agreement, because the slow encoder is used for it.
+        """
         words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
         return all(
             fast is None or fast == slow(text)
@@ -433,7 +436,7 @@ def _load_chat_templates(folder: Path, config: Json) -> tuple[str | None, str | 
     """Return the chat template and, if there are two, the template for conversations with tools.
 
     They are read from files or, if there is no file, from the config, which contains one template or a list of named templates, such as
-    `default` and `tool_use`.
+    `default` and `tool_use`. If there is no default template, the template for tools is the chat template.
     """
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / TOOL_TEMPLATE_FILE}
     if files["default"].exists():

@@ -14,7 +14,6 @@ from turngate.types import Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"
 LONG_CALL_ID = "call_0123456789abcdef01234567"  # in the form that the gateway uses in replies
-SHORT_CALL_ID = "a1b2c3d4e"  # in the form that Mistral's templates require
 PROBE_TOOL = Tool(
     "probe_tool",
     {
