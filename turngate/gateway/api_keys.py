@@ -1,4 +1,4 @@
-"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and refreshes the copy when it is a second old.
+"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and reads them again if the copy is a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
 only a hash of the whole key.
@@ -17,7 +17,7 @@ import msgspec
 from turngate.store.projects import DEFAULT_PROJECT, ApiKey, ProjectRow, ProjectTable, Quotas
 
 REFRESH_S = 1.0  # how long a gateway uses its copy of the projects and keys
-_UNKNOWN_S = 0.1  # an unknown key makes a gateway read the keys again if its copy is older than this
+_UNKNOWN_S = 0.1  # an unknown key makes a gateway read the keys again if its copy is at least this old
 KEY_PATTERN = re.compile(r"(tgp-[0-9a-f]{8})-[\w-]{43}", re.ASCII)
 
 
@@ -46,7 +46,7 @@ def hash_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """A gateway's copy of the projects and keys. It is refreshed with `read` when it is `refresh_s` seconds old."""
+    """A gateway's copy of the projects and keys. A lookup first replaces a copy that is at least `refresh_s` seconds old, using `read`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class KeyRing:
         return self._known
 
     def find(self, key: str) -> ApiKey | None:
-        """Return the stored record of `key`, or None if the key is unknown or not valid."""
+        """Return the stored record of `key`, or None if the key is unknown, expired or revoked."""
         if (match := KEY_PATTERN.fullmatch(key)) is None:
             return None
         found = self.find_prefix(match[1])

@@ -36,7 +36,10 @@ class Attempts:
         self._wait_for_announcement = wait_for_announcement
 
     async def require_current(self, session: Session) -> None:
-        """Cancel a new session and raise `Conflict` if its attempt is superseded in the shared store."""
+        """In a cell, check a new session against the shared store: if its attempt is superseded there, cancel it and raise `Conflict`.
+
+        This waits until the session is announced to the shared store.
+        """
         if self._wait_for_announcement is None:
             return
         await self._wait_for_announcement(session.key)
@@ -45,12 +48,12 @@ class Attempts:
             config = session.config
             raise Conflict(
                 f"attempt {config.attempt} of rollout {config.rollout!r} is superseded in the shared store, so it must not "
-                "run; for the rollout's attempts, ask the gateway on the shared store",
+                "run; GET /admin/attempts at the gateway on the shared store lists the rollout's attempts",
                 param="attempt",
             )
 
     async def supersede(self, rollout: str, attempt: int, session: str = "") -> SupersededAttempt[RecordedOutcome]:
-        """Mark an attempt as superseded, even if it was never opened, and cancel its session.
+        """Mark an attempt as superseded, even if it was never opened, and cancel its session if it has one.
 
         An attempt that has an outcome is not changed.
         """

@@ -40,12 +40,12 @@ class OtherCells:
         return bool(self._cells)
 
     def divide(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return this cell's part of the share of each of its projects."""
+        """Return this cell's part of each project's share, for the projects that have calls here."""
         rates = self._rate(own, weight)
         return {project: rates[project] * own.demand(project) for project in {**own.running, **own.waiting}}
 
     def limit(self, own: ProjectCalls, weight: Weight) -> dict[str, int]:
-        """Return how many calls of each of its projects this cell may run.
+        """Return how many calls of each project this cell may run, for the projects that have calls here.
 
         There are no limits unless another cell has a waiting call that it could run without exceeding its part.
         """

@@ -1,8 +1,9 @@
-"""Build deliveries: the rows and advantages of complete groups, without rollouts that are too old, truncated or untrainable.
+"""Build deliveries: the rows and advantages of complete groups.
 
-A delivery says why each of these rollouts is not trained.
+A rollout that is too old, has nothing to train, or is excluded by the feed's policy is delivered without rows, and with the reason.
 
-The delivery with a given number never changes, except that staleness is judged against the current policy version.
+A delivery is built each time it is read. Its number always means the same group, but a rollout that was trainable at an earlier read may be
+too old or deleted at a later one.
 """
 
 from __future__ import annotations
@@ -278,7 +279,9 @@ def read_config(row: FeedRow) -> FeedConfig:
     try:
         return msgspec.json.decode(row.config, type=FeedConfig)
     except msgspec.DecodeError as error:
-        raise StoreError(f"feed {row.name}: its settings are damaged on disk ({error})") from None
+        raise StoreError(
+            f"feed {row.name}: its settings are damaged on disk ({error}); delete the feed, and open it again"
+        ) from None
 
 
 def missing_feed(name: str) -> NotFound:

@@ -18,7 +18,7 @@ import msgspec
 from turngate.errors import BadRequest
 from turngate.store.events import GatewayEvent, new_event
 from turngate.store.store import Store
-from turngate.trace.session import SESSION_ID
+from turngate.trace.session import check_session_id
 from turngate.types import BATCH_STREAM, Json
 
 T = TypeVar("T")
@@ -45,11 +45,11 @@ class Events:
 
     def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
         """Write an event from a runner and return its number. The session need not be open yet."""
-        if session and not SESSION_ID.fullmatch(session):
-            raise BadRequest(f"session must be a valid session id, not {session[:200]!r}", param="session")
+        if session:
+            check_session_id(session, "session")
         size = len(msgspec.json.encode(data))
         if size > LARGEST:
-            raise BadRequest(f"data is {size} bytes long; the limit is {LARGEST}", param="data")
+            raise BadRequest(f"data is {size} bytes long; send at most {LARGEST} bytes", param="data")
         return self.add(session, kind, data)
 
     def wake(self, session: str) -> None:
@@ -74,7 +74,7 @@ class Events:
         return self._log.newest()
 
     def knows(self, session: str) -> bool:
-        """Return whether a session has events. Some may be older than the session itself."""
+        """Return whether a session has events other than `deleted`. Some may be older than the session itself."""
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
@@ -92,7 +92,7 @@ class Events:
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent | None, None]:
-        """Yield the events after number `after`, of one session or of all sessions, until the gateway stops. None is a keep-alive.
+        """Yield the events after number `after`, of one session or of all sessions, until `close`. None is a keep-alive.
 
         With `wait=False`, stop after the last event. If `after` is higher than the newest number, it does not belong to this store, so the
         events are read from the beginning.
@@ -132,7 +132,7 @@ class Events:
         """Call `find` until it returns a value other than None, and return this value.
 
         `find` is called again whenever the session or topic `woken_by` is woken, or another worker has written an event. Return None after
-        `seconds`, or if the gateway is stopping.
+        `seconds`, or after `close`.
         """
         end = time.monotonic() + seconds
         with self._follower(woken_by) as more:
@@ -149,8 +149,8 @@ class Events:
     async def _wait(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, polls: bool) -> bool:
         """Wait for a change in the log. Return True if there may be one, or False after `seconds` without one.
 
-        All events of one session are written by its worker. A follower of all sessions polls, since other processes cannot wake it.
-        In a local store, checking whether the file has changed takes microseconds.
+        A follower of all sessions polls, since other processes cannot wake it. A follower of one session need not, because the session's
+        worker writes all its events. In a local store, checking whether the file has changed takes microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

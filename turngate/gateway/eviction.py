@@ -48,7 +48,7 @@ class Evictor:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between sweeps."""
+        """The longest time between sweeps, in seconds."""
         longest = 30.0 if self._max_bytes == math.inf else _LIMITED_S
         return min(longest, max(_SHORTEST_S, self._rest_s / 4))
 

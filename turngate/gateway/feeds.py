@@ -52,7 +52,7 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class _ReportResult(msgspec.Struct, frozen=True):
-    """What is kept of a report, to answer a repetition of it. Earlier versions kept only the alarms."""
+    """The stored result of a report, with which a repetition is answered. Stores of earlier versions contain only the alarms."""
 
     digest: str  # of the report's content
     alarms: tuple[MismatchAlarm, ...]
@@ -175,7 +175,7 @@ class Feeds:
         self._restores.confirm(row.key)
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
-        """Record that the trainer's checkpoint includes all deliveries up to `number`. A number below the last commit changes nothing."""
+        """Record that the trainer's checkpoint includes all deliveries up to `number`. A committed number changes nothing."""
         row = self._log.commit(self._find(name).key, reader, number)
         if row is None:
             raise self._not_the_reader(name)
@@ -208,7 +208,7 @@ class Feeds:
             if after is not None and after > row.newest:
                 raise Conflict(
                     f"'after' is {after}, but the newest delivery of feed {name!r} is {row.newest}; "
-                    f"check that the gateway uses the same data folder as before{_RESTORED_HINT}",
+                    f"check that the gateway uses the same store as before{_RESTORED_HINT}",
                     param="after",
                 )
             return row if row.newest > (row.committed if after is None else after) else None
@@ -293,12 +293,13 @@ class Feeds:
         row = self._find(name)
         if not row.reader and self._restores.history():
             return Conflict(
-                f"feed {name!r}: the store was restored from a backup; open the feed again, with after set to the number in your "
-                "checkpoint",
+                f"feed {name!r}: the store was restored from a backup; open the feed again, with 'after' set to the number in "
+                "your checkpoint",
                 param="reader",
             )
         return Conflict(
-            f"the reader token is wrong, or another reader has taken over feed {name!r}; a feed has only one reader at a time",
+            f"the reader token is wrong, or another reader has taken over feed {name!r}; a feed has only one reader at a time. Open "
+            "the feed again to take it over",
             param="reader",
         )
 

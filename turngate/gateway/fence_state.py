@@ -28,7 +28,7 @@ class FenceState:
         return version, "" if load is None else load.name
 
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
-        """Record the version and the end of the hold in one transaction.
+        """Record the version, and that no hold and no load is in progress, in one transaction.
 
         Recording only one of them could label turns with the wrong version.
         """

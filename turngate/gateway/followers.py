@@ -28,7 +28,7 @@ def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerR
 
 
 async def wait_for_followers(table: FenceTable, epoch: int) -> None:
-    """Wait until every follower has carried out a change or can no longer serve."""
+    """Wait until every follower has carried out the change `epoch` or can no longer serve."""
     rows = await asyncio.to_thread(table.list_followers)
     since = max((row.now for row in rows), default=0.0)
     while find_blocking(rows, epoch, since):

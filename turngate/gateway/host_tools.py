@@ -1,6 +1,6 @@
 """Check, record and answer calls of host tools.
 
-A call is recorded before it is answered. If the tool has `wait_s`, the call waits that long for the host's answer. The agent always
+A call is recorded before it is answered. If the tool has `wait_s`, the call waits up to that long for the host's answer. The agent always
 receives a reply: at the latest when the wait is over, or when the session or the gateway ends.
 """
 

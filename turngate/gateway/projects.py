@@ -1,4 +1,7 @@
-"""Create projects, and create, rotate and revoke their keys. Each change is written to the audit log in the same transaction."""
+"""Create, change and delete projects, and create, rotate and revoke their keys.
+
+Each change is written to the audit log in the same transaction.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class PromptBuilder:
         size = sum(map(len, new)) + (len(preamble.raw_tools) if location.node is None and new else 0)
         with _reject_deep_nesting(call):
             if len(new) > _MAX_INLINE_MESSAGES or size > _MAX_INLINE_SIZE:
-                # Tokenising this much here would delay other sessions. In a thread, the tokenizers release the interpreter lock.
+                # Tokenizing this much here would delay other sessions. In a thread, the tokenizers release the interpreter lock.
                 return await asyncio.to_thread(_render, session, location, preamble, renderer)
             return _render(session, location, preamble, renderer)
 
@@ -139,7 +139,7 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
     def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
         if kind is not None and issubclass(kind, RecursionError):
             field = _MESSAGES_FIELD.get(self._call.dialect, "messages")
-            raise BadRequest(f"{field} is nested too deeply", param=field) from None
+            raise BadRequest(f"{field} is nested too deeply; use fewer levels", param=field) from None
 
 
 def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:
@@ -191,8 +191,8 @@ def _render(session: Session, location: Location, preamble: Preamble, renderer: 
 def _render_bridge(session: Session, location: Location, preamble: Preamble, renderer: Renderer) -> Ids | str | None:
     """Render only the new messages, as ids that extend the located turn.
 
-    Return None if the new messages do not extend a sampled turn, or if the session forbids extending it. Return the reason, as text, if the
-    template does not allow it.
+    Return None if there is no turn to extend, if the session forbids extending it, or if the new messages include a reply that the model
+    did not sample. Return the reason, as text, if the template does not allow extending the turn.
     """
     node, request = location.node, location.request
     if node is None or session.config.thinking == "drop":

@@ -235,7 +235,7 @@ class QuotaKeeper:
         part.renew_at = now + HOLD_S / 3
 
     def _refresh_bytes(self, quota: ProjectQuota, part: _Parts, limit: int | None) -> None:
-        """Measure how much a project stores: every few seconds, and on every refresh while its quota is exceeded."""
+        """Measure how much a project stores: every few seconds, and on every refresh while its quota is used up."""
         now = self._clock()
         if limit is None or (now < part.measure_at and quota.stored_bytes < limit):
             return

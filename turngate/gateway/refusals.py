@@ -36,7 +36,7 @@ _OTHER_STATUSES = (401, 403, 409, 426, 429)
 
 
 def digest_request(body: bytes) -> bytes | None:
-    """Return a digest of the conversation in a request of any dialect, or None if the request has no messages."""
+    """Return a digest of the conversation in a request of any dialect, or None if the request has no messages or is not a JSON object."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -20,7 +20,7 @@ log = logging.getLogger("turngate")
 _SETTLE_S = 0.1  # how long to wait for tokens that an engine sent before it was frozen
 _NOT_TRIED = "not tried"
 _KEPT_ADAPTERS = 2  # the current one and the previous one, which calls in flight may still use
-KEEP_CALLS = "keep calls in flight during an update (pause with hold or drain instead)"
+KEEP_CALLS = "keep calls in flight during an update (use mode 'hold' or 'drain' instead)"
 
 
 class ReplicaResult(msgspec.Struct, frozen=True):
@@ -148,7 +148,10 @@ class ReplicaSet:
     async def roll_back(
         self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
-        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced with the previous one."""
+        """Undo a failed load, and return what each replica has now. An adapter is unloaded; a model is replaced with the previous one.
+
+        If the current version was being loaded again, nothing is undone.
+        """
         if load.version == before.version:
             return results
 
@@ -180,7 +183,7 @@ class ReplicaSet:
             await one.reload_initial_weights(frozen=self.is_frozen)
 
     async def undo_unfinished_load(self, present: int) -> None:
-        """Load the current version again into replicas that had loaded a newer model when the gateway was killed."""
+        """Load the current version again into replicas that have the newer model of an unfinished load."""
         load = self._state.read_unfinished_load()
         if load is None or load.is_adapter or load.version <= present:
             return

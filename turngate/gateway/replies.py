@@ -137,7 +137,7 @@ class SessionReplies:
         return self._archive.find(self._session, reply_id)
 
     def find_item(self, item_id: str) -> bytes | None:
-        """Return an item of a stored reply, or of the reply's input."""
+        """Return an item of a stored reply or of its input, or None if there is no such item."""
         reply_id = response_of_item(item_id)
         return self._read(reply_id, "output").get(item_id) or self._read(reply_id, "input").get(item_id)
 

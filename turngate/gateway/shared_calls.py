@@ -89,7 +89,7 @@ class SharedCalls:
             if not self._has_warned:
                 log.warning(
                     "cannot read the report of another cell: %s; its calls are ignored when the engines are shared. "
-                    "Run the same version of turngate in all cells",
+                    "Run the same version of Turngate in all cells",
                     error,
                 )
             self._has_warned = True

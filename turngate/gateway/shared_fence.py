@@ -99,7 +99,9 @@ class FollowedUpdates(WeightUpdates):
 
 
 def _refusal() -> Conflict:
-    return Conflict("this cell follows the fence of the shared store; change it at the gateway on the shared store")
+    return Conflict(
+        "this cell follows the fence of the shared store; pause, resume and load weights at the gateway on the shared store"
+    )
 
 
 class FenceFollower:
@@ -232,7 +234,7 @@ class FenceFollower:
             await self._fence.pause("hold")
             raise Conflict(
                 f"the shared store is at policy version {shared.version}, but this cell has served version {self._fence.version}; "
-                "if the shared store was restored from a backup, resume at a higher version"
+                f"if the shared store was restored from a backup, resume calls there at a version above {self._fence.version}"
             )
         if shared.weights:
             self._state.write_weights(msgspec.json.decode(shared.weights, type=PolicyWeights))

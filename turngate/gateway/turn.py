@@ -2,7 +2,7 @@
 
     admit → locate → render → generate → parse → commit → reply
 
-    admit     check the session's status and limits, and that turns can be recorded; wait at the fence
+    admit     check status, limits and quota, and that turns can be recorded; wait for a share of the engines and at the fence
     locate    find the deepest point of the session's trace that this request extends    (trace, prompt.py)
     render    extend the stored ids up to that point with only the new messages          (render, prompt.py)
     generate  send ids, receive ids with log-probabilities; abort if the agent hangs up  (engines)
@@ -60,7 +60,7 @@ from turngate.types import (
 
 T = TypeVar("T")
 # A final chunk of at most this many tokens is sent together with `Done`, which saves a write. A longer one is sent first, so that `Done`
-# waits until the agent has received it. Otherwise the turn would count as delivered while it is still on the wire.
+# waits while a slow agent is still receiving it. Otherwise the turn would count as delivered too early.
 _SHORT_END = 256
 
 
@@ -223,9 +223,9 @@ class TurnPipeline:
             timing.held_s += time.perf_counter() - began
 
     def _end_at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
-        """Return a final reply that looks normal, since agents would retry an empty or failed reply.
+        """Record the reached limit, and return a final reply that looks normal, since agents would retry an empty or failed reply.
 
-        If the session is configured with `at_limit="conflict"`, raise `Conflict` instead.
+        If the session is configured with `at_limit="conflict"`, raise `Conflict` instead of returning a reply.
         """
         self._recorder.note_stop(session, limit)
         if session.config.at_limit == "conflict":

@@ -143,7 +143,7 @@ class Cell:
             shipper.stop(0)
 
     async def start(self, sessions: Sessions, url: str) -> None:
-        """Get a lease (in worker 0), cancel sessions that belong to an earlier id of this cell, and start watching the lease."""
+        """Get a lease and start shipping (in worker 0), cancel sessions that belong to an earlier id of this cell, and watch the lease."""
         self.guard.add(self._store.outbox, sessions)
         if self._is_first:
             await asyncio.to_thread(self._keeper.start, self._name(url))

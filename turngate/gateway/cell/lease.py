@@ -19,7 +19,7 @@ LeaseState = Literal["waiting", "held", "lapsed", "lost"]
 CLOCK_DRIFT = 0.02  # share of the lease by which the cell stops early, since two clocks do not run at the same speed
 _RENEWALS = 3  # renewals per lease
 _RETRIES = 30  # requests per lease while the shared store does not answer
-_FIRST_RETRIES = 5  # the first retries, which come sooner, in case only the connection was lost
+_FIRST_RETRIES = 5  # the first 5 retries come 5 times as often, in case only the connection was lost
 
 
 def lease_clock() -> float:

@@ -94,7 +94,7 @@ class LeasedFence(Fence):
 
 
 class ServingGuard:
-    """Stops and resumes this worker's sessions as the lease changes, while `run` is running."""
+    """Interrupts and resumes this worker's calls as the lease changes, and cancels the sessions of lost ids, while `run` is running."""
 
     def __init__(self, permit: ServingPermit, max_unshipped: int) -> None:
         self.permit = permit

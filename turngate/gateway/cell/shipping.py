@@ -20,7 +20,7 @@ _SESSIONS = 32  # per transaction
 _CHECK_S = 5.0  # between checks for a shared store that was restored from a backup
 _PAGE = 500  # sessions per query after a restore
 _ANNOUNCED = 256  # open sessions announced at a time
-_BYTES = 16_000_000  # no session is added to a transaction that has reached this size
+_BYTES = 16_000_000  # no session is added to a transaction that has exceeded this size
 
 
 class ShipmentTarget(Protocol):
@@ -143,7 +143,7 @@ class Shipper:
         return _RETRY_S[min(self._failures, len(_RETRY_S)) - 1]
 
     def ship(self) -> int:
-        """Ship a batch of due sessions, usually in one transaction. Return how many sessions were due."""
+        """Ship a batch of due sessions, usually in one transaction. Return the size of the batch, which is 0 if none were due."""
         rows = self.outbox.find_due(time.time(), _SESSIONS)
         if not rows:
             return 0
