@@ -203,7 +203,7 @@ def test_a_damaged_session_stays_and_says_why(cell: Store, shared: SharedStore) 
     rows = cell.outbox.find_due(time.time(), 10)
     batch = read_shipments(cell, rows, 2**30)
     row = rows[0]
-    assert batch.damaged == [(row, "session s: node 1 is damaged on disk; it cannot be shipped")]
+    assert batch.damaged == [(row, "session s: node 1 is damaged on disk")]
     assert [shipment.id for _, shipment in batch.shipments] == ["t"]
     cell.outbox.remove(rows[1:])
     cell.outbox.mark_failed(row, "damaged")
@@ -222,7 +222,7 @@ def test_a_value_of_the_wrong_type_does_not_stop_shipping(cell: Store, shared: S
     finish_rollout(cell, "t", "g")
     batch = read_shipments(cell, cell.outbox.find_due(time.time(), 10), 2**30)
     ((_, reason),) = batch.damaged
-    assert reason.startswith("session s: node ") and "a value has the wrong type; it cannot be shipped" in reason
+    assert reason.startswith("session s: node ") and reason.endswith("a value has the wrong type")
     assert [shipment.id for _, shipment in batch.shipments] == ["t"]
 
 
@@ -232,7 +232,7 @@ def test_a_change_of_any_column_is_damage(cell: Store, shared: SharedStore, chan
     with cell.database.writing() as db:
         db.execute(f"UPDATE nodes SET {change} WHERE session=? AND kind='sampled'", (key,))
     batch = read_shipments(cell, cell.outbox.find_due(time.time(), 10), 2**30)
-    assert not batch.shipments and "is damaged on disk; it cannot be shipped" in batch.damaged[0][1]
+    assert not batch.shipments and batch.damaged[0][1].endswith("is damaged on disk")
 
 
 def test_a_damaged_kind_of_event_is_rejected(cell: Store, shared: SharedStore) -> None:

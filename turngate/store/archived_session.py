@@ -33,7 +33,7 @@ class ArchivedSession(msgspec.Struct, frozen=True):
     nodes: list[Row]
     tables: dict[
         str, list[Row]
-    ]  # an empty `side_data` is omitted, so that digests stay the same as before that table existed
+    ]  # an empty `side_data` is omitted: earlier versions had no such table, and their digests must still match
     attempts: list[AttemptRow]
     outcome: tuple[float, bytes] | None  # when it was recorded, and its JSON
 
@@ -57,7 +57,7 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
 
 def read_session(db: StoreConnection, key: int) -> ArchivedSession:
-    """Read a session with everything recorded for it. Raise `StoreError` if a node is damaged. Call this inside a snapshot."""
+    """Read a session with everything recorded for it. Raise `StoreError` if it was deleted or is damaged. Call this inside a snapshot."""
     session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (key,)).fetchone()
     if session is None:
         raise StoreError("it was deleted")

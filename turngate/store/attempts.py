@@ -123,7 +123,8 @@ class AttemptTable:
         """Give up an attempt, unless it already has an outcome. Return the attempt, and its outcome if there is one.
 
         `session` is the id that was chosen for the attempt's session. It is used if the attempt was never opened, or if the client that
-        opened it does not name its rollouts. If the returned attempt is `superseded`, its outcome does not count.
+        opened it does not name its rollouts. If the returned attempt is `superseded`, its outcome does not count. Raise `Gone` if the
+        attempt's outcome counts, but was removed with its session because of its age.
         """
         now = time.time()
         with self._writing() as db:
@@ -170,7 +171,8 @@ def register_attempt(
 ) -> None:
     """Register an attempt when its session is opened, and supersede earlier attempts.
 
-    Raise `Conflict` if the attempt was superseded or opened before, or if the rollout already has an outcome.
+    Raise `Conflict` if the attempt was superseded or opened before, if the session's id belongs to a superseded attempt, or if the rollout
+    already has an outcome that counts.
     """
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:
@@ -221,7 +223,8 @@ def settle_attempt(db: StoreConnection, session: str, outcome: bytes) -> bool:
 def release_attempt(db: StoreConnection, session: str) -> None:
     """Detach an attempt from its session, which is being deleted.
 
-    The session's id can then be reused. An attempt at a named rollout stays registered, so its number cannot be used again.
+    The session's id can then be reused. An attempt at a named rollout is superseded and stays registered, so its number cannot be
+    used again.
     """
     supersede_attempts(db, "session=? AND rollout!=session", (session,))
     db.execute("DELETE FROM attempts WHERE session=? AND rollout=session", (session,))

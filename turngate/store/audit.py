@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS audit (
 );
 CREATE INDEX IF NOT EXISTS audit_of_a_project ON audit (project, number);
 """
-# The database itself refuses to change an entry.
+# The database itself refuses to change or remove an entry.
 SQLITE_AUDIT_GUARD = """
 CREATE TRIGGER IF NOT EXISTS audit_unchanged BEFORE UPDATE ON audit
     BEGIN SELECT RAISE(ABORT, 'the audit log is append-only: entries cannot be changed or removed'); END;
@@ -70,7 +70,7 @@ class AuditTable:
             insert_audit_entry(db, entry)
 
     def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return entries with numbers above `after`, oldest first, of one project or of all projects.
+        """Return up to `limit` entries with numbers above `after`, oldest first, of one project or of all projects.
 
         The entries of one project are numbered 1, 2, … without gaps. Gaps would show the project's members how active other projects are.
         """

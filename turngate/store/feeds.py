@@ -332,7 +332,10 @@ class FeedLog:
             return _find(db, name)
 
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
-        """Record that a reader is being handed the deliveries up to `number`. Return False if another reader has taken over."""
+        """Record that a reader is being handed the deliveries up to `number`.
+
+        Return False if another reader has taken over or the feed was deleted.
+        """
         with self._writing() as db:
             query = "UPDATE feeds SET handed=CASE WHEN handed<? THEN ? ELSE handed END WHERE key=? AND reader=?"
             return db.execute(query, (number, number, feed, reader)).rowcount == 1

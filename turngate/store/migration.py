@@ -41,7 +41,7 @@ def finish_upgrade(db: sqlite3.Connection, version: int) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
             _register_named_attempts(db)
-            # The outcome of a cancelled session no longer counts.
+            # Since schema version 6, the outcome of a cancelled session does not count.
             cancelled = "SELECT key FROM sessions WHERE status='cancelled'"
             db.execute(f"DELETE FROM rolled WHERE number IS NULL AND session IN ({cancelled})")
             db.execute("COMMIT")

@@ -77,13 +77,11 @@ class OutboxState(msgspec.Struct, frozen=True):
 
 
 class ShippingQueue(Protocol):
-    """The methods of an outbox that a cell's lease keeper uses: those of one project, or of all projects together."""
+    """What a cell's lease keeper needs from an outbox. `Outboxes` provides it for all projects together."""
 
     def cells(self) -> list[str]: ...
 
     def start(self, cell: str, adopted: Iterable[str]) -> None: ...
-
-    def state(self) -> OutboxState: ...
 
 
 class Outboxes:

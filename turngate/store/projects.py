@@ -222,7 +222,7 @@ def check_project_name(name: str, param: str = "name") -> None:
 
 
 def unknown_project(name: str) -> NotFound:
-    return NotFound(f"unknown project {name[:100]!r}", param="project")
+    return NotFound(f"unknown project {name[:100]!r}; `turngate projects list` shows the names", param="project")
 
 
 def locate_project(data: str, project: str) -> str:

@@ -1,7 +1,7 @@
 """Remove old sessions from a store, optionally after writing them to an archive.
 
 Sessions are archived in files of limited size. Once a file is complete, its sessions are removed in short transactions, so that gateways
-and cells can keep writing. After a crash, the next run does not write sessions that the archive already contains.
+and cells can keep writing. After a crash, the next run does not write sessions again that the archive already contains.
 """
 
 from __future__ import annotations

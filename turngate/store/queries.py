@@ -157,7 +157,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of sessions that have events with numbers above `after`, at most `limit` + 1 of them."""
+        """Return the ids of sessions with events among the next 20,000 after number `after`, at most `limit` + 1 of them."""
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"

@@ -94,7 +94,7 @@ class Retention:
         """Choose the sessions that ended before the time `before` and are no longer needed."""
         if not self._has_tables:
             raise ConfigError(
-                "data: the folder was written by an older version; start turngate serve on it once to upgrade it",
+                "data: the folder was written by an older version of Turngate; run `turngate serve` on it once to upgrade it",
                 param="data",
             )
         plan, grouped, kept_groups = RetentionPlan(), list[tuple[OldSession, str]](), set[str]()

@@ -182,7 +182,7 @@ def remove_orphans(store: Store, path: Path) -> None:
 
 
 def remove_scores(path: Path, session: str) -> None:
-    """Remove the scores of a session that is being deleted."""
+    """Remove the scores of a deleted session."""
     _remove(path, lambda found: found == session)
 
 

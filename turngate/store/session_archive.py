@@ -202,7 +202,10 @@ class SessionArchive:
         try:
             metadata = msgspec.json.decode(raw, type=ArchiveMetadata)
         except msgspec.DecodeError:
-            raise ConfigError(f"archive: {file} is not an archive of sessions", param="archive") from None
+            raise ConfigError(
+                f"archive: {file} is not an archive of sessions; pass a folder that `turngate prune --archive` wrote",
+                param="archive",
+            ) from None
         if metadata.version != _VERSION:
             raise ConfigError(
                 f"archive: {file} has version {metadata.version}, but this turngate supports {_VERSION}; use the turngate version "

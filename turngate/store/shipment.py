@@ -155,7 +155,7 @@ def read_shipments(store: Store, rows: Sequence[UnshippedSession], max_bytes: in
             try:
                 trace = _verify_trace(row.session, db.execute(_NODES, (row.session,)))
             except StoreError as error:
-                batch.damaged.append((row, f"session {session[0]}: {error.message}; it cannot be shipped"))
+                batch.damaged.append((row, f"session {session[0]}: {error.message}"))
                 continue
             if row.session in with_side_data:
                 side = others[row.session]["side_data"] = db.execute(_SIDE_DATA, (row.session,)).fetchall()

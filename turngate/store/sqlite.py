@@ -301,4 +301,7 @@ class _Transaction:
 
 
 def _write_error(error: sqlite3.Error) -> StoreError:
-    return StoreError(f"cannot write to the store ({error}); a turn that cannot be recorded is not delivered")
+    return StoreError(
+        f"cannot write to the store ({error}); check the disk and the permissions of the data folder. A turn that cannot be recorded is "
+        "not delivered"
+    )

@@ -245,7 +245,10 @@ class Store:
             insert_optional_event(db, event)
 
     def _settle_outcome(self, db: StoreConnection, session_id: str, outcome: bytes) -> bool:
-        """Settle the attempt of a session whose outcome is being written. Return whether the outcome counts. If so, lock the feeds."""
+        """Settle the attempt of a session whose outcome is being written, and make the session due for shipping.
+
+        Return whether the outcome counts. If so, lock the feeds.
+        """
         self.outbox.add_outcome(db, session_id)
         counts = settle_attempt(db, session_id, outcome)
         if counts:

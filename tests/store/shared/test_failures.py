@@ -101,6 +101,7 @@ class ServerError(Exception):
         ("28000", "role does not exist", "refused the login"),
         ("53100", "could not extend file", "no disk space left"),
         ("57P01", "terminating connection", "stopping or starting"),
+        ("57014", "canceling statement due to statement timeout", "NAME canceled a statement (canceling"),
         ("22012", "division by zero", "division by zero"),
     ],
 )

@@ -64,7 +64,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     version_start: int | None
     version_end: int | None
     recorded: float | None
-    usable_reward: float | None  # NULL: the reward does not count, or is too large for a trainer
+    usable_reward: float | None  # None: the reward does not count, or is too large for a trainer
     damage: str
     failure: str  # class under which its failure is listed; empty: it did not fail
     failure_text: str  # its message without numbers, by which equal failures are counted

@@ -167,7 +167,10 @@ class RolloutPages:
         return int(self._one("SELECT coalesce(max(attempt), 0) FROM rollout_list WHERE name=?", (name,))[0])
 
     def find_changed(self, after: int, last: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events numbered from `after` + 1 to `last`, at most `limit` + 1 of them."""
+        """Return the ids of sessions with events numbered from `after` + 1 to `last`, at most `limit` + 1 of them.
+
+        Only the first 20,000 of these events are read.
+        """
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND seq<=? AND session<>'' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
@@ -248,7 +251,7 @@ class RolloutPages:
         return [TrendPoint(*row) for row in rows]
 
     def reward_totals(self, prefix: str) -> list[tuple[str, str, int, float, int]]:
-        """Return task, kind of task, policy version, sum of the rewards and number of rollouts, for the graded rollouts of a version."""
+        """Return (task, kind of task, policy version, sum of the rewards, number of graded rollouts) for each task and version."""
         where, values = _starting_with(prefix)
         query = (
             "SELECT task, task_kind, version_start, sum(usable_reward), count(*) FROM rollout_list"
