@@ -126,7 +126,11 @@ REASONS: list[tuple[str, Call, str]] = [
     ("only text was captured", Call(FIRST, capture="text"), "captured as text only"),
     ("only log-probabilities were captured", Call(FIRST, capture="logprobs"), "captured as logprobs only"),
     ("no log-probabilities", Call(FIRST, logprobs=None), "no log-probabilities"),
-    ("too few log-probabilities", Call(FIRST, logprobs=[-0.5]), "1 log-probabilities for 2 tokens"),
+    (
+        "too few log-probabilities",
+        Call(FIRST, logprobs=[-0.5]),
+        "different numbers of log-probabilities (1) and tokens (2)",
+    ),
     ("a missing log-probability", Call(FIRST, logprobs=[-0.5, math.nan]), "missing log-probabilities"),
     ("an infinite log-probability", Call(FIRST, logprobs=[-0.5, -math.inf]), "missing log-probabilities"),
     ("another role", Call(FIRST, signals=CallSignals(role="side")), "role side"),

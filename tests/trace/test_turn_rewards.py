@@ -154,6 +154,11 @@ def test_unresolved_rewards(name: str) -> None:
     assert error.value.param == param and text in error.value.message, error.value.message
 
 
+def test_error_about_an_unknown_turn_names_the_only_turn() -> None:
+    with pytest.raises(BadRequest, match=r"is 3, but the session has turn 2$"):
+        resolve_turn_rewards([extra(1.0, turn=3)], TURNS[:1])
+
+
 FIRST = [system("You code."), user("Fix it.")]
 SECOND = [*FIRST, assistant("On it."), user("And?")]
 OTHER = [*FIRST, assistant("On it."), user("Why?")]

@@ -193,8 +193,8 @@ def _check_stale(lags: Sequence[LagMismatch], limits: MismatchLimits) -> list[Mi
     if not limits.stale_kl or k3 <= limits.stale_kl:
         return []
     message = (
-        f"the policy has moved by {k3:.2g} nats per token (limit {limits.stale_kl:g}) since {tokens:,} tokens were sampled with older or "
-        "unknown weights; train on fresher rollouts (lower the feed's max_staleness, or let agents run fewer groups ahead), or "
-        "lower the learning rate"
+        f"the policy has moved by {k3:.2g} nats per token (limit {limits.stale_kl:g}) since tokens were sampled with older or unknown "
+        f"weights (tokens: {tokens:,}); train on fresher rollouts (lower the feed's max_staleness, or let agents run fewer groups "
+        "ahead), or lower the learning rate"
     )
     return [MismatchAlarm("stale_kl", message)]

@@ -140,7 +140,8 @@ def _read_role(signals: CallSignals) -> RoleDecision | None:
         why = ": ".join(part for part in (signals.source, signals.why) if part)
         return RoleDecision(signals.role, "signal" if is_own else "rule", why or "stated by the agent")
     if signals.is_subagent:
-        return RoleDecision("subagent", "signal", f"thread {signals.thread or 'unnamed'} of {signals.parent}")
+        thread = f"thread {signals.thread}" if signals.thread else "an unnamed thread"
+        return RoleDecision("subagent", "signal", f"{thread} of {signals.parent}")
     return None
 
 

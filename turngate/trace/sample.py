@@ -187,7 +187,7 @@ def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy, ma
     if turn.logprobs is None:
         return "no log-probabilities"
     if len(turn.logprobs) != turn.size:
-        return f"{len(turn.logprobs)} log-probabilities for {turn.size} tokens"
+        return f"different numbers of log-probabilities ({len(turn.logprobs)}) and tokens ({turn.size})"
     if not np.isfinite(turn.logprobs).all():
         return "missing log-probabilities"
     if role not in policy.roles:

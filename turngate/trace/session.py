@@ -22,7 +22,7 @@ MAX_ATTEMPT = 2**31 - 1
 MAX_ROLLOUT_CHARS = 512
 _CALL_COPIES = 3  # a call in flight keeps its body, its messages, and the request to the engine
 LAPSED = "lapsed"  # calls are aborted because the cell's lease has ended; the session continues once the cell has a lease again
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+_SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class LimitReached(Exception):
@@ -42,7 +42,7 @@ class CallError(msgspec.Struct, frozen=True):
 
 
 class EngineSilence:
-    """Measures how long calls have been waiting since the engine last responded with a first byte or an error.
+    """Measures how long calls have been waiting since the engine last sent data or an error.
 
     The clock runs only while at least one call is in flight. Calls whose callers gave up are included.
     """
@@ -109,7 +109,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 def check_session_id(session_id: str, param: str) -> None:
     """Raise `BadRequest` if a session's id is invalid. `param` is the name of the field that contains it."""
-    if not SESSION_ID.fullmatch(session_id):
+    if not _SESSION_ID.fullmatch(session_id):
         raise BadRequest(
             f"{param} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
             param=param,
@@ -158,7 +158,7 @@ class Session:
         self.last_error: CallError | None = None  # set if the latest call failed; it may explain why the agent ended
         self.engine_silence = EngineSilence()
         self.in_flight = 0
-        self.waiting_for_trace = 0  # number of model calls
+        self.waiting_for_trace = 0  # number of requests
         self._call_bytes = 0  # size of the bodies of the calls in flight
         self.idle = asyncio.Event()
         self.idle.set()
@@ -182,7 +182,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a model call or a host-tool call is in flight, or a model call is waiting until the trace is loaded."""
+        """Whether a model call or a host-tool call is in flight, or a request is waiting until the trace is loaded."""
         return bool(self.in_flight or self.pending_tool_calls or self.waiting_for_trace)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:

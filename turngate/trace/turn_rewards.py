@@ -155,7 +155,8 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 
     The call was made by a turn whose conversation had not continued yet. Turns that had ended and whose tool calls name the host tool are
     preferred, then others that had ended with a tool call. Agents may run a tool call before the rest of the reply has arrived, so a turn
-    that had not ended is also considered if its tool calls name the host tool and those of no ended turn do.
+    that had not ended is also considered if its tool calls name the host tool and those of no ended turn do. If none of these turns exist,
+    all turns that had ended are returned.
     """
     begun = [turn for turn in turns if turn.started <= call.time]
     continued = {turn.previous for turn in begun}
@@ -222,7 +223,8 @@ def _list_turns(turns: Mapping[int, TurnRecord]) -> str:
     if not turns:
         return "no turns"
     shown = ", ".join(str(turn) for turn in sorted(turns)[:_MAX_LISTED])
-    return f"turns {shown}" + (f" and {len(turns) - _MAX_LISTED} more" if len(turns) > _MAX_LISTED else "")
+    more = f" and {len(turns) - _MAX_LISTED} more" if len(turns) > _MAX_LISTED else ""
+    return f"{'turn' if len(turns) == 1 else 'turns'} {shown}{more}"
 
 
 def _invalid(field: str, message: str) -> BadRequest:
