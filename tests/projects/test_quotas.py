@@ -13,7 +13,7 @@ import pytest
 from tests.kit import Json, Running, gateway, say, until
 from tests.projects.kit import create_project, project_client
 from tests.store.kit import finish_rollout
-from turngate.errors import StoreError
+from turngate.errors import QuotaExceeded, StoreError
 from turngate.gateway.quotas import DAY_S, PARTS, ProjectQuota, QuotaKeeper, _Parts
 from turngate.store.projects import Quotas
 from turngate.store.quotas import QuotaTable
@@ -101,7 +101,7 @@ def test_a_holder_that_cannot_read_its_limits_keeps_them(store: Store) -> None:
     assert holder.quota.limits == Quotas(tokens_per_day=100)
 
 
-def test_a_cut_off_holder_keeps_to_what_it_has(store: Store) -> None:
+async def test_a_cut_off_holder_keeps_to_what_it_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Holder(store.quotas, Quotas(tokens_per_day=200))
     holder.refresh()
 
@@ -111,6 +111,12 @@ def test_a_cut_off_holder_keeps_to_what_it_has(store: Store) -> None:
 
     holder.keeper._table = Away(store._writing, store._reading)
     assert holder.sample() == 200 // PARTS
+    monkeypatch.setattr("turngate.gateway.quotas._WAIT_S", 0.0)
+    with pytest.raises(QuotaExceeded, match=r"has used its part .* and cannot take more: away; retry in a moment"):
+        await holder.quota.require_tokens()
+    holder.keeper._table = store.quotas
+    holder.refresh()
+    await holder.quota.require_tokens()
 
 
 async def use_up(g: Running, client: Json) -> str:

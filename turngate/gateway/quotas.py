@@ -47,6 +47,7 @@ class ProjectQuota:
         self.limits = Quotas()
         self.max_tokens = inf  # the value of `metrics.sampled_tokens` at which the part is used up
         self.max_sessions = inf
+        self.store_error = ""  # why the store could not be asked for more the last time; empty: it answered
         self.need = threading.Event()  # set if a call is waiting for a part
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -57,6 +58,7 @@ class ProjectQuota:
     async def require_tokens(self) -> None:
         """Wait for more tokens if the part is used up. Raise `QuotaExceeded` if this process cannot get more."""
         if not self.has_tokens and not await self._wait(lambda: self.has_tokens):
+            self._require_answer()
             raise QuotaExceeded(
                 f"project {self.project!r} has used its quota of {self.limits.tokens_per_day:,} sampled tokens for today "
                 "(tokens_per_day); wait until midnight UTC, or ask the operator to raise the quota: "
@@ -76,11 +78,20 @@ class ProjectQuota:
                 f"{self.limits.stored_bytes:,} (stored_bytes); delete or prune old sessions (turngate prune), or ask the "
                 f"operator to raise the quota: turngate projects change {self.project} --stored-bytes N"
             )
+        self._require_answer()
         raise QuotaExceeded(
             f"project {self.project!r} has reached its quota of live sessions ({self.limits.live_sessions:,}; "
             "live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
             f"turngate projects change {self.project} --live-sessions N"
         )
+
+    def _require_answer(self) -> None:
+        """Raise `QuotaExceeded` with a fitting reason if the store did not answer, because then the quota may not be used up."""
+        if self.store_error:
+            raise QuotaExceeded(
+                f"this gateway has used its part of a quota of project {self.project!r} and cannot take more: {self.store_error}; "
+                "retry in a moment"
+            )
 
     @property
     def _is_full(self) -> bool:
@@ -102,6 +113,7 @@ class ProjectQuota:
                 async with asyncio.timeout_at(end):
                     await answered
             except TimeoutError:
+                self.store_error = self.store_error or "the store does not answer"
                 return is_free()
             if is_free():
                 return True
@@ -196,8 +208,9 @@ class QuotaKeeper:
             self._refresh_tokens(quota, part, limits.tokens_per_day)
             self._refresh_sessions(quota, part, limits.live_sessions)
             self._refresh_bytes(quota, part, limits.stored_bytes)
-            self._is_away = False
+            self._is_away, quota.store_error = False, ""
         except TurngateError as error:
+            quota.store_error = error.message
             if not self._is_away:
                 log.warning("cannot take more quota: %s; using what was already taken", error.message)
             self._is_away = True
