@@ -272,7 +272,7 @@ async def test_failing_sandbox_creation_is_sandbox_fault(harness: Harness, tmp_p
 
 async def test_dockerfile_task_without_docker_is_task_fault(harness: Harness, tmp_path: Path) -> None:
     boundary, stage, message = fault(await harness.run(task=Task(id="t", instruction="x", dockerfile=tmp_path)))
-    assert (boundary, stage) == ("task", "sandbox") and "--sandbox docker" in message
+    assert (boundary, stage) == ("task", "sandbox") and "use the docker sandbox" in message
 
 
 class BreakingBackend(LocalBackend):

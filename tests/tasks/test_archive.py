@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import math
 import os
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -179,6 +182,22 @@ def test_missing_files_name_the_task(tmp_path: Path, cache: ArchiveCache) -> Non
     for pack in (pack_task, cache.store):
         with pytest.raises(TaskError, match=r"task: t: .*gone cannot be read \(No such file or directory\)"):
             pack(task)
+
+
+def test_full_disk_is_not_the_fault_of_the_task(
+    tmp_path: Path, cache: ArchiveCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def open_full(**_: object) -> Iterator[Any]:
+        def write(data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        yield SimpleNamespace(name=str(tmp_path / "new"), write=write)
+
+    monkeypatch.setattr(archive_cache.tempfile, "NamedTemporaryFile", open_full)
+    task = Task(id="t", instruction="x", files=write_files(tmp_path / "files", {"a": "x"}))
+    with pytest.raises(ArchiveError, match=r"new cannot be written \(No space left on device\)"):
+        cache.store(task)
 
 
 def craft_archive(*members: tuple[str, bytes, str]) -> bytes:

@@ -155,7 +155,7 @@ def test_exit_code_and_function_graders(tmp_path: Path) -> None:
             {"task.toml": "[[turngate.tools]]\nname = 'An Answer'\ndescription = 'Say it.'\nschema = {}"},
             "turngate.tools",
         ),
-        ({"task.toml": "[turngate]\nworkdir = 'app'"}, "workdir must be an absolute path"),
+        ({"task.toml": "[turngate]\nworkdir = 'app'"}, "turngate.workdir must be an absolute path"),
         (
             {"task.toml": "[environment]\nmemory = 'much'"},
             "environment.memory must be a size like '2G' or '512M', not 'much'",

@@ -186,6 +186,13 @@ def test_hub_data_set(hub: Path) -> None:
         ids("hf://rows")
 
 
+def test_hub_data_set_without_rows_is_error(hub: Path) -> None:
+    for file in [path for path in hub.rglob("*") if path.suffix in (".parquet", ".jsonl")]:
+        file.unlink()
+    with pytest.raises(TaskError, match=r"hf://org/rows has no \.jsonl or \.parquet files"):
+        ids("hf://org/rows")
+
+
 def test_tasks_from_functions(tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(
         "from turngate.tasks import Task\n"

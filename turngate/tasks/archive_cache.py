@@ -43,7 +43,7 @@ _SETTLED_NS = 2_000_000_000  # a change that is older than this has an earlier `
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CACHE_VARIABLE = "TURNGATE_ARCHIVE_CACHE_GB"
 _CACHE_GB = 20.0
-_GRACE_S = 60.0  # how long a new archive is always kept, so that it is not removed before its rollout starts
+_GRACE_S = 60.0  # how long an archive is kept after its last use, so that it is not removed before its rollout starts
 _STALE_S = 86400.0
 _NEW, _UNPACK = ".new-", ".unpack-"  # prefixes of temporary files and folders
 _PROJECTS = "projects"  # contains a folder for each project except `default`
@@ -84,7 +84,8 @@ class ArchiveCache:
     def store(self, task: Task) -> PackedTask:
         """Pack a task and store its archive.
 
-        Raise `TaskError` if its files cannot be read, exceed the size limit, or include a link to a file outside the task.
+        Raise `TaskError` if its files cannot be read, exceed the size limit, or include a link to a file outside the task. Raise
+        `ArchiveError` if the archive cannot be written.
         """
         packed, files = lay_out(task)
         if not files.roots:
@@ -205,7 +206,7 @@ class ArchiveCache:
     # ── eviction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _evict(self) -> None:
-        """Remove the least recently used archives of all projects until they do not exceed the limit. Keep those in use or just added."""
+        """Remove the least recently used archives of all projects until the rest fits the limit. Keep those in use or used recently."""
         now, entries = time.time(), []
         for folder in (self._root, *self._root.glob(f"{_PROJECTS}/*")):
             for path in folder.glob(".*"):  # left behind by a process that was killed
@@ -321,7 +322,10 @@ def _remove(path: Path) -> None:
 
 
 class _BoundedWriter:
-    """Writes data to a file and hashes it. Raises `TaskError` if the data exceeds `limit` bytes."""
+    """Writes data to a file and hashes it.
+
+    Raises `TaskError` if the data exceeds `limit` bytes, and `ArchiveError` if the file cannot be written.
+    """
 
     def __init__(self, file: IO[bytes], limit: int, task: str) -> None:
         self._file, self._limit, self._task = file, limit, task
@@ -337,7 +341,10 @@ class _BoundedWriter:
                 param="task",
             )
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:  # not the fault of the task
+            raise ArchiveError(f"{self._file.name} cannot be written ({error.strerror})") from None
 
     def tell(self) -> int:
         return self._size
@@ -360,8 +367,8 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
 def _read_state(folder: Path) -> bytes | None:
     """Return a hash of a folder's state, without reading its files. Every change in the folder changes the hash.
 
-    Return None if the folder has just changed. The hash includes the change time of each file (`ctime`). Programs cannot set this
-    time, but its clock may be coarse.
+    Return None if the folder cannot be read or has just changed. The hash includes the change time of each file (`ctime`). Programs cannot
+    set this time, but its clock may be coarse.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()

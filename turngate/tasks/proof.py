@@ -76,7 +76,7 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
 
 
 def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
-    """Check only that the grader works and does not give full reward for the untouched task."""
+    """Check only that the grader works and does not give the untouched task a reward of 1."""
     if untouched.kind != "graded" or untouched.reward == 1.0:
         mismatch = _explain_mismatch(untouched, 0.0, "the untouched task")
         return Proof(task=task.id, verdict=_verdict(untouched), message=mismatch, untouched=untouched)
@@ -134,16 +134,16 @@ async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: floa
     """Apply a solution in a sandbox. If it has files, copy them to the sandbox's folder `where` first."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
-        _check_success(done, "the reference patch does not apply")
+        _check_success(done, "the reference patch could not be applied", limit_s)
         return
     await sandbox.upload(solution.files, where)
     env = {**SOLVE_ENV, **solution.env, "TURNGATE_SOLUTION": where}
     done = await sandbox.exec(["bash", f"{where}/solve.sh"], env=env, timeout_s=limit_s)
-    _check_success(done, "solution/solve.sh failed")
+    _check_success(done, "solution/solve.sh failed", limit_s)
 
 
-def _check_success(done: ExecResult, failure: str) -> None:
+def _check_success(done: ExecResult, failure: str, limit_s: float) -> None:
     if done.timed_out or done.exit_code:
-        reason = "it took too long" if done.timed_out else f"exit code {done.exit_code}"
+        reason = f"it took longer than {limit_s:g} s" if done.timed_out else f"exit code {done.exit_code}"
         output = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-_TAIL:]
         raise TaskError(f"{failure} ({reason}): {output or 'it printed nothing'}", param="solution")

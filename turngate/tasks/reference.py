@@ -1,6 +1,7 @@
 """Turn a task's reference solution into shell commands, for a scripted model that solves the task in place of a real one.
 
-Each command is short enough for one tool call of an agent. The first commands write the solution's files, and the last one applies them.
+Each command is short enough for one tool call of an agent. The first commands write the solution's files, and the last one applies the
+solution.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ def build_sandbox_spec(
     if task.files is None and not image:  # the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
             raise TaskError(
-                f"task: {task.id} needs its own image (environment/Dockerfile); use --sandbox docker, or pass a built image with --image",
+                f"task: {task.id} needs its own image (environment/Dockerfile); use the docker sandbox, or specify a built image",
                 param="sandbox",
             )
         if task.image and backend.name in IMAGELESS:
             raise TaskError(
-                f"task: {task.id} needs the image {task.image}, but a {backend.name} sandbox has no images; use --sandbox docker",
+                f"task: {task.id} needs the image {task.image}, but a {backend.name} sandbox has no images; use the docker sandbox",
                 param="sandbox",
             )
     chosen = image or task.image

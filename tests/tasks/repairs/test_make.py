@@ -115,8 +115,8 @@ def test_release_is_read_from_cached_archive(tmp_path: Path, monkeypatch: pytest
     ("files", "message"),
     [
         ({"limits/__init__.py": ""}, "has no tests"),
-        ({"tests/test_a.py": ""}, "has no Python package"),
-        ({"pyproject.toml": "["}, "pyproject.toml cannot be read"),
+        ({"tests/test_a.py": ""}, "has no code to inject bugs into"),
+        ({"pyproject.toml": "["}, "limits/pyproject.toml is not valid TOML"),
     ],
 )
 def test_unsuitable_packages(files: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -148,6 +148,11 @@ def test_bugs_depend_only_on_package_and_seed(folder: Path) -> None:
     assert sorted(map(repr, first)) == sorted(map(repr, other)) and len(first) > 10
     kinds = [bug.mutation.kind for bug in first]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))  # the kinds take turns
+
+
+def test_files_for_other_versions_of_python_have_no_bugs(folder: Path) -> None:
+    write_files(folder, {"limits/old.py": "def f():\n    print 1 < 2\n"})
+    assert {bug.path for bug in list_bugs(load_package(str(folder)), 0)} == {"limits/core.py"}
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,10 @@ def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
             param="grader",
         ) from error
     if not callable(function):
-        raise TaskError(f"task: {task.id}: the grader {name} is not a function", param="grader")
+        raise TaskError(
+            f"task: {task.id}: the grader {name} is not a function; specify module:function or file.py:function",
+            param="grader",
+        )
     return function
 
 

@@ -181,7 +181,7 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Return the size and modification time of each of a task's files, which show whether the task was edited during a run."""
+    """Return the path, size and modification time of each of a task's files. They show whether the task was edited during a run."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)

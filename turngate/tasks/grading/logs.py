@@ -45,8 +45,8 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
     """Return the outcome of every test in a log. This may block for a minute, so do not call it in an event loop.
 
-    Raise `Undecided` if the parser cannot read the log, `TaskError` if the parser does not exist, and `ConfigError` if it needs the
-    `swebench` package, which is not installed.
+    Raise `Undecided` if the parser cannot read the log, and `TaskError` if the parser does not exist. Raise `ConfigError` if the parser
+    needs the `swebench` package, but the package is not installed or cannot be imported.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name](_clean_lines(log))
@@ -56,7 +56,7 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def has_parser(name: str) -> bool:
-    """Return whether a parser exists. Raise `ConfigError` if that depends on the `swebench` package and it is not installed."""
+    """Return whether a parser exists. Raise `ConfigError` if that depends on `swebench`, but it cannot be imported."""
     if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")
@@ -185,7 +185,7 @@ def _unittest_case(word: str) -> CaseOutcome | None:
 
 
 def _clean_lines(log: str) -> Iterator[str]:
-    """Yield the lines of a log that may contain results, without colours."""
+    """Yield the lines of a log that may contain results, without colors."""
     for line in log.split("\n"):
         if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()
@@ -266,7 +266,7 @@ def _list_swebench_parsers() -> SwebenchParsers:
 
 
 def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
-    # Keep colours, because some of these parsers search for them. Drop overlong lines, which are never results.
+    # Keep colors, because some of these parsers search for them. Drop overlong lines, which are never results.
     text = "\n".join(line for line in log.split("\n") if len(line) <= MAX_LINE)
     statuses = _run_swebench([kind, name], text.encode("utf-8", "replace"))
     return {str(test): str(status) for test, status in statuses.items()}
@@ -284,6 +284,8 @@ def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if arguments:
             raise Undecided(f"swebench's parser for {arguments[-1]} cannot read the log: {last}")
-        raise ConfigError(f"log_parser: swebench is installed, but its parsers cannot be imported: {last}")
+        raise ConfigError(
+            f"log_parser: swebench is installed, but its parsers cannot be imported: {last}; run pip install 'turngate[swe]'"
+        )
     answer: dict[str, list[str]] = json.loads(done.stdout)
     return answer

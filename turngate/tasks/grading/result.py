@@ -1,4 +1,4 @@
-"""The result types of graders, and the exception for a grader that cannot decide."""
+"""The results, exceptions and log of graders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision of a grader. `evidence` is set if the decision is based on tests."""
+    """The decision of a grader. Only the SWE grader sets `evidence`."""
 
     grade: Grade
     evidence: RunEvidence | None = None
@@ -70,7 +70,10 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 
 
 class GraderLog:
-    """The output of graders. Values in `hidden` and of secret variables are replaced with `***` if they have at least 6 characters."""
+    """The output of graders, in which secret values of at least 6 characters are replaced with `***`.
+
+    These are the values in `hidden`, and those of variables whose names `hide_secrets` recognizes, such as `API_KEY`.
+    """
 
     def __init__(self, hidden: Iterable[str] = ()) -> None:
         self._parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Grading with several graders, each in its own sandboxes. The reward is their weighted mean, or None if one of them gives no reward."""
+"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean of theirs, or None if one of them gives none."""
 
 from __future__ import annotations
 

@@ -464,8 +464,8 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
     if report.started:
         end = "and the end of the run" if report.ended else "but not the end of the run"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
-        other = f"; other code ran in place of {len(report.replaced)} tests" if report.replaced else ""
-        log.add(f"witness: saw {len(report.outcomes)} tests {end}{changed}{other}", b"")
+        other = f"; tests in whose place other code ran: {len(report.replaced)}" if report.replaced else ""
+        log.add(f"witness: saw the start {end}; tests seen: {len(report.outcomes)}{changed}{other}", b"")
     return RunEvidence(cases=cases, report=report), int(last)
 
 
@@ -530,7 +530,7 @@ def _weigh_doubts(
         else "the witness did not see the end of the run"
     )
     return RunEvidence(cases=cases, report=evidence.report), (
-        f"{len(doubt)} tests passed according to the log, but {reason}",
+        f"tests that passed according to the log, but do not count: {len(doubt)} ({reason})",
     )
 
 

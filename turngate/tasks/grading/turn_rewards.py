@@ -11,7 +11,7 @@ from turngate.trace.turn_rewards import TurnReward, check_turn_rewards, resolve_
 
 
 async def check_grade(grade: Grade, work: Work | None) -> Grade:
-    """Return the grade with the turn of each of its turn rewards. Raise `Undecided`, with the name of the field, if one is invalid."""
+    """Find the turn of each turn reward, and return the grade with these turns. Raise `Undecided` if a turn reward is invalid."""
     if grade.turn_rewards is None:
         return grade
     try:
@@ -22,7 +22,7 @@ async def check_grade(grade: Grade, work: Work | None) -> Grade:
         turns = await work.read_turns() if rewards and work is not None and work.read_turns is not None else NO_TURNS
         return msgspec.structs.replace(grade, turn_rewards=resolve_turn_rewards(rewards, turns.turns, turns.calls))
     except (msgspec.ValidationError, TypeError) as error:
-        raise Undecided(f"the grader returned invalid turn_rewards: {error}") from None
+        raise Undecided(f"the grader returned invalid turn rewards: {error}") from None
     except BadRequest as error:
         raise Undecided(f"the grader returned invalid turn rewards: {error.message}") from None
 

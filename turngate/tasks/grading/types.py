@@ -76,7 +76,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     cases: Mapping[str, CaseOutcome] = {}  # outcome of each test, if the grader runs tests
     parts: tuple[PartGrade, ...] = ()
     turn_rewards: tuple[TurnReward, ...] | None = None  # None: the grader gives no rewards to turns
-    message: str = ""  # why there is no reward, or anything unusual
-    notes: tuple[str, ...] = ()  # parts of the work that were left out before grading
+    message: str = ""  # the reason for the grade
+    notes: tuple[str, ...] = ()  # remarks, such as which files of the work were left out before grading
     log: str = ""  # the end of the grader's output
     seconds: float = 0.0

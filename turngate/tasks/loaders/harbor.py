@@ -165,7 +165,7 @@ def load_task(path: Path) -> Task:
         setup_timeout_s=own.setup_timeout_sec,
         image=environment.docker_image or "",
         dockerfile=dockerfile.parent if dockerfile.is_file() else None,
-        workdir=_workdir(path, own.workdir or environment.workdir or ""),
+        workdir=_workdir(path, own, environment),
         cpus=environment.cpus,
         memory_mb=_memory(path, environment),
         timeout_s=settings.agent.timeout_sec,
@@ -199,7 +199,7 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
     environment = settings.environment
     unsupported = {
         "steps": (bool(settings.steps), "is not supported; make a separate task folder for each step"),
-        "environment.os": (environment.os.lower() != "linux", "must be linux"),
+        "environment.os": (environment.os.lower() != "linux", f"must be 'linux', not {environment.os!r}"),
         "environment.gpus": (bool(environment.gpus), "is not supported, because sandboxes have no GPUs; remove it"),
         "environment.tpu": (environment.tpu is not None, "is not supported, because sandboxes have no TPUs; remove it"),
         "environment.mcp_servers": (bool(environment.mcp_servers), "is not supported; remove it"),
@@ -223,9 +223,12 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
             )
 
 
-def _workdir(folder: Path, workdir: str) -> str:
+def _workdir(folder: Path, own: _TurngateTable, environment: _Environment) -> str:
+    field, workdir = (
+        ("turngate.workdir", own.workdir) if own.workdir else ("environment.workdir", environment.workdir or "")
+    )
     if workdir and not PurePosixPath(workdir).is_absolute():
-        raise _field_error(folder, "workdir", f"must be an absolute path in the image, not {workdir!r}")
+        raise _field_error(folder, field, f"must be an absolute path in the image, not {workdir!r}")
     return workdir
 
 

@@ -70,7 +70,8 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
     """Yield the tasks of a source. Invalid tasks are included, as errors.
 
-    `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks.
+    `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks. Raise `TaskError` if the source
+    cannot be read, or if no task matches.
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit must be at least 1, not {limit}", param="limit")
@@ -94,7 +95,7 @@ def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
             return
     if not count:
         if not others:
-            raise TaskError(f"task: {where} has no tasks")
+            raise TaskError(f"task: {where} has no tasks; add at least one", param="tasks")
         listed = ", ".join(others[:_MAX_LISTED]) + (", …" if len(others) > _MAX_LISTED else "")
         raise TaskError(f"task: no task in {where} matches {', '.join(only)}; available tasks: {listed}", param="only")
 
@@ -156,7 +157,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. In messages, the file is called `display_name` or, if that is empty, by its path."""
+    """Yield the tasks of a file. Messages refer to the file as `display_name` or, if that is empty, by its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
@@ -246,7 +247,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise TaskError(
-            f"task: {where} needs huggingface_hub; run pip install 'turngate[huggingface,parquet]'"
+            f"task: {where} needs huggingface_hub; run pip install 'turngate[huggingface,parquet]'", param="tasks"
         ) from None
     patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
     try:
@@ -268,10 +269,12 @@ def _select_split(folder: Path, where: str, split: str) -> list[Path]:
         stem = _SHARD.sub("", inside.stem)
         parts = [part for part in inside.parent.parts if part != "data"]
         by_split.setdefault("/".join([*parts] if stem.isdigit() and parts else [*parts, stem]), []).append(file)
+    if not by_split:
+        raise TaskError(f"task: {where} has no .jsonl or .parquet files; choose a different data set", param="tasks")
     if not split and len(by_split) == 1:
         return next(iter(by_split.values()))
     if split not in by_split:
-        available = ", ".join(by_split) or "none"
+        available = ", ".join(by_split)
         problem = f"split {split!r} not found" if split else "the data set has several splits; choose one with @split"
         raise TaskError(f"task: {where}: {problem}; available: {available}", param="tasks")
     return by_split[split]

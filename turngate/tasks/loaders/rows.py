@@ -3,7 +3,7 @@
     {"id": "fix-add", "instruction": "…", "files": {"main.py": "…"}, "setup": "…", "image": "…", "timeout_s": 600,
      "grader": {"type": "script", "files": {"test.sh": "…"}, "decides": "exit code"}, "solution": {"patch": "…"}, "metadata": {…}}
 
-The schema is strict: an unknown field is an error. Otherwise, a task with a misspelt `grader` would have no grader. A row's files are
+The schema is strict: an unknown field is an error. Otherwise, a task with a misspelled `grader` would have no grader. A row's files are
 stored on the host, in a cache folder named after a hash of their content.
 """
 
@@ -223,7 +223,7 @@ def _check_file_name(name: str, here: str) -> None:
 def _holds_exactly(folder: Path, files: Files) -> bool:
     """Return whether the folder contains exactly these files.
 
-    This is checked at each use, because an agent may have changed a grader in it.
+    This is checked each time a row is loaded, because an agent may have changed a grader in the folder.
     """
     if not folder.is_dir():
         return False

@@ -88,7 +88,7 @@ g() {
 base=$(g rev-parse --verify --quiet "@BASE@^{commit}") || { echo "setup: the repository has no commit @BASE@" >&2; exit 1; }
 branch=$(g symbolic-ref --quiet --short HEAD) || branch=main
 head=$(g rev-parse HEAD)
-# SWE-bench images have one commit on top of the base, with changes of the build that the tests need.
+# SWE-bench images have one commit on top of the base, with changes from building the image that the tests need.
 if [ "$head" != "$base" ] && [ "$(g log -1 --format=%s%P HEAD)" != "SWE-bench$base" ]; then
   g checkout --quiet --force --detach "$base"
 else

@@ -82,7 +82,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
     bug: Bug
     failing: tuple[str, ...]  # names of tests
     passing: tuple[str, ...]
-    distance: int | None  # calls between a failing test and the function with the bug
+    distance: int | None  # calls from a failing test to the function with the bug; None if no failing test calls it
     excerpt: str  # the report of the first failing test
 
 
@@ -102,7 +102,11 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
         source = package.files[path]
         if len(source) > MAX_MODULE or "\r" in source:
             continue
-        for mutation in find_mutations(source):
+        try:
+            mutations = find_mutations(source)
+        except SyntaxError:  # a file for a different version of Python
+            continue
+        for mutation in mutations:
             bug = Bug(path=path, mutation=mutation, text=mutation.apply(source))
             bugs.setdefault((mutation.kind, path), []).append(bug)
     chance = random.Random(f"{seed} {package.name}")
@@ -116,7 +120,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are `settings.per_package` repairs, or `TRIES_PER_TASK` times as many bugs were tried.
+    """Try bugs until there are `settings.per_package` repairs, but at most `TRIES_PER_TASK` times as many bugs.
 
     Raise `TaskError` if the package's tests do not run.
     """

@@ -19,7 +19,7 @@ Kind = Literal[
     "comparison",  # a < b       → a <= b
     "arithmetic",  # a + b       → a - b
     "boolean",  # a and b        → a or b
-    "condition",  # if a:        → if not (a):
+    "condition",  # if a:        → if not a:
     "off by one",  # items[1:]   → items[2:]
     "wrong default",  # f(a=True)   → f(a=False)
     "wrong constant",  # return True  → return False
@@ -280,7 +280,7 @@ class _Search:
             yield self._replace("wrong variable", node, names[(names.index(node.id) + 1) % len(names)])
 
     def _edit_statement(self, node: ast.AST, parent: ast.AST) -> Iterator[Mutation]:
-        """Yield the mutation that drops a statement, unless it is the only one in its block."""
+        """Yield the mutation that drops an `if` without `else`, an update such as `a += b`, or a call, unless it is alone in its block."""
         if isinstance(node, ast.If) and not node.orelse:
             kind: Kind = "dropped branch"
         elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):

@@ -39,7 +39,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     version: str
     license: str  # empty if the package does not state it
-    origin: str  # a release with its SHA-256, or a folder
+    origin: str  # a release with its SHA-256, or the name of a folder
     files: Mapping[str, str]
     left_out: tuple[str, ...] = ()  # files that are too large or not text
 
@@ -81,7 +81,7 @@ def is_test(path: str) -> bool:
 
 
 def load_package(source: str) -> Package:
-    """Load a package from a folder or a release. Raise `TaskError` if it has no tests or no code."""
+    """Load a package from a folder or a release. Raise `TaskError` if it cannot be read, or has no tests or no code."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         package = _load_folder(folder)
@@ -92,7 +92,10 @@ def load_package(source: str) -> Package:
             f"repairs: {source} is neither a folder nor a release; write a release as NAME==VERSION", param="sources"
         )
     if not package.modules:
-        raise TaskError(f"repairs: {source} has no Python package to inject bugs into", param="sources")
+        raise TaskError(
+            f"repairs: {source} has no code to inject bugs into; it needs a folder with an __init__.py, or a module named like the package",
+            param="sources",
+        )
     if not any(is_test(path) and path.endswith(".py") for path in package.files):
         raise TaskError(
             f"repairs: {source} has no tests; choose a folder or a release that includes them", param="sources"
@@ -110,7 +113,7 @@ def _load_folder(folder: Path) -> Package:
         if path.is_file() and not path.is_symlink() and _is_needed(path.relative_to(folder).as_posix())
     }
     texts, left_out = _decode_files(files, str(folder))
-    project = _read_project(texts)
+    project = _read_project(folder, texts)
     stated = project.get("license")
     return Package(
         name=str(project.get("name") or folder.resolve().name),
@@ -122,11 +125,11 @@ def _load_folder(folder: Path) -> Package:
     )
 
 
-def _read_project(files: Mapping[str, str]) -> Mapping[str, object]:
+def _read_project(folder: Path, files: Mapping[str, str]) -> Mapping[str, object]:
     try:
         table = tomllib.loads(files.get("pyproject.toml", "")).get("project", {})
     except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"repairs: pyproject.toml cannot be read: {error}", param="sources") from None
+        raise TaskError(f"repairs: {folder / 'pyproject.toml'} is not valid TOML: {error}", param="sources") from None
     return table if isinstance(table, dict) else {}
 
 
@@ -208,7 +211,7 @@ def _fetch_archive(name: str, version: str) -> bytes:
     algorithm, _, expected = urllib.parse.urlsplit(address).fragment.partition("=")
     if algorithm == "sha256" and hashlib.sha256(content).hexdigest() != expected:
         raise TaskError(
-            f"repairs: {address} does not match the checksum on the index; try again, or use another index",
+            f"repairs: {address} does not match the checksum on the index; try again, or set PIP_INDEX_URL to another index",
             param="sources",
         )
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +231,10 @@ def _find_archive(name: str, version: str) -> str:
         stem, dash, rest = file.rpartition("-")
         if f"{_normalize(stem)}{dash}{rest}" == wanted:
             return address
-    raise TaskError(f"repairs: {page} has no source archive for {name} {version}", param="sources")
+    raise TaskError(
+        f"repairs: {page} has no source archive for {name} {version}; choose a different version, or specify a folder",
+        param="sources",
+    )
 
 
 def _normalize(name: str) -> str:
@@ -241,4 +247,7 @@ def _fetch(address: str) -> bytes:
             content: bytes = reply.read()
             return content
     except (urllib.error.URLError, OSError) as error:
-        raise TaskError(f"repairs: {address} cannot be read: {error}", param="sources") from None
+        raise TaskError(
+            f"repairs: {address} cannot be downloaded: {error}; check the package's name, the network and PIP_INDEX_URL",
+            param="sources",
+        ) from None
