@@ -101,7 +101,7 @@ async def test_filters_without_match_are_named(tmp_path: Path) -> None:
     arguments = ["export", "rows", "--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
     for more in (["--min-reward", "5"], ["--resolved"], ["--session", "nope"], ["--unscored", "drop"]):
         assert run_rejected(*arguments, *more).startswith(
-            f"data: no rollout in the folder can be exported with {' '.join(more)} (it contains 1 rollout); change the filters"
+            f"data: no rollout can be exported with {' '.join(more)} (recorded: 1 rollout); change the filters"
         )
     assert "so no file was written; left out: 1 × it has no group" in run_rejected(arguments[0], "dpo", *arguments[2:])
     assert not (tmp_path / "out.jsonl").exists()

@@ -306,7 +306,7 @@ def test_export_without_pairs_fails_and_keeps_old_file(recording: Recording) -> 
         recording.export("dpo", margin=5.0)
     assert list(recording.out.iterdir()) == []
     (recording.out / "out.jsonl").write_text("before")
-    with pytest.raises(ConfigError, match="1 × groups without two different rewards"):
+    with pytest.raises(ConfigError, match="1 × a group without two different rewards"):
         recording.export("dpo", sessions=(recording.ids["good"],))
     with pytest.raises(ConfigError, match="left out: 1 × its reward is unknown"):
         recording.export("dpo", sessions=(recording.ids["unscored"],), groups=("run.t",))
@@ -562,7 +562,7 @@ def test_format_is_documented(format: str) -> None:
             "rows",
             ".jsonl",
             {"groups": ("nobody",)},
-            r"data: no rollout in the folder can be exported with --group nobody \(it contains 7 rollouts\); change",
+            r"data: no rollout can be exported with --group nobody \(recorded: 7 rollouts\); change",
         ),
         (
             "rows",
@@ -608,7 +608,7 @@ def test_recorded_side_data_is_known(recording: Recording) -> None:
 
 def test_filter_that_matches_nothing_is_noted(recording: Recording) -> None:
     _, done = recording.export("rows", sessions=(recording.ids["good"], "typo*"), tasks=("*",))
-    assert done.notes[-1] == "--session typo* matches no rollout in the data folder"
+    assert done.notes[-1] == "--session typo* matches no recorded rollout"
     _, done = recording.export("rows", sessions=(recording.ids["good"],))
     assert not any("matches no rollout" in note for note in done.notes)
 

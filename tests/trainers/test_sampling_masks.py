@@ -220,7 +220,9 @@ async def test_untruncated_turns_have_no_masks(tmp_path: Path) -> None:
         with pytest.raises(LogprobMismatch):
             Learner(engine.model, GrpoSettings(temperature=1.0)).gradients(rows, version=0)
     scored = msgspec.structs.replace(rows[0], side={"teacher_logprobs": rows[0].side.get("x") or _make_scores(rows[0])})
-    assert read_scores(scored) == "it was not sampled at temperature 1 from all ids, as the teacher scores"
+    assert read_scores(scored) == (
+        "its tokens were not sampled at temperature 1 from the whole vocabulary, as the teacher's scores assume"
+    )
 
 
 def _make_scores(row: Row) -> Any:

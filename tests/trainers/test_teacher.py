@@ -231,7 +231,7 @@ def test_other_vocabulary_is_refused_before_the_first_call(recording: Recording,
 
 def test_server_without_decoding_needs_a_tokenizer(recording: Recording, server: TeacherServer) -> None:  # noqa: F811
     server.decodes = False
-    with pytest.raises(ConfigError, match="pass its tokenizer folder as --teacher-tokenizer"):
+    with pytest.raises(ConfigError, match="set teacher_tokenizer to its tokenizer folder"):
         recording.export("rows", teacher=config(server))
     assert server.scored == []
     rows, _ = recording.export("rows", teacher=config(server, tokenizer=str(tokenizer().folder)))

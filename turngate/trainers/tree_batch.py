@@ -105,7 +105,7 @@ def read_trees(path: Path) -> Iterator[ExportedTree]:
 
 
 def pack_trees(trees: Sequence[ExportedTree | DeliveredTree], device: str = "cpu") -> TreeBatch:
-    """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage."""
+    """Pack trees into one batch. Raise `ConfigError` if a tree has no advantage, or if the side data of trees has different shapes."""
     import torch
 
     if not trees:
@@ -240,7 +240,7 @@ def find_advantage(exported: ExportedTree) -> float:
     """Return the advantage of a tree's rollout. Raise `ConfigError` if it is unknown."""
     if exported.advantage is None:
         raise ConfigError(
-            f"session {exported.session} has no advantage, because its reward is unknown or it is alone in its group; export with "
+            f"session {exported.session} has no advantage, because its reward is unknown, or its group has no other reward; export with "
             "--unscored drop, or with another --advantage",
             param="advantage",
         )

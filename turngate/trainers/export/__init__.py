@@ -1,10 +1,10 @@
-"""Export rollouts from a data folder to files for trainers, in one of several formats (`FORMATS`).
+"""Export rollouts from a data folder or a shared store to files for trainers, in one of several formats (`FORMATS`).
 
     choices = ExportChoices(format="verl", wanted=RolloutFilter(groups=("run1.*",)))
     result = export(Path("turngate-data"), Path("rows.parquet"), choices)
 
 `source.py` reads rollouts group by group, a format converts each group to records, and `files.py` writes the records. Only one group is in
-memory at a time. A running gateway may be using the data folder. To add a format, write a module for it and add it to `FORMATS`.
+memory at a time. A running gateway may be using the store. To add a format, write a module for it and add it to `FORMATS`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     replaced_files: int  # at most one, unless each record is a file
     other_files: int  # existing files of other records, left unchanged
     records: int
-    rollouts: int  # rollouts read
+    rollouts: int  # rollouts that the filter selected
     groups: int
     lost: tuple[str, ...]  # information that the format cannot represent
     left_out: Mapping[str, int]  # counts by reason
@@ -64,9 +64,9 @@ def export(
 ) -> ExportResult:
     """Export rollouts to the file `out`, which is written completely or not at all.
 
-    For the format `atif`, `out` may also be a folder: it ends in /, has no suffix, or exists. Each record then becomes a file in it, and
-    files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called after each call
-    to the teacher, in another thread.
+    For the format `atif`, `out` is a folder if it ends in /, has no suffix, or exists as a folder. Each record then becomes a file in it,
+    and files written before a failure are kept. Raise `ConfigError` if there are no records to write. `watch_teacher` is called after each
+    call to the teacher, in another thread.
     """
     format = FORMATS.get(choices.format)
     if format is None:
@@ -111,7 +111,7 @@ def export(
         left_out=exclusions.counts,
         notes=(
             *([f"{count_rollouts(synthetic)}: {SYNTHETIC_NOTE}"] if synthetic else []),
-            *(f"{flag} matches no rollout in the data folder" for flag in source.unmatched),
+            *(f"{flag} matches no recorded rollout" for flag in source.unmatched),
         ),
         teacher=None if teacher is None else teacher.summary,
     )

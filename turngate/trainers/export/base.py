@@ -34,8 +34,8 @@ class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int = 4  # dpo: maximum number of pairs per group
     prompt_ids: bool = False  # atif: include the full prompt of every step
     side: tuple[str, ...] = ()  # rows, tree, verl, slime: names of the side data to include
-    turn_rewards: bool = False  # rows, verl, slime: include the rewards of turns
-    credit: TurnCredit | None = None  # rows: include the advantages of turns, computed like this
+    turn_rewards: bool = False  # rows, tree, verl, slime: include the rewards of turns
+    credit: TurnCredit | None = None  # rows, tree: include the advantages of turns, computed like this
     teacher: TeacherConfig | None = None  # rows, tree: a model that scores the sampled tokens
     teacher_cache: Path | None = None  # file for its scores; None: in the data folder
     tokenizer: str = ""  # with a teacher: the tokenizer of the recorded ids, if it is not on this machine
@@ -86,7 +86,7 @@ _TEACHER_FLAGS = ("teacher_cache", "tokenizer")
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
     """Return the options with the form filled in: by default, the first of `forms`.
 
-    Raise `ConfigError` if an option outside `known`, or a form outside `forms`, is set.
+    Raise `ConfigError` if an option outside `known` or a form outside `forms` is set, or if options contradict each other.
     """
     for name in _FLAGS:
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):

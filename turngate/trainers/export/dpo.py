@@ -83,18 +83,20 @@ class Dpo:
         scored = [one for one in rollouts if one.reward is not None]
         exclusions.add("its reward is unknown, so it cannot be compared", len(rollouts) - len(scored))
         if len({one.reward for one in scored}) < 2:
-            exclusions.add("groups without two different rewards", bool(scored))
+            exclusions.add("a group without two different rewards", bool(scored))
             return
         found = 0
         for better, worse in sorted(product(scored, scored), key=_by_margin):
             margin = _margin(better, worse)
             if found == choices.pairs or margin <= 0 or margin < choices.margin:
                 if margin > 0 and found == 0 and margin < choices.margin:
-                    exclusions.add(f"pairs whose rewards differ by less than {choices.margin:g} (--margin)")
+                    exclusions.add(
+                        f"a group without a usable pair whose rewards differ by at least {choices.margin:g} (--margin)"
+                    )
                 break
             divergence = _find_divergence(better, worse)
             if divergence is None:
-                exclusions.add("pairs whose prompts differ, or that do not diverge at a trained turn")
+                exclusions.add("a pair whose prompts differ, or that does not diverge at a trained turn")
                 continue
             found += 1
             build = _tokens if choices.form == "tokens" else _messages

@@ -94,7 +94,7 @@ def list_side_columns(choices: ExportChoices) -> dict[str, str]:
 def compute_group_advantages(
     group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions
 ) -> Iterator[tuple[RecordedRollout, float | None]]:
-    """Yield each selected rollout that has rows and no excessive reward, with its advantage. Count the others in `exclusions`."""
+    """Yield each selected rollout with its advantage. Count those without rows or with too large a reward in `exclusions` instead."""
     rollouts = [*group.selected, *group.others]
     # As in a feed, the baseline ignores rollouts with nothing to train on.
     rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]

@@ -81,7 +81,8 @@ def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions:
         else:
             exclusions.add(_MIXED_ROW)
     if not count:
-        exclusions.add("it has nothing to train on: none of its turns to imitate is complete")
+        token_ids = ", has token ids" if choices.form == "tokens" else ""
+        exclusions.add(f"it has no turn to imitate: no turn is complete{token_ids} and has a trained role")
 
 
 def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]]]:

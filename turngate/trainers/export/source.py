@@ -1,6 +1,6 @@
-"""Read the rollouts in a data folder group by group, oldest group first.
+"""Read the rollouts in a data folder or a shared store group by group, oldest group first.
 
-A gateway may be using the folder at the same time. Traces are read one group at a time. For every session, the key, the group, and whether
+A gateway may be using the store at the same time. Traces are read one group at a time. For every session, the key, the group, and whether
 the session matches the filter stay in memory.
 """
 
@@ -33,7 +33,7 @@ _PAGE = 500
 
 
 class Exclusions:
-    """Counts of the rollouts, pairs and groups that were left out, by reason."""
+    """Counts of what an export left out, by reason: rollouts, rows, pairs, groups, and parts of records."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class RecordedRollout:
 
     @property
     def turn_rewards(self) -> tuple[TurnReward, ...] | None:
-        """The rewards of its turns, or None if none were given."""
+        """The rewards of the rollout's turns, or None if none were given."""
         rewards = msgspec.UNSET if self.outcome is None else self.outcome.turn_rewards
         return None if isinstance(rewards, msgspec.UnsetType) else rewards
 
@@ -222,8 +222,10 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         self._filter = filter
         self._exclusions = exclusions
         self._whole_groups = whole_groups
-        self._seen = 0  # sessions in the folder
-        self.unmatched = filter.name_filters  # of any session in the folder, once `groups` has read them
+        self._seen = 0  # sessions in the store
+        self.unmatched = (
+            filter.name_filters
+        )  # filters that match no session; complete once `groups` has read all sessions
         self.store = open_store_for_reading(data)
 
     def __exit__(
@@ -307,14 +309,12 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
     def _explain_empty(self) -> str:
         """Explain why no rollout can be exported."""
         if not self._seen:
-            return "the folder contains no rollouts; pass the --data folder of a gateway that has recorded some"
+            return "no rollouts are recorded there; pass the --data of a gateway that has recorded some"
         filters, left = self._filter.filters, str(self._exclusions)
         if not filters:
-            return (
-                f"no rollout in the folder can be exported (it contains {count_rollouts(self._seen)}); left out: {left}"
-            )
+            return f"no rollout can be exported (recorded: {count_rollouts(self._seen)}); left out: {left}"
         hint = f"left out: {left}" if left else "change the filters, or leave them out"
-        return f"no rollout in the folder can be exported with {' '.join(filters)} (it contains {count_rollouts(self._seen)}); {hint}"
+        return f"no rollout can be exported with {' '.join(filters)} (recorded: {count_rollouts(self._seen)}); {hint}"
 
 
 def count_rollouts(rollouts: int) -> str:

@@ -20,7 +20,7 @@ from turngate.trainers.export.rows import compute_group_advantages, describe_rol
 from turngate.trainers.export.source import Exclusions, RecordedGroup
 from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS
 
-NO_ADVANTAGE = "it has no advantage, because its reward is unknown or it is alone in its group"
+NO_ADVANTAGE = "it has no advantage, because its reward is unknown, or its group has no other reward"
 _COLUMNS = {"model_input": "id[]", "loss_fn_inputs": "json", "mask": "bit[]", "metadata": "json"}
 
 

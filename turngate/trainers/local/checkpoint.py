@@ -1,7 +1,7 @@
 """Checkpoints: weights, optimizer state, and the position in the feed.
 
 A checkpoint is a folder such as `step-00012`: a Hugging Face model folder with two extra files. It is written under a temporary name,
-synced and renamed, so it is either complete or absent. Older checkpoints are then removed. A checkpoint also contains the number of the
+synced and renamed, so it is either complete or absent. All other checkpoints are then removed. A checkpoint also contains the number of the
 last delivery that its weights were trained on, so a resumed trainer continues with the next delivery.
 """
 
@@ -75,7 +75,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def find_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint in a folder, or None if there is none."""
+    """Return the newest checkpoint in a folder, or None if there is none. Raise `ConfigError` if it cannot be read."""
     checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not checkpoints:
         return None
@@ -91,7 +91,7 @@ def find_newest(folder: Path) -> Checkpoint | None:
 def write_checkpoint(
     folder: Path, state: TrainerState, model: Model, optimizer: torch.optim.Optimizer, source: str | Path | None
 ) -> Checkpoint:
-    """Write a checkpoint, and remove older ones.
+    """Write a checkpoint, and remove all others.
 
     `source` is the model folder that training started from. Its tokenizer and settings are copied.
     """

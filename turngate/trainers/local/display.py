@@ -143,7 +143,7 @@ def describe_step(step: Step, share: StepTime) -> str:
         note = "no signal: all advantages of the accepted rows are 0"
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
-        f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {note}"
+        f"passed {'none' if step.passed is None else f'{step.passed:4.0%}'}  entropy {measured.entropy:.2f}  {note}"
         + (f"  rows rejected: {len(measured.refused)}" if measured.refused else "")
         + f"  {share.whole:.0f} s (agents {share.agents:.0f}, sampling {share.sampling:.0f}, training {share.training:.0f}, "
         f"turngate {share.turngate:.1f})"

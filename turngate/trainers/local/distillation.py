@@ -22,7 +22,7 @@ def read_scores(row: Row) -> np.ndarray | str:
     if column is None:
         return row.unscored or "the feed has no teacher; pass one to Feed.open"
     if (list_temperatures(row) != 1).any() or has_masks(row):
-        return "it was not sampled at temperature 1 from all ids, as the teacher scores"
+        return "its tokens were not sampled at temperature 1 from the whole vocabulary, as the teacher's scores assume"
     scores = column.fill(row.ids.size, np.nan)[row.mask]
     return scores if np.isfinite(scores).all() else "the teacher did not score all trained tokens"
 
@@ -42,8 +42,8 @@ def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 def compute_teacher_advantages(rows: Sequence[Row], mean_kl: float) -> np.ndarray:
     """Return `mean_kl` minus the reverse KL divergence of each trained token, concatenated over all rows with scores.
 
-    `mean_kl` is the mean of all rows of the update. It lowers the variance of the gradient, and hardly changes its expected value, because
-    a single token contributes little to it.
+    `mean_kl` is the mean divergence over all rows of the update. Subtracting from it lowers the variance of the gradient, and hardly
+    changes the expected gradient, because a single token contributes little to the mean.
     """
     return np.float32(mean_kl) - np.concatenate([compute_reverse_kl(row) for row in rows])
 

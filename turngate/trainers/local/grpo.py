@@ -192,7 +192,8 @@ class Learner:
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
         """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
 
-        If the gradients are not finite, clear them and raise `NonFiniteGradient`.
+        If the gradients are not finite, clear them and raise `NonFiniteGradient`. Raise `LogprobMismatch` if most rows that were sampled
+        with these weights have different log-probabilities, and `MissingTeacherScores` if `teacher_kl` is set and no row has scores.
         """
         settings, totals = self.settings, _UpdateTotals()
         if settings.advantages == "turn":

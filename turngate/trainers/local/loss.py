@@ -1,6 +1,6 @@
 """The GRPO loss, as pure functions on tensors.
 
-For each trained token, with the ratio r = exp(log-probability now − log-probability when sampled) and the rollout's advantage A:
+For each trained token, with the ratio r = exp(log-probability now − log-probability when sampled) and the token's advantage A:
 
     gain = min(r·A, clip(r, 1 − low, 1 + high)·A)
 

@@ -17,7 +17,7 @@ class PackedRows(msgspec.Struct, frozen=True):
     ids: np.ndarray
     positions: np.ndarray
     until: np.ndarray  # a token is attended to by the tokens from itself to this index, excluding the index itself
-    at: np.ndarray  # positions whose scores predict the trained tokens
+    at: np.ndarray  # indices of the tokens whose scores predict the trained tokens
 
 
 def pack_rows(rows: Sequence[Row]) -> PackedRows:

@@ -52,12 +52,12 @@ def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Com
         'font-family="system-ui, sans-serif">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
         _text(_LEFT - 30, 30, title, size=16, weight="bold"),
-        _text(_LEFT - 30, 50, "mean reward of each step's rollouts", colour=_SOFT),
+        _text(_LEFT - 30, 50, "mean reward of each step's rollouts", color=_SOFT),
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         at = _BOTTOM - share * (_BOTTOM - _TOP)
         parts.append(f'<path d="M{_LEFT} {at:.1f}H{_RIGHT}" stroke="#e3e7ee"/>')
-        parts.append(_text(_LEFT - 8, at + 4, f"{share:g}", size=11, anchor="end", colour=_SOFT))
+        parts.append(_text(_LEFT - 8, at + 4, f"{share:g}", size=11, anchor="end", color=_SOFT))
     count = len(rewards)
     places = [
         (n, _LEFT + (_RIGHT - _LEFT) * ((n + 0.5) / count), _BOTTOM - reward * (_BOTTOM - _TOP))
@@ -70,11 +70,11 @@ def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Com
     for n, x, y in places:
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_LINE}"/>')
         if n % every == 0 or n == count - 1:
-            parts.append(_text(x, _BOTTOM + 18, str(n + 1), size=11, anchor="middle", colour=_SOFT))
-    parts.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "step", size=11, anchor="middle", colour=_SOFT))
+            parts.append(_text(x, _BOTTOM + 18, str(n + 1), size=11, anchor="middle", color=_SOFT))
+    parts.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "step", size=11, anchor="middle", color=_SOFT))
     parts += _bars(compared)
     if note:
-        parts.append(_text(_LEFT - 30, _HEIGHT - 8, note, size=11, colour=_SOFT))
+        parts.append(_text(_LEFT - 30, _HEIGHT - 8, note, size=11, color=_SOFT))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -83,17 +83,17 @@ def _bars(compared: Sequence[Comparison]) -> list[str]:
     for n, one in enumerate(compared):
         y = _TOP + 90 * n
         parts.append(_text(x, y, one.name, size=12, weight="bold"))
-        for row, (label, value, colour) in enumerate((("before", one.before, _SECOND), ("after", one.after, _LINE))):
+        for row, (label, value, color) in enumerate((("before", one.before, _SECOND), ("after", one.after, _LINE))):
             at = y + 14 + 26 * row
-            parts.append(f'<rect x="{x}" y="{at}" width="{max(1.0, value * width):.1f}" height="18" fill="{colour}"/>')
+            parts.append(f'<rect x="{x}" y="{at}" width="{max(1.0, value * width):.1f}" height="18" fill="{color}"/>')
             parts.append(_text(x + max(1.0, value * width) + 6, at + 14, f"{value:.2f} {label}", size=11))
     return parts
 
 
 def _text(
-    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", colour: str = _INK, weight: str = "normal"
+    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", color: str = _INK, weight: str = "normal"
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}" '
         f'font-weight="{weight}">{escape(text)}</text>'
     )

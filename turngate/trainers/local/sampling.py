@@ -17,9 +17,10 @@ from turngate.types import SAMPLING_MASK, RaggedArray
 
 
 def adjust_scores(scores: Tensor, rows: Sequence[Row], temperature: float | None) -> Tensor:
-    """Adjust the scores of all trained tokens to the distributions that these were sampled from: divide by the temperature, and mask.
+    """Divide the scores of all trained tokens by the temperature, and mask the ids that sampling cut off.
 
-    `scores` has one row per trained token. If `temperature` is None, each token has the temperature that was recorded for its turn.
+    The result describes the distributions from which the tokens were sampled. `scores` has one row per trained token. If `temperature` is
+    None, each token has the temperature that was recorded for its turn.
     """
     if temperature is None:
         scores = scores / torch.from_numpy(np.concatenate([list_temperatures(row) for row in rows])).to(scores)[:, None]
@@ -36,7 +37,7 @@ def adjust_scores(scores: Tensor, rows: Sequence[Row], temperature: float | None
 
 
 def find_obstacle(row: Row, temperature: float | None, vocabulary: int) -> str:
-    """Return why the distribution that a row was sampled from cannot be computed with `adjust_scores`, or ""."""
+    """Return why the distribution that a row was sampled from cannot be computed with `adjust_scores`, or an empty string if it can."""
     if temperature is None and not list_temperatures(row).all():
         return "trained tokens were sampled greedily, so their probability does not depend on the weights"
     if (_list_kept([row])[1] >= vocabulary).any():

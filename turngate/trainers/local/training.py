@@ -260,8 +260,8 @@ async def _open_feed(
         return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark, form=form)
     except OtherFeed:
         raise ConfigError(
-            f"data: the checkpoint is at step {state.step}, but this data folder does not contain its run; "
-            "pass the --data folder in which it was recorded, or choose another --out folder",
+            f"data: the checkpoint is at step {state.step}, but its run is not recorded there; "
+            "pass the --data with which it was recorded, or choose another --out folder",
             param="data",
         ) from None
     except RequestRejected as error:
@@ -271,7 +271,7 @@ async def _open_feed(
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
-            f"the data folder contains a training run with different settings ({changes}); use those settings, "
+            f"data: a training run with different settings is recorded there ({changes}); use its settings, "
             "or choose another --out folder (and --data)",
             param="data",
         ) from None

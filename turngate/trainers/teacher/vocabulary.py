@@ -72,7 +72,7 @@ class VocabularyCheck:
         except EngineRejected as error:
             raise ConfigError(
                 f"teacher_tokenizer: the teacher cannot decode ids ({error.message}), so its vocabulary cannot be compared; "
-                "pass its tokenizer folder as --teacher-tokenizer",
+                "set teacher_tokenizer to its tokenizer folder",
                 param="teacher_tokenizer",
             ) from None
         if differs:

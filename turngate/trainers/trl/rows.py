@@ -128,7 +128,7 @@ class RowBuffer(queue.Queue[QueuedRow]):
         self._trained: dict[int, list[RowName]] = {}
 
     def begin(self, done: int) -> None:
-        """Start after delivery `done`. This and all earlier deliveries are committed or covered by the trainer's checkpoint."""
+        """Start after delivery `done`, which, like all earlier ones, is committed or covered by the trainer's checkpoint."""
         self._done = self._newest = done
 
     def add(self, number: int, rows: tuple[QueuedRow, ...], trained: list[RowName]) -> None:

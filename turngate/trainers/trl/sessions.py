@@ -56,7 +56,7 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
     sandbox: str = "bubblewrap"
     image: str = ""
     network: Network = "none"
-    timeout_s: float | None = None  # None: the task's time limit
+    timeout_s: float | None = None  # None: the task's time limit, or half an hour
     session: Mapping[str, Json] = {}  # settings of each session, such as limits and policy
     options: Mapping[str, str] = {}  # options of the agent
     policy: EndPolicy = EndPolicy()

@@ -25,7 +25,7 @@ class GraftTurn(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     parent: int | None  # the turn that this one continues
-    first: bool  # made by the main agent, not by a sub-agent
+    first: bool  # made by the main agent, so its branch comes before those of sub-agents and side calls
     messages: Sequence[Json]  # new since the parent, in OpenAI's format
     tools: Sequence[Json]
     context: Sequence[int]  # ids of the new messages
