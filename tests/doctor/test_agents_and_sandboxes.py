@@ -43,6 +43,16 @@ async def test_sandbox_starts_and_is_removed(name: str, sandbox_root: Path) -> N
     assert _leftover_folders(sandbox_root) == []
 
 
+async def test_sandbox_with_its_own_files_is_only_said_to_share_the_network(
+    sandbox_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = MAKE["local"](sandbox_root)
+    monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: backend)
+    monkeypatch.setattr(type(backend), "relocates", True)
+    finding = await run_check(ServeConfig(), "sandboxes", sandboxes=("huggingface",))
+    assert finding.state == "ok" and "huggingface: starts, but does not isolate the network;" in finding.message
+
+
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.full
 async def test_sandbox_with_network_is_failure(sandbox_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ async def test_port_in_use_names_process(tmp_path: Path) -> None:
 async def test_missing_extras_are_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_is_installed", lambda module: module not in ("opentelemetry.sdk", "e2b"))
     needed = await run_check(ServeConfig(spans=True), "extras", sandboxes=("e2b",))
-    assert needed.state == "failure" and needed.fix == "pip install 'turngate[otel,e2b]'"
+    assert needed.state == "failure" and needed.fix == "run: pip install 'turngate[otel,e2b]'"
     assert (await run_check(ServeConfig(), "extras")).state == "ok"
 
 

@@ -73,7 +73,8 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
         if major < NODE_AT_LEAST:
             return failure(
                 f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
-                "if this file is in Turngate's cache, delete the cache's node folder; the next rollout downloads Node again",
+                "if this file is in Turngate's cache, delete the cache's node folder, and the next rollout downloads Node again; "
+                f"otherwise, install Node {NODE_AT_LEAST} or newer",
             )
     if installed.python and installed.host_python is None:
         return warning(
@@ -130,7 +131,8 @@ async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandb
         return failure(f"{name}: `true` failed in the sandbox with exit code {ran.exit_code}", _suggest_fix(name))
     not_enforced = backend.not_enforced(spec)
     if "network" in not_enforced:
-        return ok(f"{name}: starts, but does not isolate files or the network; use it only for agents that you trust")
+        shared = "the network" if backend.relocates else "files or the network"
+        return ok(f"{name}: starts, but does not isolate {shared}; use it only for agents that you trust")
     devices = await sandbox.exec(["cat", "/proc/net/dev"], timeout_s=30)
     interfaces = [line.partition(":")[0].strip() for line in devices.stdout.decode("utf-8", "replace").splitlines()[2:]]
     if devices.exit_code or not interfaces:

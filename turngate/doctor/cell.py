@@ -14,6 +14,7 @@ from turngate.errors import ConfigError
 from turngate.store.shared.store import SharedStore
 from turngate.store.store import Store
 
+_MAX_NAMED = 10  # cells named in a finding
 _LATE_S = 60.0  # a session that should have been shipped this long ago is late
 
 
@@ -36,7 +37,7 @@ def _check(config: ServeConfig) -> list[CheckOutcome]:
         cells = [cell for cell in shared.cells.list_cells() if cell.left_s > 0]
     finally:
         shared.close()
-    names = ", ".join(cell.name for cell in cells[:10]) or "none"
+    names = ", ".join(cell.name for cell in cells[:_MAX_NAMED]) + (", …" if len(cells) > _MAX_NAMED else "") or "none"
     found = [ok(f"{url.name} answered in {answered_s * 1000:.0f} ms; cells with a lease: {names}")]
     return found + _check_outbox(Path(config.data))
 

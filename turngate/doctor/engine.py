@@ -50,7 +50,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
 def _check_local(folder: str) -> CheckOutcome:
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
-            return failure(f"local: {module} is not installed", "pip install 'turngate[local]'")
+            return failure(f"local: {module} is not installed", "run: pip install 'turngate[local]'")
     path = find_tokenizer(folder)
     if not (path / "config.json").is_file() or not list(Path(path).glob("*.safetensors")):
         return failure(

@@ -111,7 +111,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
         return failure(f"a model call failed ({type(error).__name__})", "check the gateway's log")
     if response.status != 200:
         return failure(
-            f"a model call failed with status {response.status}: {_error_message(answer)}", "read the gateway's log"
+            f"a model call failed with status {response.status}: {_error_message(answer)}", "check the gateway's log"
         )
     took = time.perf_counter() - start
     rows = await client.samples(opened.id, everything=True)

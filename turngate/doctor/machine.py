@@ -41,6 +41,7 @@ EXTRAS = {
     "huggingface": "huggingface_hub",
     "mcp": "mcp",
     "postgres": "psycopg",
+    "ray": "ray",
     "openenv": "openenv",
     "trl": "trl",
     "verifiers": "verifiers",
@@ -97,7 +98,9 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
     if missing:
         names = ",".join(missing)
         return [
-            failure(f"the settings require extras that are not installed: {names}", f"pip install 'turngate[{names}]'")
+            failure(
+                f"the settings require extras that are not installed: {names}", f"run: pip install 'turngate[{names}]'"
+            )
         ]
     absent = ", ".join(extra for extra in EXTRAS if extra not in installed)
     return [
