@@ -197,7 +197,10 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return await self._call("finalize_rollout", RolloutResult, rollout_id=rollout_id, wait_s=wait_s)
 
     async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """Return the rollouts of all clients, newest first."""
+        """Return up to `limit` rollouts of all clients, newest first. If `status` is set, return only those with this status.
+
+        For the next page, set `before` to the id of the last rollout of the previous page.
+        """
         return await self._call("list_rollouts", RolloutList, status=status, limit=limit, before=before)
 
     async def list_endpoints(self) -> list[EndpointView]:

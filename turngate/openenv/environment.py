@@ -191,7 +191,7 @@ def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
 
 
 class _OpenEnvTool(Tool):
-    """One of the service's tools, for FastMCP. Invalid arguments are reported to the caller and are not logged as exceptions."""
+    """One of the service's tools, for FastMCP. Errors such as invalid arguments are reported to the caller, not logged as exceptions."""
 
     _service: ServiceHost = PrivateAttr()
 
