@@ -152,7 +152,10 @@ def try_install(archive: Path, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the wheel and the sdist, and try each in an empty environment.")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "dist", help="folder for the wheel and the sdist; emptied first"
+        "--out",
+        type=Path,
+        default=ROOT / "dist",
+        help="folder for the wheel and the sdist; old ones in it are removed first",
     )
     parser.add_argument(
         "--wheel-only", action="store_true", help="do not try the sdist, which the wheel is built from in any case"

@@ -1,4 +1,4 @@
-"""Write the parts of `docs/` that are generated from the code: settings, agents, commands, modules. `--check` only compares."""
+"""Write the parts of `docs/` that are generated from the code, such as settings, agents and commands. `--check` only compares."""
 
 from __future__ import annotations
 

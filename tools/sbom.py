@@ -209,7 +209,7 @@ def main() -> int:
         print("Known vulnerabilities were not looked up. Download OSV's database and run: make sbom OSV=FOLDER")
         return 0
     found = find_vulnerabilities(packages, read_advisories(options.advisories))
-    print(*found, f"{len(found)} known vulnerabilities", sep="\n")
+    print(*found, f"known vulnerabilities: {len(found)}", sep="\n")
     return bool(found)
 
 

@@ -1,6 +1,6 @@
 """Run the chaos suite: `python -m tests.chaos [--fast] [--seed N] [--only PATTERN]`, or `make chaos`.
 
-It injects every fault of the catalog at live gateways while agents work, checks the invariants after each, and prints a table. The exit
+It injects every fault of the catalog into live gateways while agents work, checks the invariants after each, and prints a table. The exit
 code is 1 if an invariant was broken. Faults that this machine cannot have (no root, no PostgreSQL, Docker or Ray) are listed as skipped.
 """
 
@@ -71,7 +71,7 @@ def _take(items: list[T], share: float, rng: random.Random) -> list[T]:
 
 
 def explain_missing(fault: Fault) -> str | None:
-    """Return why a fault cannot be injected here."""
+    """Return why a fault cannot be injected here, or None if it can."""
     part = {"cell": "postgres", "disk": "root"}.get(fault.place)
     return (needs.missing(part) if part else None) or fault.explain_missing()
 
@@ -109,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.chaos", description="Inject faults and check the invariants."
     )
     parser.add_argument(
-        "--fast", action="store_true", help="a sample of the faults, once and shortly: under three minutes"
+        "--fast",
+        action="store_true",
+        help="inject only a sample of the faults, each for a shorter time (under three minutes)",
     )
     parser.add_argument("--rounds", type=int, default=1, help="inject each fault this many times")
     parser.add_argument("--seed", type=int, default=None, help="repeat the run with this seed")

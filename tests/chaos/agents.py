@@ -39,7 +39,7 @@ class CallCounts:
     answered: int = 0
     errors_told: int = 0  # refused or failed, in the caller's wire format
     broken_off: int = 0  # the connection failed, or ended before the reply did
-    damaged: int = 0  # complete replies with another text than the engine's
+    damaged: int = 0  # complete replies whose text differs from the engine's
     errors_garbled: list[str] = field(
         default_factory=list
     )  # replies that are neither an answer nor an error of the dialect
@@ -94,7 +94,7 @@ class ChaosAgent:
         log.is_recorded = True
 
     async def _open(self, log: RolloutLog) -> str:
-        """Open a session. If the reply was lost, its secret is too, so another one is opened."""
+        """Open a session. If the reply was lost, the session's secret is lost too, so open another session."""
         attempt = 0
         base = log.session
         while True:

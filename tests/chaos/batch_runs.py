@@ -31,7 +31,7 @@ class BatchRun(ABC):
         self.site, self.root, self.out = site, root, root / "out"
         self.names = [f"well-{n}" for n in range(tasks)]
         self.process: subprocess.Popen[bytes]
-        self.at_end = AsyncExitStack()  # what is to be done when the batch has finished
+        self.at_end = AsyncExitStack()  # callbacks to run when the batch has finished
 
     def launch(self, command: list[str], env: dict[str, str]) -> None:
         with (self.root / "runner.log").open("ab") as log:
@@ -62,7 +62,7 @@ class BatchRun(ABC):
 
     @abstractmethod
     async def wait_for_start(self) -> None:
-        """Wait until a rollout runs where the fault will be."""
+        """Wait until a rollout runs where the fault will hit."""
 
     @abstractmethod
     def find_logs(self) -> dict[str, Path]:
@@ -77,7 +77,7 @@ class BatchRun(ABC):
         """Check the attempts of the batch, where the store has them."""
 
     def tamper(self, session: str) -> AbstractContextManager[Tampering]:
-        """Open a stored session, to damage it. The gateway does not run."""
+        """Open a stored session, to damage it. The gateway must not be running."""
         return tampering(Path(self.site.server.data), session)
 
 
@@ -103,7 +103,7 @@ async def run_batch_fault(run: BatchRun, name: str, fault: BatchFault, pace: Pac
         await run.wait_until(lambda: run.process.poll() is not None)
     except TimeoutError as error:
         row.recovery_s = None
-        row.notes.append(f"the batch did not go on: {error}\n{run.read_output()[-2000:]}")
+        row.notes.append(f"the batch did not continue: {error}\n{run.read_output()[-2000:]}")
     finally:
         if run.process.poll() is None:
             run.process.kill()
@@ -115,7 +115,7 @@ async def run_batch_fault(run: BatchRun, name: str, fault: BatchFault, pace: Pac
 
 
 async def read_evidence(run: BatchRun, *, may_fail: bool = False) -> BatchEvidence:
-    """Collect what the runner, the agents, the gateway and the engine have of a batch."""
+    """Collect what the runner, the agents, the gateway and the engine recorded of a batch."""
     state = run.state()
     assert state.head is not None
     await run.site.server.ready()

@@ -1,4 +1,4 @@
-"""A Docker daemon of its own, with its own containerd, data and sockets, that can be killed. The machine's daemon is never touched."""
+"""A separate Docker daemon that can be killed, with its own containerd, data and sockets. The machine's daemon is never touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_S = 30.0
 
 
 def explain_missing() -> str | None:
-    """Return why no daemon can be started here."""
+    """Return why no daemon can be started here, or None if one can."""
     if reason := needs.missing("root"):
         return reason
     absent = [name for name in PROGRAMS if not shutil.which(name)]
@@ -55,7 +55,7 @@ class DockerDaemon:
         return self._dockerd.pid
 
     def start(self) -> None:
-        """Start what is not running. Return at once."""
+        """Start whichever of the two is not running, without waiting until it responds."""
         folder = self.folder
         if self._containerd is None:
             command = ["containerd", "--config", str(folder / "containerd.toml"), "--root", str(folder / "containerd")]

@@ -24,7 +24,7 @@ from tests.kit import say
 from turngate.engines.scripted import derive_logprobs
 
 MODEL = "policy"
-TOOL = "read_file"  # that it calls
+TOOL = "read_file"  # the tool that it calls
 _WORDS = ("look", "at", "the", "file", "then", "run", "each", "test", "again", "until", "it", "passes", "and", "stop")
 _ANSWER = re.compile(r"<(\d+)((?: [a-z]+)+) ([0-9a-f]{8})>")
 _STEP = 6  # tokens per event

@@ -131,7 +131,7 @@ class _Connection:
         for start in range(0, len(data), size):
             if fault.delay_s or fault.jitter_s:
                 await asyncio.sleep(fault.delay_s + self._rng.random() * fault.jitter_s)
-            if self._proxy.fault is not fault:  # it has ended: be slow no longer
+            if self._proxy.fault is not fault:  # it has ended: pass the rest on without a delay
                 writer.write(data[start:])
                 break
             writer.write(data[start : start + size] * (2 if self._rng.random() < fault.repeat else 1))

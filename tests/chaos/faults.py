@@ -39,7 +39,9 @@ class Fault:
     keep_alive: bool = (
         True  # agents use a connection for several calls; repeated bytes would answer one call with another's reply
     )
-    may_damage: bool = False  # agents may receive another text than the engine meant, because nothing shows it
+    may_damage: bool = (
+        False  # agents may receive a different text from the engine's, because the damage cannot be detected
+    )
     explain_missing: Callable[[], str | None] = lambda: None  # why it cannot be injected here, apart from its place
 
 
@@ -284,7 +286,7 @@ async def _cut_postgres(site: Site, seconds: float) -> None:
 
 
 async def _outlast_lease(site: Site, seconds: float) -> None:
-    """Cut the cell off for longer than its lease: it must stop serving, and serve again after."""
+    """Cut the cell off for longer than its lease: it must stop serving, and serve again afterwards."""
     await _cut_postgres(site, max(seconds, 1.5 * LEASE_S))
 
 

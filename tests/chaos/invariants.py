@@ -42,10 +42,10 @@ class Breaches:
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """What the gateway has of a rollout."""
+    """What the gateway recorded of a rollout."""
 
     trace: Json
-    samples: Sequence[Json]  # training rows, also those without trained tokens
+    samples: Sequence[Json]  # training rows, including those without trained tokens
     outcome: Json | None
 
 
@@ -113,7 +113,7 @@ def check_turns(log: RolloutLog, rollout: RecordedRollout, generations: Mapping[
 def _explain_inexact(
     session: str, node: Json, before: Ids, sampled: Sequence[Generation | None], *, is_trained: bool
 ) -> str:
-    """Return what is wrong with the ids of a node, or "". Other ids than the engine's are fine in a turn that is marked as faulty."""
+    """Return what is wrong with the ids of a node, or an empty string. A turn that is marked as faulty may have other ids."""
     for generation in sampled:
         if generation is None or generation.session != session:
             return "was not sampled for this session"
@@ -163,7 +163,7 @@ class AgentLog:
     """What the agent of a rollout printed (`batch_agent.py`)."""
 
     received: list[int] = field(default_factory=list)  # serial numbers of its answers
-    guess: str = ""  # empty if it did not come to its end
+    guess: str = ""  # empty if the agent did not finish
 
 
 def parse_agent_log(text: str) -> AgentLog:
@@ -211,7 +211,7 @@ def check_batch(batch: BatchEvidence) -> Breaches:
 def _explain_wrong_reward(
     done: FinishedRollout, log: AgentLog, rollout: RecordedRollout | None, *, may_fail: bool
 ) -> str:
-    """Return what is wrong with the reward of a rollout, or ""."""
+    """Return what is wrong with the reward of a rollout, or an empty string."""
     outcome = None if rollout is None else rollout.outcome
     if outcome is None or outcome["reward"] != done.reward:
         return f"{done.kind} with reward {done.reward}, but the gateway has {outcome}"

@@ -66,7 +66,7 @@ async def omit_event(call: CallInProgress) -> web.StreamResponse:
 
 
 async def send_after_end(call: CallInProgress) -> web.StreamResponse:
-    """Go on after the finish reason."""
+    """Continue after the finish reason."""
     events = call.events()
     return await call.send([*events[:-2], events[0], *events[-2:]] if call.body["stream"] else events)
 

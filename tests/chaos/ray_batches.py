@@ -51,7 +51,7 @@ TEST = 'read -r guess < guess; [ "$guess" = right ]'
 
 
 def explain_missing() -> str | None:
-    """Return why these faults cannot be injected here."""
+    """Return why these faults cannot be injected here, or None if they can."""
     return needs.missing("ray") or needs.missing("postgres")
 
 

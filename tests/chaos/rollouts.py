@@ -230,7 +230,7 @@ ROLLOUT_FAULTS: dict[str, RolloutFault] = {
 
 
 def explain_missing(name: str) -> str | None:
-    """Return why a fault cannot be injected here."""
+    """Return why a fault cannot be injected here, or None if it can."""
     match ROLLOUT_FAULTS[name].sandbox:
         case "local":
             return None

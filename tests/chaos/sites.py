@@ -187,7 +187,7 @@ def _clock_env(folder: Path) -> dict[str, str]:
 
 
 class LoopDisk:
-    """A small ext4 file system in a file, that can be filled, frozen or made to fail. It needs root."""
+    """A small ext4 file system in a file, which can be filled, frozen or made to fail. It needs root."""
 
     def __init__(self, image: Path, folder: Path) -> None:
         self.image, self.folder = image, folder
@@ -214,7 +214,7 @@ class LoopDisk:
         _run("umount", "--lazy", str(self.folder))
 
     def fill(self) -> Path:
-        """Take up all space, and return the file that does."""
+        """Fill the disk, and return the file that fills it."""
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as file:
             size = 1 << 20
@@ -227,7 +227,7 @@ class LoopDisk:
         return filler
 
     async def freeze(self, seconds: float, times: int = 1) -> None:
-        """Let the disk not answer, a few times. A process of its own thaws it, even if this one is killed."""
+        """Make the disk stop responding, `times` times. A separate process thaws it, even if this one is killed."""
         script = f"for n in $(seq {times}); do fsfreeze -f $0; sleep {seconds}; fsfreeze -u $0; sleep 0.1; done"
         process = await asyncio.create_subprocess_exec("sh", "-c", script, str(self.folder), start_new_session=True)
         assert await process.wait() == 0, "the disk could not be frozen"

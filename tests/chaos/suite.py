@@ -34,7 +34,7 @@ class Row:
     rollouts: int = 0
     breaches: Breaches = field(default_factory=Breaches)
     untold: int = 0  # calls that failed without an error in the caller's format
-    recovery_s: float | None = None  # until every agent has received an answer again; None: they did not
+    recovery_s: float | None = None  # until every agent has received an answer again; None: one never did
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -47,7 +47,7 @@ class Pace:
     """How much work is done around each fault."""
 
     agents: int = 5
-    seconds: float = 1.2  # that a fault lasts
+    seconds: float = 1.2  # how long a fault lasts
     rounds: int = 1  # how often each fault is injected
     tasks: int = 4  # of a batch of real rollouts
 
@@ -134,11 +134,11 @@ async def check(site: Site, fault: Fault, row: Row, logs: Sequence[RolloutLog]) 
     if row.counts.broken_off and not fault.may_break:
         row.untold += row.counts.broken_off
         row.notes.append(
-            f"{row.counts.broken_off} calls ended without an error, and no connection to the agent was cut"
+            f"calls that ended without an error, although no connection to the agent was cut: {row.counts.broken_off}"
         )
     if row.counts.damaged and not fault.may_break and not fault.may_damage:
         row.untold += row.counts.damaged
-        row.notes.append(f"{row.counts.damaged} answers were damaged without an error")
+        row.notes.append(f"answers that were damaged without an error: {row.counts.damaged}")
 
 
 def find_rejected(data: str, sessions: Sequence[str]) -> list[str]:

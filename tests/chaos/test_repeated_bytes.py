@@ -1,6 +1,6 @@
 """Repeated bytes deceive a client that uses a connection for several calls, and one that does not check what it received.
 
-The suite's own clients were such. The gateway answers each request that arrives, and records each answer once.
+The gateway answers each request that arrives, and records each answer once.
 """
 
 from __future__ import annotations

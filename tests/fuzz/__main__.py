@@ -1,4 +1,4 @@
-"""Fuzz every target for a time: `python -m tests.fuzz --seconds 60 [--only decode] [--seed 7]`.
+"""Fuzz every target for some time: `python -m tests.fuzz --seconds 60 [--only decode] [--seed 7]`.
 
 Each finding is printed with its target, its seed and the input, and makes the exit code 1. Inputs of the coverage-guided fuzzer that reach
 new lines are kept in `tests/fuzz/corpus` with --keep.
@@ -33,7 +33,7 @@ HISTORIES = st.lists(
 
 
 def run_examples(inputs: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int, number: int) -> None:
-    """Check random inputs. The number determines them."""
+    """Check random inputs, which depend only on `number`."""
 
     @seed(number)
     @settings(
@@ -113,7 +113,7 @@ KEEP = False
 
 def main() -> None:
     global KEEP
-    parser = argparse.ArgumentParser(description="Fuzz every target for a time.")
+    parser = argparse.ArgumentParser(description="Fuzz every target for some time.")
     parser.add_argument("--seconds", type=float, default=60.0, help="per target")
     parser.add_argument("--only", default="", help="only targets with this in their name")
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -55,7 +55,7 @@ class CoverageGuidedFuzzer:
         return len(self._lines)
 
     def run(self, seconds: float) -> None:
-        """Fuzz for a time. Raise the first exception that the check raises, with the input as a note."""
+        """Fuzz for some time. Raise the first exception that the check raises, with the input as a note."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._try(self._mutate(self._draw.choice(self.corpus)))

@@ -18,7 +18,7 @@ Json = Any
 GOLDEN = Path(__file__).parents[1] / "golden"
 MSGPACK = "application/msgpack"
 _WEIRD = ("x", "a/b", "..", "%", "é", "\0", "0", "-1", "x" * 300, "tg-", "tgp-00000000", "\udcff", " ")
-# Names that the world replaces by those of things that exist.
+# Names that the world replaces with those of things that exist.
 _KNOWN = {
     "id": ("$open", "$open", "$open", "$sealed"),
     "name": ("$feed", "$project", "$tool", "index.html"),

@@ -1,6 +1,6 @@
-"""What is fuzzed without HTTP: decoders, parsers of replies, and files that users and agents write.
+"""The targets that are fuzzed without HTTP: decoders, parsers of replies, and files that users and agents write.
 
-A target has a strategy for its input and a check, which raises for anything but the errors that a user may see.
+A target has a strategy for its input and a check. The check raises every error except those that a user may see.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TOOLS = (Tool("read", {"type": "function", "function": _TOOL}),)
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`check` gets what `inputs` draws. `check_bytes` gets the bytes that the coverage-guided loop makes of `seeds`."""
+    """A function to fuzz. `check` receives what `inputs` draws, or the bytes that the coverage-guided fuzzer derives from `seeds`."""
 
     name: str
     inputs: st.SearchStrategy[Any]
     check: Callable[[Any], None]
     seeds: Callable[[], list[bytes]] = list
-    covers: str = ""  # the folder of the package whose lines guide the loop
+    covers: str = ""  # the folder whose lines guide the coverage-guided fuzzer; empty: it skips this target
 
 
 # ── decoders ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -385,7 +385,7 @@ class World:
 
 
 class _ErrorLog(logging.Handler):
-    """The errors that were logged, and those of tasks that nobody awaits."""
+    """The errors that were logged, and those of tasks that are never awaited."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

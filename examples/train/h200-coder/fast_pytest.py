@@ -43,7 +43,7 @@ def run_pytest_server(folder: Path) -> Iterator[str]:
         try:
             assert server.stdout is not None
             if server.stdout.readline() != b"ready\n":
-                raise SystemExit(f"fork_server.py did not start with {python}: has it pytest?")
+                raise SystemExit(f"fork_server.py did not start with {python}; check that pytest is installed for it")
             yield f"{programs}{os.pathsep}{path}"
         finally:
             server.kill()

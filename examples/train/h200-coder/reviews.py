@@ -109,7 +109,7 @@ def main() -> None:
     for source in options.sources:
         package = load_package(source)
         if package.name in held_out:
-            raise SystemExit(f"{source} is held out: the model must not see it")
+            raise SystemExit(f"{source} is held out, so the model must not see it; leave it out")
         found = list(find_reviews(package, options.per_package, options.seed, known, control))
         print(f"{package.name}: {len(found)} reviews", flush=True)
         rows += [build_row(review, tokenizer) for review in found]
