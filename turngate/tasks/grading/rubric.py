@@ -21,7 +21,8 @@ async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Gr
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
         raise TaskError(
-            "task: the weights of the rubric must not be negative, and their sum must be positive and finite",
+            "task: the weights of the rubric must not be negative, and their sum must be positive and finite, but they are "
+            f"{', '.join(f'{part.weight:g}' for part in rubric.parts)}",
             param="rubric",
         )
     grades = {part.name: await grade_part(part) for part in rubric.parts}

@@ -180,7 +180,9 @@ async def _read_reward(sandbox: Sandbox, logs: str) -> float:
             "the grader's script wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier (/logs/verifier)"
         )
     if done.exit_code == _SUSPICIOUS:
-        raise Undecided("the reward file is not a regular file written by the script; it may have been planted")
+        raise Undecided(
+            "the reward file is a link, is not writable or is not a regular file, so it may have been planted"
+        )
     kind, _, content = done.stdout.partition(b"\n")
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
         raise Undecided(f"the reward file cannot be read, or is longer than {_MAX_REWARD_BYTES} bytes")

@@ -152,7 +152,7 @@ def _decode_files(files: Mapping[str, bytes], where: str) -> tuple[dict[str, str
     if (size := sum(len(text) for text in texts.values())) > MAX_PACKAGE_BYTES:
         raise TaskError(
             f"repairs: {where} has {size / 1e6:.1f} MB of text; the limit is {MAX_PACKAGE_BYTES / 1e6:.0f} MB, "
-            "because every task contains the whole package",
+            "because every task contains the whole package; choose a smaller package",
             param="sources",
         )
     return texts, tuple(left_out)

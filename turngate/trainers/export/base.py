@@ -100,7 +100,9 @@ def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] =
                 f"--{name.replace('_', '-')} applies only with a teacher; also pass --teacher", param=name
             )
     if taken := set(choices.side) & set(TEACHER_COLUMNS if choices.teacher is not None else ()):
-        raise ConfigError(f"--side must not be {', '.join(sorted(taken))}, which the teacher adds", param="side")
+        raise ConfigError(
+            f"--side must not be {', '.join(sorted(taken))}, which the teacher adds; leave it out", param="side"
+        )
     if choices.form and choices.form not in forms:
         raise ConfigError(
             f"--as must be one of {', '.join(forms)} for format {choices.format}, not {choices.form!r}", param="as"

@@ -405,7 +405,9 @@ def _load_state(checkpoint: Path, feed: str) -> FeedState:
     try:
         state = msgspec.json.decode(file.read_bytes(), type=FeedState)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"checkpoint: {file} cannot be read ({error})", param="checkpoint") from None
+        raise ConfigError(
+            f"checkpoint: {file} cannot be read ({error}); resume from the previous checkpoint", param="checkpoint"
+        ) from None
     if state.feed != feed:
         raise ConfigError(
             f"checkpoint: {checkpoint} was trained on feed {state.feed!r}, not on {feed!r}; use a checkpoint of this feed",
