@@ -52,7 +52,7 @@ class Subject:
         return self._work.answers
 
     async def read_turns(self) -> tuple[GradedTurn, ...]:
-        """Return the turns of the rollout, oldest first. There are none for the untouched task."""
+        """Return the turns of the rollout, oldest first. There are none if no agent ran, as for the untouched task."""
         return await self._sandbox_owner.read_turns(self._work)
 
     def turns(self) -> tuple[GradedTurn, ...]:

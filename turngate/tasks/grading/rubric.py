@@ -1,4 +1,4 @@
-"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean of theirs, or None if one of them gives none."""
+"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean of their rewards, or None if one is missing."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Teacher:
         self._in_flight.clear()
 
     def columns(self, row: RowToScore) -> Mapping[str, SideColumn] | str:
-        """Return the scores of a row as side data, or the reason why it has none."""
+        """Return the scores of a row as side data, or the reason why it has none. Count the row in `summary`."""
         spans = _list_spans(row)
         found: list[CachedScores] = []
         for turn in digest_turns(row.ids, spans):
@@ -193,7 +193,7 @@ class Teacher:
         return calls
 
     def _begin(self, turn: bytes) -> bool:
-        """Return whether a turn must be scored: it is neither cached nor in a running call of another rollout with the same tokens."""
+        """Return whether a turn must be scored, and mark it as being scored. A turn that is cached, or in another call, need not be."""
         with self._lock:
             if turn in self._in_flight:
                 return False
