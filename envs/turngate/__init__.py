@@ -1,4 +1,4 @@
-"""Turngate as an OpenEnv environment. All of it is `turngate.openenv`; this folder is what `openenv` takes."""
+"""Turngate as an OpenEnv environment. The code is in `turngate.openenv`; this folder has the layout that `openenv` expects."""
 
 from .client import TurngateEnv
 from .models import TurngateAction, TurngateObservation, TurngateState

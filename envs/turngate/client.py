@@ -1,4 +1,4 @@
-"""The client, where OpenEnv looks for it."""
+"""The client, in the module in which OpenEnv expects it."""
 
 from turngate.openenv.client import TurngateEnv
 

@@ -1,4 +1,4 @@
-"""The models, where OpenEnv looks for them."""
+"""The models, in the module in which OpenEnv expects them."""
 
 from turngate.openenv.models import ReadyObservation, TurngateAction, TurngateObservation, TurngateState
 

@@ -1,1 +1,1 @@
-"""The server, where OpenEnv looks for it."""
+"""The server, in the package in which OpenEnv expects it."""

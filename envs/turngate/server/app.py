@@ -1,4 +1,4 @@
-"""The server's application. `TURNGATE_SERVICE` names its settings; without it they are the `service.toml` beside this folder."""
+"""The server's application. `TURNGATE_SERVICE` names the file with its settings (default: the `service.toml` next to this folder)."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ app = create(Path(os.environ.get(SERVICE) or HERE / "service.toml"))
 
 
 def main() -> None:
-    """`uv run server`, `python -m server.app`: with --host, --port and --open."""
+    """Run the server, for `uv run server` and `python -m server.app`. The options include --host, --port and --open."""
     serve(lambda: app)
 
 
