@@ -610,7 +610,7 @@ def test_filter_that_matches_nothing_is_noted(recording: Recording) -> None:
     _, done = recording.export("rows", sessions=(recording.ids["good"], "typo*"), tasks=("*",))
     assert done.notes[-1] == "--session typo* matches no recorded rollout"
     _, done = recording.export("rows", sessions=(recording.ids["good"],))
-    assert not any("matches no rollout" in note for note in done.notes)
+    assert not any("matches no recorded rollout" in note for note in done.notes)
 
 
 def test_missing_pyarrow_error_says_what_to_install(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

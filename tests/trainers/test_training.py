@@ -105,7 +105,7 @@ async def test_data_folder_of_other_run_is_rejected(root: Path) -> None:
         ):
             await train(environment, goal(root, 1, "well-0", n=4), root / "new", "")
     async with training_environment(root / "empty") as environment:
-        with pytest.raises(ConfigError, match=r"^data: the checkpoint is at step 1, .*; pass the --data folder"):
+        with pytest.raises(ConfigError, match=r"^data: the checkpoint is at step 1, .*; pass the --data with which"):
             await train(environment, goal(root, 2, "well-0"), root / "out", "")
 
 

@@ -134,7 +134,7 @@ async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: floa
     """Apply a solution in a sandbox. If it has files, copy them to the sandbox's folder `where` first."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
-        _check_success(done, "the reference patch could not be applied", limit_s)
+        _check_success(done, "the reference patch does not apply", limit_s)
         return
     await sandbox.upload(solution.files, where)
     env = {**SOLVE_ENV, **solution.env, "TURNGATE_SOLUTION": where}
