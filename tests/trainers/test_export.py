@@ -302,7 +302,10 @@ async def test_different_prompts_make_no_pair(recording: Recording) -> None:
 
 @pytest.mark.promise(9)
 def test_export_without_pairs_fails_and_keeps_old_file(recording: Recording) -> None:
-    with pytest.raises(ConfigError, match=r"5 rollouts yielded no records, .*1 × pairs .* less than 5 \(--margin\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"5 rollouts yielded no records, .*1 × a group without a usable pair .* at least 5 \(--margin\)",
+    ):
         recording.export("dpo", margin=5.0)
     assert list(recording.out.iterdir()) == []
     (recording.out / "out.jsonl").write_text("before")
@@ -568,19 +571,19 @@ def test_format_is_documented(format: str) -> None:
             "rows",
             ".jsonl",
             {"min_reward": 5.0, "resolved": True},
-            r"no rollout .* exported with --min-reward 5 --resolved \(it contains 7 .*\); change",
+            r"no rollout can be exported with --min-reward 5 --resolved \(recorded: 7 .*\); change",
         ),
         (
             "rows",
             ".jsonl",
             {"sessions": ("a", "z*")},
-            r"no rollout .* exported with --session a --session z\* \(it contains 7 .*\); change the filters",
+            r"no rollout can be exported with --session a --session z\* \(recorded: 7 .*\); change the filters",
         ),
         (
             "atif",
             "",
             {"tasks": ("u",), "unscored": "drop"},
-            r"no rollout .* exported with --task u --unscored drop \(it contains 7 .*\); change",
+            r"no rollout can be exported with --task u --unscored drop \(recorded: 7 .*\); change",
         ),
     ],
 )
@@ -698,7 +701,7 @@ def test_damaged_outcome_is_left_out_and_reported(recording: Recording, written:
         "its outcome is damaged on disk" not in recording.export("rows", sessions=(recording.ids["good"],))[1].left_out
     )
     with pytest.raises(
-        ConfigError, match=r"no rollout .* \(it contains 7 rollouts\); left out: 1 × its outcome is damaged on disk"
+        ConfigError, match=r"no rollout .* \(recorded: 7 rollouts\); left out: 1 × its outcome is damaged on disk"
     ):
         recording.export("rows", sessions=(recording.ids["bad"],))
 
@@ -721,7 +724,7 @@ def test_export_fails_if_every_rollout_is_damaged(recording: Recording) -> None:
     db.close()
     with pytest.raises(
         ConfigError,
-        match=r"no rollout .* can be exported \(it contains 7 rollouts\); left out: 7 × its settings are damaged",
+        match=r"no rollout can be exported \(recorded: 7 rollouts\); left out: 7 × its settings are damaged",
     ):
         recording.export("rows")
 
