@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -15,7 +16,7 @@ from tests.speed import scaled
 START_S = 120
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
+def stop_group(process: subprocess.Popen[Any]) -> None:
     """Stop a process that was started in a session of its own, and its children."""
     if process.poll() is not None:
         return

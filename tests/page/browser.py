@@ -1,6 +1,6 @@
-"""A real Chromium for the tests of the page.
+"""A real Chromium for the tests of the page: one process serves the tests of a run, each with its own window and cookies.
 
-    async with open_browser(g.root, g.app.admin_key, shots=shots) as web:      # logged in
+    async with open_browser(g.root, g.app.admin_key, chromium=chromium) as web:      # logged in
         await web.go("#/rollout/r1")
         await web.wait_for(".turn", "Hello.")
 
@@ -9,25 +9,38 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from playwright.async_api import Locator, Page, async_playwright, expect
 
+from tests.engine_process import stop_group
 from tests.needs import uses
 from tests.speed import scaled
 
 DESKTOP = (1360, 860)
 PHONE = (390, 800)
+# Debian's Chromium; as root it needs --no-sandbox.
+_LAUNCH = {"executablePath": "/usr/bin/chromium", "args": ["--no-sandbox"]}
 _DOCS_IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 
 def timeout_ms() -> float:
     """The timeout for everything on a page."""
     return 1000 * scaled(15)
+
+
+class Chromium(NamedTuple):
+    """The running browser, and the folder for screenshots of the test."""
+
+    address: str
+    shots: Path
 
 
 class Web:
@@ -107,22 +120,36 @@ class Web:
 
 
 @uses("chromium")
+@contextmanager
+def start_chromium(folder: Path) -> Iterator[str]:
+    """Start Chromium, and yield its address."""
+    config = folder / "chromium.json"
+    config.write_text(json.dumps({**_LAUNCH, "timeout": timeout_ms()}))
+    command = [sys.executable, "-m", "playwright", "launch-server", "--browser", "chromium", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            assert address.startswith("ws://"), "Chromium did not start"
+            yield address
+        finally:
+            stop_group(server)
+
+
+@uses("chromium")
 @asynccontextmanager
 async def open_browser(
-    root: str, key: str = "", *, shots: Path, size: tuple[int, int] = DESKTOP, dark: bool = False, **options: Any
+    root: str, key: str = "", *, chromium: Chromium, size: tuple[int, int] = DESKTOP, dark: bool = False, **options: Any
 ) -> AsyncIterator[Web]:
-    """Open a browser, logged in if a key is given. Fail if the page had any problem."""
+    """Open a window, logged in if a key is given. Fail if the page had any problem."""
     async with async_playwright() as playwright:
-        # Debian's Chromium; as root it needs --no-sandbox.
-        browser = await playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox"], timeout=timeout_ms()
-        )
+        browser = await playwright.chromium.connect(chromium.address, timeout=timeout_ms())
         expect.set_options(timeout=timeout_ms())
         try:
             view = {"width": size[0], "height": size[1]}
             page = await browser.new_page(viewport=view, color_scheme="dark" if dark else "light", **options)
             page.set_default_timeout(timeout_ms())
-            web = Web(page, root, shots)
+            web = Web(page, root, chromium.shots)
             if key:
                 await web.login(key)
             yield web

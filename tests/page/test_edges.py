@@ -11,14 +11,14 @@ import pytest
 from playwright.async_api import Route, expect
 
 from tests import page_kit
-from tests.page.browser import open_browser
+from tests.page.browser import Chromium, open_browser
 from tests.speed import scaled
 from turngate.store.outcomes import RecordedOutcome
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 
-async def test_rollout_without_session_can_be_opened(tmp_path: Path, shots: Path) -> None:
+async def test_rollout_without_session_can_be_opened(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 8)
     with page_kit.open_builder(data) as builder:
@@ -32,7 +32,7 @@ async def test_rollout_without_session_can_be_opened(tmp_path: Path, shots: Path
         }
         builder.event("bare", "stage", {"stage": "sandbox", **about}, time.time() - 9)
         builder.event("bare", "stage", {"stage": "done", **about, **ended}, time.time() - 8)
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
 
         async def check_views() -> None:
             await web.go("#/rollout/bare")
@@ -61,7 +61,7 @@ async def test_rollout_without_session_can_be_opened(tmp_path: Path, shots: Path
         web.problems.clear()  # the browser reports the 404
 
 
-async def test_extreme_rewards_are_drawn(tmp_path: Path, shots: Path) -> None:
+async def test_extreme_rewards_are_drawn(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     groups = {"close": (1e17, 1e17 + 16), "wide": (-1.7e308, 1.7e308), "small": (0.0, 5e-324)}
     with page_kit.open_builder(data) as builder:
@@ -70,7 +70,7 @@ async def test_extreme_rewards_are_drawn(tmp_path: Path, shots: Path) -> None:
                 name, at = f"{group}{index}", time.time() - 100 + 40 * index
                 key = builder.session(name, at, closed=at + 1, metadata={"group": group, "task": "t"})
                 builder.outcome(key, name, RecordedOutcome(kind="graded", reward=reward, group=group, task="t"), at + 1)
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         for view in (*(f"#/group/{group}" for group in groups), "#/training?group=close", "#/training?group=small"):
             await web.go(view)
             await web.wait_for(".chart-svg .s0")
@@ -97,10 +97,10 @@ async def test_extreme_rewards_are_drawn(tmp_path: Path, shots: Path) -> None:
             assert "NaN" not in await web.evaluate("document.querySelector('main').innerHTML"), values
 
 
-async def test_changes_during_login_are_shown(tmp_path: Path, shots: Path) -> None:
+async def test_changes_during_login_are_shown(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 20)
-    async with page_kit.serve(data) as g, open_browser(g.root, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, chromium=chromium) as web:
         changed = asyncio.Event()
 
         async def cancel_before_reply(route: Route) -> None:  # the list is outdated when it arrives
@@ -121,10 +121,10 @@ async def test_changes_during_login_are_shown(tmp_path: Path, shots: Path) -> No
         await web.wait_for(".list-row:has(a[title*=r00018])", "cancelled")
 
 
-async def test_lists_that_are_being_filled_say_so(tmp_path: Path, shots: Path) -> None:
+async def test_lists_that_are_being_filled_say_so(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 4)
-    async with page_kit.serve(data) as g, open_browser(g.root, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, chromium=chromium) as web:
         complete = asyncio.Event()
 
         async def answer_as_shared_store(route: Route) -> None:
@@ -140,10 +140,10 @@ async def test_lists_that_are_being_filled_say_so(tmp_path: Path, shots: Path) -
         await web.wait_for(".list-row:has(a[title*=r00002])", "")
 
 
-async def test_lost_connection_retries_one_at_a_time(tmp_path: Path, shots: Path) -> None:
+async def test_lost_connection_retries_one_at_a_time(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 8)
-    async with page_kit.serve(data) as g, open_browser(g.root, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, chromium=chromium) as web:
         requests: list[str] = []
         answer = asyncio.Event()
 
@@ -206,7 +206,7 @@ async def test_lost_connection_retries_one_at_a_time(tmp_path: Path, shots: Path
         ]  # never two at once, one more after a change, none after leaving
 
 
-async def test_identical_needs_complete_comparison(tmp_path: Path, shots: Path) -> None:
+async def test_identical_needs_complete_comparison(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 8)
     long = "a" * 15_000 + "{}" + "b" * 15_000  # its middle is omitted at first
@@ -221,7 +221,7 @@ async def test_identical_needs_complete_comparison(tmp_path: Path, shots: Path) 
             trace = page_kit.TraceBuilder(builder, key, name, time.time() - 60)
             turn = trace.answer(trace.ask([{"role": "user", "content": "Look."}]), "I look.")
             trace.answer(trace.ask([{"role": "tool", "tool_call_id": "c", "content": output}], turn), "Seen.")
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         await web.go("#/compare/x/y")
         await web.wait_for(".view-head .warn", "No difference in the loaded parts")
         await web.wait_for(".message-note", "The middle is omitted (content: 30,001 characters).")
@@ -236,7 +236,7 @@ async def test_identical_needs_complete_comparison(tmp_path: Path, shots: Path) 
         await web.wait_for(".view-head button", "First difference: turn 1")
 
 
-async def test_unknown_pages_invisible_characters_and_new_events(tmp_path: Path, shots: Path) -> None:
+async def test_unknown_pages_invisible_characters_and_new_events(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     blank = "\U000e0041\u3164\u2800\u034f\u180e\uffa0\ufe01"
     page_kit.add_rollouts(data, 8)
@@ -244,7 +244,7 @@ async def test_unknown_pages_invisible_characters_and_new_events(tmp_path: Path,
         key = builder.session("blank", time.time() - 60, closed=time.time() - 9, metadata={"rollout": f"a{blank}b"})
         trace = page_kit.TraceBuilder(builder, key, "blank", time.time() - 60)
         trace.answer(trace.ask([{"role": "user", "content": f"a{blank}b"}]), "\u2764\ufe0f")
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         for name in ("constructor", "toString", "__proto__", "hasOwnProperty"):
             await web.go(f"#/{name}")
             await web.wait_for(".empty", f"There is no page “{name}”")

@@ -12,7 +12,7 @@ import pytest
 from tests import page_kit
 from tests.kit import Running
 from tests.page import scenes
-from tests.page.browser import Web, open_browser
+from tests.page.browser import Chromium, Web, open_browser
 from turngate.client.protocol import FeedConfig
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
@@ -21,19 +21,19 @@ FIRST = "fix-slug-0"
 
 
 @asynccontextmanager
-async def open_page(tmp_path: Path, shots: Path, *, dark: bool = False) -> AsyncIterator[tuple[Running, Web]]:
+async def open_page(tmp_path: Path, chromium: Chromium, *, dark: bool = False) -> AsyncIterator[tuple[Running, Web]]:
     data = tmp_path / "data"
     scenes.add_training_run(data)
     scenes.add_task_group(data)
     async with page_kit.serve(data, model=page_kit.MODEL) as g:
         await g.resume(16)
-        async with open_browser(g.root, g.app.admin_key, shots=shots, dark=dark) as web:
+        async with open_browser(g.root, g.app.admin_key, chromium=chromium, dark=dark) as web:
             yield g, web
 
 
 @pytest.mark.real
-async def test_token_view_shows_id_logprob_and_row(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (g, web):
+async def test_token_view_shows_id_logprob_and_row(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (g, web):
         turns = await g.turns(FIRST)
         turn = next(node for node in turns if "code and its tests" in node["message"]["content"])
         await web.go(f"#/rollout/{FIRST}/tokens?node={turn['id']}&token=3")  # a link to one token
@@ -57,8 +57,8 @@ async def test_token_view_shows_id_logprob_and_row(tmp_path: Path, shots: Path) 
         await web.screenshot("page-tokens")
 
 
-async def test_tree_shows_fork_causes(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (_, web):
+async def test_tree_shows_fork_causes(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (_, web):
         await web.go(f"#/rollout/{FIRST}")
         await web.wait_for(".turn", "I'll look at the code")
         await web.screenshot("page-rollout")
@@ -79,8 +79,8 @@ async def test_tree_shows_fork_causes(tmp_path: Path, shots: Path) -> None:
         await web.wait_for(".events td", "sealed")
 
 
-async def test_group_and_comparison_of_two_rollouts(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (_, web):
+async def test_group_and_comparison_of_two_rollouts(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (_, web):
         await web.go("#/groups")
         await web.wait_for(".list-row .c-name", scenes.GROUP)
         await web.screenshot("page-groups", for_docs=False)
@@ -97,8 +97,8 @@ async def test_group_and_comparison_of_two_rollouts(tmp_path: Path, shots: Path)
         await web.screenshot("page-compare")
 
 
-async def test_training_shows_mismatch_and_alarms(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (g, web):
+async def test_training_shows_mismatch_and_alarms(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (g, web):
         counts = [0] * 21
         counts[9:12] = [10, 70, 10]
         counts[16] = 10
@@ -119,8 +119,8 @@ async def test_training_shows_mismatch_and_alarms(tmp_path: Path, shots: Path) -
         await web.wait_until_gone(".banner")
 
 
-async def test_training_shows_improvement_and_entropy(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (_, web):
+async def test_training_shows_improvement_and_entropy(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (_, web):
         found = (await web.fetch_json("/page/api/training"))["improvement"]
         example = found["example"]
         await web.go("#/training")
@@ -142,8 +142,8 @@ async def test_training_shows_improvement_and_entropy(tmp_path: Path, shots: Pat
         await web.wait_until_gone(".improvement")
 
 
-async def test_training_and_failures(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (_, web):
+async def test_training_and_failures(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (_, web):
         await web.wait_for(".list-row .badge.is-live", "running")
         await web.screenshot("page-rollouts")
         await web.go("#/training")
@@ -163,8 +163,8 @@ async def test_training_and_failures(tmp_path: Path, shots: Path) -> None:
         await web.screenshot("page-failures", for_docs=False)
 
 
-async def test_dark_mode_follows_system_and_can_be_changed(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots, dark=True) as (_, web):
+async def test_dark_mode_follows_system_and_can_be_changed(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium, dark=True) as (_, web):
         background = "getComputedStyle(document.body).backgroundColor"
         dark = await web.evaluate(background)
         await web.go(f"#/rollout/{FIRST}/tokens")
@@ -179,8 +179,8 @@ async def test_dark_mode_follows_system_and_can_be_changed(tmp_path: Path, shots
         assert await web.evaluate(background) == dark
 
 
-async def test_unknown_addresses_show_errors(tmp_path: Path, shots: Path) -> None:
-    async with open_page(tmp_path, shots) as (_, web):
+async def test_unknown_addresses_show_errors(tmp_path: Path, chromium: Chromium) -> None:
+    async with open_page(tmp_path, chromium) as (_, web):
         await web.go("#/nowhere")
         await web.wait_for(".empty", "Page not found")
         await web.go("#/rollout/nobody")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import page_kit
-from tests.page.browser import open_browser
+from tests.page.browser import Chromium, open_browser
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
@@ -30,12 +30,12 @@ def add_evil_rollout(data: Path) -> None:
         )
 
 
-async def test_markup_is_shown_as_text_and_not_executed(tmp_path: Path, shots: Path) -> None:
+async def test_markup_is_shown_as_text_and_not_executed(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_hostile_rollouts(data)
     add_evil_rollout(data)
     group = f"evil.{page_kit.MARKUP}"
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         urls: list[str] = []
         web.page.on("request", lambda request: urls.append(request.url))
         web.page.on("dialog", lambda dialog: web.problems.append(f"a dialog: {dialog.message}"))

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests import page_kit
-from tests.page.browser import open_browser
+from tests.page.browser import Chromium, open_browser
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 ROWS = "document.querySelectorAll('.list-row').length"
 
 
-async def test_ten_thousand_rollouts(tmp_path: Path, shots: Path) -> None:
+async def test_ten_thousand_rollouts(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 10_000)
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         await web.wait_for(".toolbar", "10,001 rollouts")
         await web.wait_for(".list-row a", "task-1249.7")
         assert await web.evaluate(ROWS) < 100
@@ -47,10 +47,10 @@ async def test_ten_thousand_rollouts(tmp_path: Path, shots: Path) -> None:
         await web.wait_for(".list-row.is-selected", "task-0000")
 
 
-async def test_rollout_with_100k_tokens(tmp_path: Path, shots: Path) -> None:
+async def test_rollout_with_100k_tokens(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_long_rollout(data, turns=200, tokens=100_000)
-    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         await web.go("#/rollout/long")
         await web.wait_for(".turn", "I look at part 20.")
         await web.go("#/rollout/long/tokens")

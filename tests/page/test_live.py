@@ -20,7 +20,7 @@ import pytest
 from playwright.async_api import expect
 
 from tests.kit import calls, tool, user
-from tests.page.browser import open_browser
+from tests.page.browser import Chromium, open_browser
 from tests.speed import scaled
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
@@ -97,8 +97,8 @@ async def start_serve(data: Path, port: int = 0) -> AsyncIterator[ServeProcess]:
             await child.wait()
 
 
-async def test_admin_key_is_required_and_not_stored(tmp_path: Path, shots: Path) -> None:
-    async with start_serve(tmp_path / "data") as served, open_browser(served.url, shots=shots) as web:
+async def test_admin_key_is_required_and_not_stored(tmp_path: Path, chromium: Chromium) -> None:
+    async with start_serve(tmp_path / "data") as served, open_browser(served.url, chromium=chromium) as web:
         await web.page.goto(served.url)  # redirects browsers to the page
         await web.page.fill("#key", "not the key")
         await web.press("Enter")
@@ -122,8 +122,8 @@ async def test_admin_key_is_required_and_not_stored(tmp_path: Path, shots: Path)
 
 
 @pytest.mark.real
-async def test_live_turns_and_cancel(tmp_path: Path, shots: Path) -> None:
-    async with start_serve(tmp_path / "data") as served, open_browser(served.url, KEY, shots=shots) as web:
+async def test_live_turns_and_cancel(tmp_path: Path, chromium: Chromium) -> None:
+    async with start_serve(tmp_path / "data") as served, open_browser(served.url, KEY, chromium=chromium) as web:
         await web.evaluate("window.loaded = true")
         opened = await served.open(
             metadata={"task": "look", "group": "g", "rollout": "g.0", "agent": "pi"}, limits={"turns": 9}
@@ -156,11 +156,11 @@ async def test_live_turns_and_cancel(tmp_path: Path, shots: Path) -> None:
             assert (await http.get(f"{served.url}/admin/sessions/{opened['id']}")).json()["status"] == "cancelled"
 
 
-async def test_page_reconnects_after_gateway_restart(tmp_path: Path, shots: Path) -> None:
+async def test_page_reconnects_after_gateway_restart(tmp_path: Path, chromium: Chromium) -> None:
     async with start_serve(tmp_path / "data") as served:
         opened = await served.open(id="kept")
         history = await served.say(opened["api_key"], [user("What is in this folder?")])
-        async with open_browser(served.url, KEY, shots=shots) as web:
+        async with open_browser(served.url, KEY, chromium=chromium) as web:
             await web.go("#/rollout/kept")
             await web.wait_for(".turn", "I look first.")
             await served.stop()

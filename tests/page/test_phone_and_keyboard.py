@@ -9,12 +9,12 @@ from playwright.async_api import expect
 
 from tests import page_kit
 from tests.page import scenes
-from tests.page.browser import PHONE, open_browser
+from tests.page.browser import PHONE, Chromium, open_browser
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 
-async def test_no_view_overflows_on_phone(tmp_path: Path, shots: Path) -> None:
+async def test_no_view_overflows_on_phone(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     scenes.add_training_run(data, groups=6)
     scenes.add_task_group(data)
@@ -35,7 +35,7 @@ async def test_no_view_overflows_on_phone(tmp_path: Path, shots: Path) -> None:
     }
     async with (
         page_kit.serve(data) as g,
-        open_browser(g.root, shots=shots, size=PHONE, has_touch=True, reduced_motion="reduce") as web,
+        open_browser(g.root, chromium=chromium, size=PHONE, has_touch=True, reduced_motion="reduce") as web,
     ):
         await web.page.goto(f"{g.root}/page/")
         await web.wait_for("#key")
@@ -53,10 +53,10 @@ async def test_no_view_overflows_on_phone(tmp_path: Path, shots: Path) -> None:
         await web.wait_for(".token-one", "yes, in row")
 
 
-async def test_keyboard_navigation(tmp_path: Path, shots: Path) -> None:
+async def test_keyboard_navigation(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     scenes.add_task_group(data)
-    async with page_kit.serve(data) as g, open_browser(g.root, shots=shots) as web:
+    async with page_kit.serve(data) as g, open_browser(g.root, chromium=chromium) as web:
         await web.page.goto(f"{g.root}/page/")
         await expect(web.find("#key")).to_be_focused()
         await web.page.keyboard.type(g.app.admin_key)
@@ -91,7 +91,8 @@ async def test_keyboard_navigation(tmp_path: Path, shots: Path) -> None:
         async with web.page.expect_download() as started:
             await link.focus()
             await web.press("Enter")
-        rows = Path(await (await started.value).path()).read_text().splitlines()
+        await (await started.value).save_as(tmp_path / "rows.jsonl")
+        rows = (tmp_path / "rows.jsonl").read_text().splitlines()
         assert len(rows) == len(await g.samples("fix-slug-0"))
         await web.press("u")
         await web.wait_for("h1", scenes.GROUP)
