@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 BASE, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
 PORT = int(BASE.rpartition(":")[2])
@@ -150,8 +151,9 @@ def try_admin_api():
             found[f"{route} DELETE {key[:5]}"] = call(
                 "DELETE", f"/admin/sessions/{OTHER}", None, route, key_headers(key)
             )
-        for name, data in SMUGGLING_REQUESTS.items():
-            found[f"{route} {name}"] = send_raw(data.encode("latin-1"), route)
+        with ThreadPoolExecutor(len(SMUGGLING_REQUESTS)) as pool:  # each waits until its connection is quiet
+            sent = {n: pool.submit(send_raw, data.encode("latin-1"), route) for n, data in SMUGGLING_REQUESTS.items()}
+            found.update((f"{route} {name}", reply.result()) for name, reply in sent.items())
     return found
 
 
