@@ -203,12 +203,12 @@ def test_sample_covers_every_value_and_leaves_other_cases_to_the_full_tier(tmp_p
 @pytest.mark.parametrize("stream", [True, False])
 def test_planted(dialect, stream): pass
 
-@pytest.mark.product
-def test_product(): pass
+@pytest.mark.repeat
+def test_repetition(): pass
 """
     sample = run_pytest(tmp_path, source, "-m", "not full", "--collect-only").stdout
     assert re.findall(r"test_planted\[(\S+)\]", sample) == ["True-chat", "True-gemini", "False-messages"]
-    assert "test_product" not in sample
+    assert "test_repetition" not in sample
     assert "6 passed" in run_pytest(tmp_path, source, "-m", tier.TIERS["test-all"].marks).stdout
 
 

@@ -11,7 +11,7 @@
 | `sample(3)` | has many similar cases; all but three of them are marked `full` | depends on the other marks |
 | `alone` | needs the machine to itself | depends on the other marks; runs before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
-| `product` | is a case of a product, each value of which is in other cases | `make soak` only |
+| `repeat` | repeats what other tests check, with other values | `make soak` only |
 | `subset` | repeats a part of a `full` test | `make test-real` only |
 
 If a part is missing, its tests are skipped, and the reason names the command that installs it; with `CI=true` they fail. Collection
@@ -22,6 +22,7 @@ right marks fails.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import multiprocessing.process
@@ -196,10 +197,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Results(Path(path)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep the garbage collector away from the collected tests, which live until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add the timeout and the xdist group, which xdist reads at the end of collection, and keep products out of the lighter tiers."""
+    """Add the timeout and the xdist group, which xdist reads at the end of collection, and keep repetitions out of the lighter tiers."""
     needed = needs.needs(item)
-    if item.get_closest_marker("product"):
+    if item.get_closest_marker("repeat"):
         item.add_marker(pytest.mark.full)
     if not item.get_closest_marker("timeout"):
         item.add_marker(pytest.mark.timeout(scaled(REAL_LIMIT_S if needed & needs.HEAVY.keys() else LIMIT_S)))
@@ -241,16 +253,19 @@ def _values(case: pytest.Function) -> set[tuple[int, str]]:
 
 
 def _check_complete(items: list[pytest.Item]) -> None:
-    """Fail unless `make test-real` covers every heavy part and every promise."""
+    """Fail unless `make test-real` covers every heavy part and every promise, and `make test-all` the other parts."""
     marks = [(item, {mark.name for mark in item.iter_markers()}) for item in items]
+    marks = [(item, names) for item, names in marks if "repeat" not in names]
     tier = [item for item, names in marks if "real" in names or names & {"promise", "full"} == {"promise"}]
     absent = needs.HEAVY.keys() - {part for item in tier for part in needs.needs(item)}
-    absent -= {*needs.MORE_PARTS, *(f"agent:{name}" for name in MORE_AGENTS)}
-    absent |= PROMISES - {
+    more = {*needs.MORE_PARTS, *(f"agent:{name}" for name in MORE_AGENTS)} & absent
+    absent = absent - more | PROMISES - {
         f"promise {number}" for item in tier for m in item.iter_markers("promise") for number in m.args
     }
     if absent:
         raise pytest.UsageError(f"make test-real has no test for: {', '.join(sorted(absent))}")
+    if more := more - {part for item, _ in marks for part in needs.needs(item)}:
+        raise pytest.UsageError(f"make test-all has no test for: {', '.join(sorted(more))}")
 
 
 def _check_marks(items: list[pytest.Item]) -> None:

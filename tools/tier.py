@@ -67,6 +67,11 @@ ALL_PARTS = [
     [PYTHON, "tools/base_image.py", "docker", "bubblewrap", "chromium", "pgbouncer", "slurm"],
     [PYTHON, "tools/swe_tasks.py", "--out", ".venv/swe.jsonl"],
 ]
+MORE_PARTS = [
+    *ALL_PARTS,
+    [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe", "trainers"],
+    [TURNGATE, "agents", "install", *MORE_AGENTS],
+]
 
 
 @dataclass(frozen=True)
@@ -95,22 +100,18 @@ TIERS = {
     "test": Tier("all tests without heavy parts, and one real agent", "not real and not full", LIGHT_PARTS, check=True),
     "test-real": Tier(
         "at least one test for every real part and every promise",
-        "(real or promise and not full)",
+        "(real or promise and not full) and not repeat",
         ALL_PARTS,
         complete=True,
     ),
     "test-all": Tier(
-        "all tests",
-        "not subset and not product",
-        [
-            *ALL_PARTS,
-            [PYTHON, "tools/parts.py", "coder", "sglang", "tiny-qwen3-moe", "trainers"],
-            [TURNGATE, "agents", "install", *MORE_AGENTS],
-        ],
+        "all tests, without the repetitions of make soak",
+        "not subset and not repeat",
+        MORE_PARTS,
         verify_every=1,
         more_workers=2,
     ),
-    "soak": Tier("the stress tests at full size, and whole products", "(soak or product)", ALL_PARTS, soak=True),
+    "soak": Tier("the stress tests at full size, and repetitions", "(soak or repeat)", MORE_PARTS, soak=True),
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,13 @@ def agent(name: str) -> tuple[AgentSpec, Installation]:
     return spec, ensure_installed(spec, lambda line: None)
 
 
-def agents(*names: str) -> list[Any]:
-    """Return agent names for `parametrize`, each with the mark for its part."""
-    return [pytest.param(name, marks=pytest.mark.needs(f"agent:{name}")) for name in names]
+def agents(*names: str, only: Container[str] = ()) -> list[Any]:
+    """Return agent names for `parametrize`, each with the mark for its part. With `only`, the other agents run in `make soak` only."""
+    found = []
+    for name in names:
+        marks = [pytest.mark.needs(f"agent:{name}"), *([pytest.mark.repeat] if only and name not in only else [])]
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 # ---- scripted model steps ----

@@ -22,6 +22,7 @@ REAL = {
     ("qwen-code", "local"),
     ("mini-swe-agent", "docker"),
 }
+LIGHT = ("mini-swe-agent", "local")  # in `make test`
 SIDE_CALLS = {"opencode": 1}  # to write a title
 TURNS = {"aider": 1}  # its reply contains all edits
 
@@ -29,7 +30,7 @@ TURNS = {"aider": 1}  # its reply contains all edits
 def agents_in_sandboxes() -> list[Any]:
     """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them.
 
-    `make test-all` runs each agent locally and in at most one other sandbox, and `make soak` runs the whole product.
+    `make test-all` runs each agent in one sandbox, and `make soak` runs the others.
     """
     pairs = [(agent, "local") for agent in (*AGENTS, *MORE_AGENTS)]
     pairs += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in ISOLATED]
@@ -38,10 +39,10 @@ def agents_in_sandboxes() -> list[Any]:
         marks = [pytest.mark.needs(f"agent:{agent}", *([] if sandbox == "local" else [sandbox]))]
         if (agent, sandbox) in REAL:
             marks += [pytest.mark.real, pytest.mark.promise(4)]
-        elif sandbox != "local":
-            marks.append(pytest.mark.product)
-        elif agent != "mini-swe-agent":
+        elif agent in MORE_AGENTS:
             marks.append(pytest.mark.full)
+        elif (agent, sandbox) != LIGHT:
+            marks.append(pytest.mark.repeat)
         found.append(pytest.param(agent, sandbox, marks=marks, id=f"{agent}-{sandbox}"))
     return found
 
@@ -55,7 +56,7 @@ async def test_real_agent_is_fully_captured(run: Check, agent: str, sandbox: str
     assert not report.outcome.notes
 
 
-@pytest.mark.full
+@pytest.mark.repeat
 @pytest.mark.needs("agent:copilot-cli")
 @pytest.mark.parametrize(
     ("dialect", "settings"),

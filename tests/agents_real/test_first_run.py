@@ -58,14 +58,18 @@ def test_run_without_arguments(folder: Path) -> None:
     assert "a scripted model replayed it (reference solution)" in exported.output and exported.exit_code != 0
 
 
+ONLY = {("codex", "fix-add"), ("pi", "csv-totals")}  # in `make test-all`; the others in `make soak`
+
+
 def replays() -> list[Any]:
     """Return every agent with the bundled task, and the agent that starts fastest with each of the examples."""
     pairs = [(agent, BUNDLED_TASK.name) for agent in AGENTS if agent != "mini-swe-agent"]
     pairs += [("pi", path.name) for path in sorted(TASKS.iterdir()) if path.name != BUNDLED_TASK.name]
-    return [
-        pytest.param(agent, task, marks=[pytest.mark.needs(f"agent:{agent}"), pytest.mark.full], id=f"{agent}-{task}")
-        for agent, task in pairs
-    ]
+    found = []
+    for agent, task in pairs:
+        tier = pytest.mark.full if (agent, task) in ONLY else pytest.mark.repeat
+        found.append(pytest.param(agent, task, marks=[pytest.mark.needs(f"agent:{agent}"), tier], id=f"{agent}-{task}"))
+    return found
 
 
 @pytest.mark.parametrize(("agent", "task"), replays())
@@ -75,7 +79,7 @@ def test_replay_by_every_agent(folder: Path, agent: str, task: str) -> None:
 
 
 @pytest.mark.needs("agent:mini-swe-agent", "bubblewrap")
-@pytest.mark.full
+@pytest.mark.repeat
 def test_replay_in_bubblewrap(folder: Path) -> None:
     printed, outcome = run(folder, "--task", TASKS / "csv-totals", "--sandbox", "bubblewrap", "--script", "reference")
     assert (outcome["reward"], outcome["rows"]) == (1.0, 1), printed

@@ -9,7 +9,7 @@ from turngate.sandboxes import warm_start
 
 SANDBOXES = [
     pytest.param("local", marks=pytest.mark.real),
-    pytest.param("bubblewrap", marks=[pytest.mark.needs("bubblewrap"), pytest.mark.full]),
+    pytest.param("bubblewrap", marks=[pytest.mark.needs("bubblewrap"), pytest.mark.repeat]),
 ]
 
 

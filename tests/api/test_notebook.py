@@ -59,7 +59,7 @@ async def test_example_notebook() -> None:
     assert "finished" in Page(live["data"]["text/html"]).text  # the progress line
 
 
-@pytest.mark.parametrize("call", ["await tg.run", "tg.run_sync"])
+@pytest.mark.parametrize("call", [pytest.param("await tg.run", marks=pytest.mark.repeat), "tg.run_sync"])
 async def test_kernel_interrupt_ends_rollout(tmp_path: Path, call: str) -> None:
     sleeps = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{SLEEP_S}'])")
     model = write_script(tmp_path, ["Hello."])

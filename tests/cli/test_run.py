@@ -424,7 +424,9 @@ def test_stale_gateway_address_is_ignored(data: Path) -> None:
 # ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.repeat)]
+)
 def test_signal_cleans_up_and_keeps_recording(number: signal.Signals, data: Path) -> None:
     with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
         running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))

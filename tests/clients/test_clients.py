@@ -85,12 +85,14 @@ CLIENTS = {
     "ai-sdk": Client("ai_sdk.mjs", (*OPENAI, *MESSAGES, *GEMINI), "js-clients"),
 }
 REAL = ("pydantic-ai", "ai-sdk")  # one of each part runs in `make test-real` too
+REPEATED = ("langchain", "litellm")  # in the same ways as those: only in `make soak`
 
 
 def _to_param(name: str) -> Any:
     part = CLIENTS[name].part
     marks = [pytest.mark.process, pytest.mark.needs(part) if part else pytest.mark.full]
-    return pytest.param(name, marks=[*marks, pytest.mark.real if name in REAL else pytest.mark.full])
+    marks.append(pytest.mark.real if name in REAL else pytest.mark.full)
+    return pytest.param(name, marks=[*marks, *([pytest.mark.repeat] if name in REPEATED else [])])
 
 
 def script(prefix: str) -> Any:

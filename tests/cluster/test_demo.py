@@ -13,7 +13,7 @@ from tests.speed import scaled
 ROLLOUTS = 6
 
 
-@pytest.mark.full
+@pytest.mark.repeat  # test_ray_batch.py kills a node, too
 @pytest.mark.needs("ray", "postgres", "agent:mini-swe-agent")
 def test_demo_runs_to_its_end() -> None:
     command = [sys.executable, str(ROOT / "examples" / "demo_cluster.py"), "--no-page", "--n", str(ROLLOUTS)]

@@ -75,8 +75,9 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
     sweep_sandboxes()
 
 
+# Other tests kill a node, and cut a cell off from the store (tests/cells/test_cell.py).
 @pytest.mark.soak
-@pytest.mark.full
+@pytest.mark.repeat
 @pytest.mark.timeout(scaled(3600))
 def test_storm_of_lost_and_cut_off_nodes(
     tmp_path: Path, postgres_server: PostgresServer, postgres_url: str, storm_scale: float

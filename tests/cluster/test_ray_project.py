@@ -14,7 +14,7 @@ from tests.kit import Running, gateway
 from tests.projects.kit import create_project, project_client
 from turngate.rollout.ledger import read_ledger
 
-pytestmark = [pytest.mark.needs("ray", "postgres", f"agent:{AGENT}"), pytest.mark.full]
+pytestmark = [pytest.mark.needs("ray", "postgres", f"agent:{AGENT}"), pytest.mark.repeat]
 ROLLOUTS = 2
 OF_A_SESSION = ("/admin/sessions/{id}", "/admin/sessions/{id}/trace", "/admin/sessions/{id}/samples")
 LISTS = ("/admin/sessions?limit=1000", "/admin/events?wait=0", "/metrics")

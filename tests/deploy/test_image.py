@@ -172,6 +172,7 @@ def test_gateway_without_engine_is_unhealthy_but_answers(image: str) -> None:
         assert container.get("/admin/sessions") is not None
 
 
+@pytest.mark.repeat  # of the build above, in another folder and as another user
 def test_space_image_builds_from_upload_and_runs_as_its_user(
     python: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

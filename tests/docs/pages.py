@@ -123,6 +123,7 @@ SETTINGS = {
     "docs/agents.md": Setting(
         before="echo 'print(1)' > agent.py" + _OWN_PROGRAM,
         replaced={'"""…"""': '"""print(\'done\')"""'},
+        repeats="tests/cli/test_agents.py",
     ),
     "docs/batch.md": Setting(
         names=_THROTTLE_NAMES,
@@ -156,19 +157,26 @@ SETTINGS = {
     "docs/local-engine.md": Setting(
         before='mkdir -p ~/models && ln -s "$TURNGATE_CACHE/models/tiny-qwen3" ~/models/SmolLM2-135M-Instruct',
         parts=("torch", "tiny-qwen3"),
+        repeats="tests/engines/test_local_real.py",
     ),
     "docs/service.md": Setting(
         before="sed -i 's|/models/Qwen3-8B|Qwen/Qwen3-8B|; s|127.0.0.1:[0-9]*|127.0.0.1:8000|' examples/service.toml",
         parts=("bubblewrap",),
     ),
     "docs/start/collect.md": Setting(
-        replaced={"KEY=…": "KEY=none", "https://api.openai.com": "http://127.0.0.1:8000", "MODEL-NAME": "Qwen/Qwen3-8B"}
+        replaced={
+            "KEY=…": "KEY=none",
+            "https://api.openai.com": "http://127.0.0.1:8000",
+            "MODEL-NAME": "Qwen/Qwen3-8B",
+            "--agent opencode --n 4 --sandbox docker": f"{_SHELL_AGENT} --n 2",
+        }
     ),
     "docs/start/evaluate.md": Setting(
         replaced={
             "KEY=…": "KEY=none",
             "https://api.anthropic.com": "http://127.0.0.1:8000",
             "MODEL-NAME": "Qwen/Qwen3-8B",
+            "--agent claude-code --n 4 --sandbox docker": f"{_SHELL_AGENT} --n 2",
         }
     ),
     "docs/projects.md": Setting(
@@ -184,18 +192,21 @@ SETTINGS = {
     ),
     # Pi runs in the first three examples.
     "docs/python.md": Setting(
+        repeats="tests/api/test_docs.py",
         replaced={
             'agent="pi", model=model)': f"{_PYTHON_SHELL_AGENT}, model=model)",
             'tg.Client(model, agent="pi"': f"tg.Client(model, {_PYTHON_SHELL_AGENT}",
             'tg.open(model, agent="pi"': f"tg.open(model, {_PYTHON_SHELL_AGENT}",
-        }
+        },
     ),
     "docs/retention.md": Setting(
         before=_record("turngate-data", "runs/recorded"),
         replaced={"postgresql://turngate@db.example/turngate": "turngate-data", "30d": "0m"},
     ),
     "docs/start/own-trainer.md": Setting(
-        names=_GATEWAY_NAMES + "number_in_my_checkpoint, save_checkpoint = None, print\n", is_python_last=True
+        names=_GATEWAY_NAMES + "number_in_my_checkpoint, save_checkpoint = None, print\n",
+        is_python_last=True,
+        repeats="tests/feed/test_feed.py",
     ),
     "docs/tasks.md": Setting(
         files={"rows.jsonl": ("json", 0)}, replaced={"--image turngate-base:bookworm": "", "'django__*'": "'h*'"}
@@ -203,6 +214,7 @@ SETTINGS = {
     "docs/verify.md": Setting(
         before=f"{_record('data', 'runs/other')}\n{_record('runs/first/data', 'runs/first', '--agent pi')}",
         is_slow=True,
+        repeats="tests/cli/test_verify.py",
     ),
     "docs/weights.md": Setting(gateway=_MODEL),
 }

@@ -57,6 +57,7 @@ class Setting:
     is_python_last: bool = False  # the shell commands come first
     parts: tuple[str, ...] = ()  # of tests/needs.py, in addition to those that the page names
     is_slow: bool = False  # run it only in `make test-all`
+    repeats: str = ""  # the file with a test of the same commands and code: run the page only in `make soak`
 
 
 def find_port(command: str) -> int | None:

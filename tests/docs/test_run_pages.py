@@ -60,6 +60,8 @@ def pages() -> Iterator[Any]:
             marks = [pytest.mark.process, pytest.mark.needs("curl", *sorted(parts))]
             if parts & (HEAVY.keys() | {"tokenizers"}) or script.setting.is_slow:  # a large tokenizer takes seconds
                 marks.append(pytest.mark.full)
+            if script.setting.repeats:
+                marks.append(pytest.mark.repeat)
             yield pytest.param(page, marks=marks, id=page)
 
 
@@ -139,6 +141,7 @@ def test_unrun_entry_is_not_stale(entry: Any) -> None:
 
 def test_setting_is_not_stale() -> None:
     assert not [page for page in SETTINGS if not read_script(page).steps]
+    assert all((ROOT / setting.repeats).exists() for setting in SETTINGS.values())
 
 
 @pytest.mark.parametrize(

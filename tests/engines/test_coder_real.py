@@ -44,6 +44,7 @@ def sandboxes() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.repeat  # the demo's test grades a real agent with a smaller model
 @pytest.mark.needs("agent:mini-swe-agent")
 async def test_agent_with_coder_is_graded(tmp_path: Path, sandboxes: Path) -> None:
     """One turn on a CPU: too few to solve the task, but everything is sampled, recorded and graded."""

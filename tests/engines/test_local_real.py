@@ -30,8 +30,8 @@ async def test_real_model_answers_and_rows_match_trainer(folder: Path) -> None:
         reply = await g.ask(session.key, "What is the capital of France?", mode="async stream")
         assert "Paris" in reply.content and reply.finish == "stop"
 
-        sessions = [await g.open(max_tokens=16) for _ in range(4)]
-        questions = [f"Tell me a story about {what}." for what in ("a fox", "rain") for _ in range(2)]
+        sessions = [await g.open(max_tokens=8) for _ in range(3)]
+        questions = [f"Tell me a story about {what}." for what in ("a fox", "a fox", "rain")]
         await asyncio.gather(*(g.ask(s.key, q) for s, q in zip(sessions, questions, strict=True)))
         made = g.app.engine
         assert isinstance(made, LocalEngine)

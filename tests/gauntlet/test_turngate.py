@@ -102,6 +102,7 @@ async def probe(gateway: type[Gateway]) -> dict[Feature, Verdict]:
         return await probe_features(gateway, http, mock)
 
 
+@pytest.mark.repeat  # each feature has a test of its own
 @pytest.mark.needs("trainers")
 def test_rows_carry_every_feature() -> None:
     real_tokenizer("qwen3")

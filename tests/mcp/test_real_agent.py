@@ -87,7 +87,7 @@ def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
 CONFIGURE = {"claude-code": _claude, "codex": _codex}
 
 
-@pytest.mark.parametrize("name", agents(*CONFIGURE))
+@pytest.mark.parametrize("name", agents(*CONFIGURE, only=("codex",)))
 async def test_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_path: Path) -> None:
     spec, installed = agent(name)
     async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:

@@ -1,4 +1,4 @@
-"""Run the tests with each model that vLLM serves."""
+"""Run the tests with each model that vLLM serves: one in `make test-all`, and the other in `make soak`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 
 from tests.vllm import Model, Servers
 
-MODELS = [pytest.param(name, marks=pytest.mark.needs("vllm", name)) for name in ("smollm2", "tiny-qwen3")]
+MODELS = [
+    pytest.param("smollm2", marks=[pytest.mark.needs("vllm", "smollm2"), pytest.mark.repeat]),
+    pytest.param("tiny-qwen3", marks=pytest.mark.needs("vllm", "tiny-qwen3")),
+]
 
 
 @pytest.fixture(scope="session", params=MODELS)

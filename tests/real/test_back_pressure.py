@@ -25,7 +25,8 @@ from turngate.rollout.concurrency import Bounds
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.progress import BatchProgress
 
-pytestmark = [pytest.mark.needs("vllm", "tiny-qwen3"), pytest.mark.full]
+# tests/rollout/test_engine_pressure.py tests the same with simulated engines, and test_shared_weights.py reads the load of vLLM.
+pytestmark = [pytest.mark.needs("vllm", "tiny-qwen3"), pytest.mark.repeat]
 ROLLOUTS, RUNNING, TOKENS = 16, 4, 16
 DONE = 2  # rollouts that finish while the engine is saturated
 

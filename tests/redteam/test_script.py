@@ -15,6 +15,7 @@ from turngate.sandboxes.base import Resources
 from turngate.tasks.grading.types import GradingEnvironment
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
+DOCKER = [pytest.mark.needs("docker"), pytest.mark.repeat]
 ENDLESS = ("never ends", "forks without end")
 
 
@@ -82,7 +83,8 @@ async def test_honest_work_scores_one_with_and_without_probe(
         assert (result.kind, result.reward, result.message) == ("graded", 1.0, ""), result.log
 
 
-@pytest.mark.parametrize("sandbox", backends("docker", "local"))
+# Docker's limit on processes is also tested in test_exhaustion.py.
+@pytest.mark.parametrize("sandbox", [pytest.param("docker", marks=DOCKER), *backends("local")])
 async def test_honest_and_cheating_work_in_other_sandboxes(
     sandbox: str, prices: kit.Task, short_prices: kit.Task, root: Path, tmp_path: Path
 ) -> None:

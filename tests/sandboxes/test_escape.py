@@ -46,7 +46,8 @@ BACKENDS = kit.backends()
 WARM = " warm"  # after the name of a backend: the agent is forked from a fork server
 ATTEMPTS = [
     *BACKENDS,
-    *(pytest.param(f"{param.values[0]}{WARM}", marks=param.marks) for param in kit.backends("local", "bubblewrap")),
+    pytest.param(f"local{WARM}", marks=pytest.mark.repeat),
+    *(pytest.param(f"{param.values[0]}{WARM}", marks=param.marks) for param in kit.backends("bubblewrap")),
 ]
 PROGRAM = Path(__file__).with_name("escape.py")
 REPOSITORY = Path(__file__).parents[2]

@@ -29,7 +29,13 @@ IMAGE = {"docker": "turngate-base:bookworm"}
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", backends())
+@pytest.mark.parametrize(
+    "name",
+    [
+        *backends("bubblewrap"),
+        *(pytest.param(*one.values, marks=[*one.marks, pytest.mark.repeat]) for one in backends("local", "docker")),
+    ],
+)
 async def test_examples_are_proven(name: str, tmp_path: Path) -> None:
     need(name)
     environment = GradingEnvironment(
