@@ -1,4 +1,4 @@
-"""A limit on the time that PostgreSQL may take to answer, because each query blocks the gateway's event loop.
+"""A limit on the time that PostgreSQL may take to answer, because a query blocks the event loop or the thread that runs it.
 
 After a server has not answered in time, connecting to it fails immediately for a few seconds. Then the next call tries again.
 """

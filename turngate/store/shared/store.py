@@ -34,13 +34,13 @@ class SharedStore(Store):
     def open_again(self, *, read_only: bool = False) -> SharedStore:
         """Open the same store with new connections. Interrupting this store also interrupts the new one.
 
-        If this store limits the time to answer, a read-only one does too, with a longer limit. A store for writing has no limit.
+        If this store limits the time to answer and the new one is read-only, the new one has a longer limit. Otherwise, it has none.
         """
         limit_s = self._answer_s * _READER_PATIENCE if read_only and self._answer_s is not None else None
         try:
             store = SharedStore(self.url, read_only=read_only, answer_s=limit_s)
         except ConfigError as error:  # the settings are those of this store, so the database is the cause
-            raise StoreError(f"cannot open the shared store again: {error}") from error
+            raise StoreError(f"cannot open the shared store again: {error.message.removeprefix('data: ')}") from error
         self.database.others.add(store.database)
         return store
 
