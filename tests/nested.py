@@ -13,10 +13,10 @@ import pytest
 from tests.speed import scaled
 
 ROOT = Path(__file__).parents[1]
-# `make test-real` runs the `real` tests of such a folder, and `make test-all` runs all of them, in one process.
+# `make test-real` and `make test-all` run the `real` tests of such a folder, and `make soak` runs all of them, in one process.
 TIERS = [
-    pytest.param("real", marks=[pytest.mark.real, pytest.mark.subset]),
-    pytest.param("", marks=pytest.mark.full, id="all"),
+    pytest.param("real", marks=pytest.mark.real),
+    pytest.param("", marks=pytest.mark.repeat, id="all"),
 ]
 
 

@@ -26,8 +26,8 @@ def _load(name: str) -> Renderer:
     return load_renderer(folder / name, family="template")[0]
 
 
-def renderer_params(names: Iterable[str], full: Container[str] = ()) -> list[Any]:
-    """Return renderer names for `parametrize`, each with the mark for its part; those in `full` run in `make test-all` only."""
+def renderer_params(names: Iterable[str], full: Container[str] = (), repeat: Container[str] = ()) -> list[Any]:
+    """Return renderer names for `parametrize`, with their marks: for the part, and `full` or `repeat` for those in these sets."""
     marks: dict[str, list[pytest.MarkDecorator]] = {
         "builtin": [],
         "smollm2": [pytest.mark.needs("smollm2"), pytest.mark.full],
@@ -35,7 +35,11 @@ def renderer_params(names: Iterable[str], full: Container[str] = ()) -> list[Any
     return [
         pytest.param(
             name,
-            marks=[*marks.get(name, [pytest.mark.needs("tokenizers")]), *([pytest.mark.full] if name in full else [])],
+            marks=[
+                *marks.get(name, [pytest.mark.needs("tokenizers")]),
+                *([pytest.mark.full] if name in full else []),
+                *([pytest.mark.repeat] if name in repeat else []),
+            ],
         )
         for name in names
     ]

@@ -62,7 +62,7 @@ def test_wrong_metadata_is_named() -> None:
     assert "the description is not README.md" in problems
 
 
-@pytest.mark.full
+@pytest.mark.repeat  # of `make dist`
 @pytest.mark.process
 @pytest.mark.needs("agent:mini-swe-agent")
 @pytest.mark.timeout(scaled(600))

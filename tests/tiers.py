@@ -8,11 +8,10 @@
 | `real` | covers a real part | `make test-real`, `make test-all` |
 | `promise(5)` | covers promise 5 of `docs/testing.md` | also in `make test-real`, unless marked `full` |
 | `full` | is one of many similar tests; `real` overrides this mark | `make test-all` |
-| `sample(3)` | has many similar cases; all but three of them are marked `full` | depends on the other marks |
+| `sample(3)` | has many similar cases; all but three are `full`, or `repeat` if their values are not new | depends on the other marks |
 | `alone` | needs the machine to itself | depends on the other marks; runs before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
 | `repeat` | repeats what other tests check, with other values | `make soak` only |
-| `subset` | repeats a part of a `full` test | `make test-real` only |
 
 If a part is missing, its tests are skipped, and the reason names the command that installs it; with `CI=true` they fail. Collection
 inspects the code of each test for the processes it starts and the parts it uses, and hooks watch the test while it runs. A test without the
@@ -231,7 +230,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_unsampled(items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases outside the sample of their test. The sample covers as many parameter values as possible."""
+    """Mark as `full` the cases outside the sample of their test, and as `repeat` those whose parameter values are all in other cases.
+
+    The sample covers as many values as possible.
+    """
     tests: defaultdict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
         names = {mark.name for mark in item.iter_markers()}
@@ -240,12 +242,14 @@ def _mark_unsampled(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         [count] = cases[0].get_closest_marker("sample").args  # type: ignore[union-attr]
         covered: set[tuple[int, str]] = set()
-        for _ in range(min(count, len(cases))):
+        for number in range(len(cases)):
             chosen = max(cases, key=lambda case: len(_values(case) - covered))
+            if number >= count:
+                chosen.add_marker(pytest.mark.full)
+                if not _values(chosen) - covered:
+                    chosen.add_marker(pytest.mark.repeat)
             covered |= _values(chosen)
             cases.remove(chosen)
-        for case in cases:
-            case.add_marker(pytest.mark.full)
 
 
 def _values(case: pytest.Function) -> set[tuple[int, str]]:

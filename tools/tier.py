@@ -106,7 +106,7 @@ TIERS = {
     ),
     "test-all": Tier(
         "all tests, without the repetitions of make soak",
-        "not subset and not repeat",
+        "not repeat",
         MORE_PARTS,
         verify_every=1,
         more_workers=2,

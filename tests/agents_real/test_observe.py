@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ PAIRS: list[tuple[str, type[Provider]]] = [
     ("pi", VLLM),
     ("pi", GeminiProvider),
 ]
+
+
+# `make test-all` runs each agent on its own API, and two of them on another.
+ONLY = {PAIRS[0], PAIRS[2], PAIRS[3], PAIRS[5], PAIRS[8]}
+
+
+def pairs() -> Iterator[Any]:
+    for pair in PAIRS:
+        marks = [pytest.mark.needs(f"agent:{pair[0]}"), *([] if pair in ONLY else [pytest.mark.repeat])]
+        yield pytest.param(*pair, marks=marks)
 
 
 def script(spec: AgentSpec, workdir: Path) -> list[ModelTurn]:
@@ -96,7 +107,7 @@ async def run(name: str, g: Running, key: str, home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "endpoint"),
-    [pytest.param(*pair, marks=pytest.mark.needs(f"agent:{pair[0]}")) for pair in PAIRS],
+    list(pairs()),
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 async def test_agent_is_fully_observed(name: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def timeouts() -> dict[str, int]:
     return {"timeout": int(scaled(120)), "startup_timeout": int(scaled(60))}
 
 
+@pytest.mark.repeat  # tests/api/test_docs.py runs the same code
 @pytest.mark.needs("bubblewrap", "agent:pi")
 async def test_example_notebook() -> None:
     need("bubblewrap")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.needs("postgres")
 @pytest.mark.process
-@pytest.mark.full
+@pytest.mark.repeat  # of tests/cells/test_shipping.py, with a clock
 def test_shipping_is_measured() -> None:
     command = [sys.executable, "-m", "bench.scale.shipping", "--seconds", "0.5", "--repeats", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(120))

@@ -59,7 +59,8 @@ def train(cluster: LocalRay, arguments: list[str], steps: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.full
+# The demo's test trains a real agent, and test_ray_batch.py runs agents in the cells of a cluster.
+@pytest.mark.repeat
 @pytest.mark.needs("ray", "postgres")
 @pytest.mark.timeout(scaled(900))
 def test_training_on_a_cluster_is_exact_and_resumes(

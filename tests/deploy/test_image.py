@@ -22,7 +22,10 @@ from tests.kit import user
 from tests.sandboxes.kit import need
 from tests.speed import scaled
 
-pytestmark = [pytest.mark.needs("docker"), pytest.mark.full]
+pytestmark = [
+    pytest.mark.needs("docker"),
+    pytest.mark.repeat,
+]  # test_files.py checks the files, test_docker.py builds images
 
 PLANTED_PASSWORD = "5ec2e7-marked-password"
 KEY = "5ec2e7-marked-admin-key"
@@ -172,7 +175,6 @@ def test_gateway_without_engine_is_unhealthy_but_answers(image: str) -> None:
         assert container.get("/admin/sessions") is not None
 
 
-@pytest.mark.repeat  # of the build above, in another folder and as another user
 def test_space_image_builds_from_upload_and_runs_as_its_user(
     python: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

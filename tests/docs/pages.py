@@ -128,6 +128,7 @@ SETTINGS = {
     "docs/batch.md": Setting(
         names=_THROTTLE_NAMES,
         is_python_last=True,
+        repeats="tests/batch/test_batch.py",
         replaced={"--rounds 50": "--rounds 1", "--agent pi --n 8 --rounds": f"{_SHELL_AGENT} --n 8 --rounds"},
     ),
     "docs/configuration.md": Setting(
@@ -144,8 +145,8 @@ SETTINGS = {
     "docs/dialects/responses.md": Setting(before=_OPEN_SESSION, names=_SECRETS, is_slow=True),
     "docs/doctor.md": Setting(before="echo 'port = 8701' > gateway.toml"),
     "docs/events.md": Setting(before=_OPEN_SESSION, names=_GATEWAY_NAMES),
-    "docs/export.md": Setting(before=_record("turngate-data", "runs/recorded")),
-    "docs/feed.md": Setting(before=_FILL_FEED, names=_GATEWAY_NAMES, is_slow=True),
+    "docs/export.md": Setting(before=_record("turngate-data", "runs/recorded"), repeats="tests/cli/test_export.py"),
+    "docs/feed.md": Setting(before=_FILL_FEED, names=_GATEWAY_NAMES, is_slow=True, repeats="tests/feed/test_feed.py"),
     "docs/gate.md": Setting(names=_GATE_NAMES),
     "docs/http-api.md": Setting(before=_OPEN_SESSION),
     "docs/mcp.md": Setting(files={"turngate.toml": ("toml", 0)}, replaced={"/models/Qwen3-8B": "Qwen/Qwen3-8B"}),
@@ -162,6 +163,7 @@ SETTINGS = {
     "docs/service.md": Setting(
         before="sed -i 's|/models/Qwen3-8B|Qwen/Qwen3-8B|; s|127.0.0.1:[0-9]*|127.0.0.1:8000|' examples/service.toml",
         parts=("bubblewrap",),
+        repeats="tests/service/test_rollouts.py",
     ),
     "docs/start/collect.md": Setting(
         replaced={

@@ -43,7 +43,7 @@ def test_routes(world: World, tag: str) -> None:
     fuzz_tag(world, tag, 10 if tag in DIALECTS else 3)
 
 
-@pytest.mark.full
+@pytest.mark.repeat
 @pytest.mark.parametrize("tag", TAGS)
 def test_more_requests(world: World, tag: str) -> None:
     fuzz_tag(world, tag, 20 if tag in DIALECTS else 6)
@@ -69,7 +69,7 @@ def test_damaged_rows(world: World) -> None:
     run_examples(DAMAGES, world.check_damaged_row, 6, SEED)
 
 
-@pytest.mark.full
+@pytest.mark.repeat
 def test_more_damaged_rows(world: World) -> None:
     run_examples(DAMAGES, world.check_damaged_row, 40, SEED)
 

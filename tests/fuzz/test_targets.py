@@ -22,7 +22,7 @@ def test_random_input(target: Target) -> None:
     run_examples(target.inputs, target.check, 25, SEED)
 
 
-@pytest.mark.full
+@pytest.mark.repeat
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_more_random_input(target: Target) -> None:
     run_examples(target.inputs, target.check, 150, SEED)

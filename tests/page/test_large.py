@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 ROWS = "document.querySelectorAll('.list-row').length"
 
 
+@pytest.mark.repeat  # tests/server/test_page.py tests the same lists without a browser
 async def test_ten_thousand_rollouts(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 10_000)

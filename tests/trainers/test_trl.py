@@ -68,7 +68,7 @@ def test_example_imports_only_what_the_extra_installs(python: str, example: str)
     assert done.stdout == ""
 
 
-@pytest.mark.repeat  # of the training in inside_trl/test_training.py
+@pytest.mark.repeat  # inside_trl/test_sessions.py trains, too
 def test_dry_run_trains(python: str) -> None:
     output = run(python, "examples/trl/async_grpo.py", "--dry-run", "--steps", "5")
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
