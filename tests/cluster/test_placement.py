@@ -60,9 +60,15 @@ def test_explanation_names_what_is_missing() -> None:
     ]
     text = explain_no_room(nodes, Demand(cpus=2, memory_mb=500, labels={"pool": "docker"}))
     assert "a has no label pool=docker" in text
-    assert "b has 1 CPUs, 16,000 MB free, and a rollout needs 2 CPUs and 500 MB" in text
+    free, needed = "CPUs: 1, memory: 16,000 MB", "CPUs: 2, memory: 500 MB"
+    assert f"b has too few free resources ({free}) for a rollout ({needed})" in text
     assert "c is draining" in text and "start more nodes" in text
     assert "the cluster has no live node" in explain_no_room([], Demand())
+    full = explain_no_room([node(name="d", slots=0)], Demand())
+    assert (
+        "d has too few free resources (CPUs: 8, memory: 16,000 MB, turngate_slots: 0) for a rollout (turngate_slots: 1)"
+        in full
+    )
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ async def test_hanging_gateway_does_not_delay_cancellation(monkeypatch: pytest.M
             await asyncio.wait([running], timeout=scaled(25))
         assert running.cancelled()
         assert any("the session could not be ended" in note for note in rollout.outcome.notes)
+        assert any("read from the gateway: no reply within" in note for note in rollout.outcome.notes)
 
 
 async def test_crashing_watcher_leaves_no_sandbox_behind() -> None:

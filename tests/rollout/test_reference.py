@@ -79,7 +79,7 @@ def test_workdir_is_filled_in() -> None:
     [
         ({"solution": None}, {}, {}, "the task has no solution/solve.sh"),
         ({}, {"shell_call": None}, {}, "the description of the agent mini-swe-agent has no [shell_call]"),
-        ({"source": "mine"}, {}, {}, "that needs --script reference, except for the bundled task"),
+        ({"source": "mine"}, {}, {}, "--script reference was not passed, and this is not the bundled task"),
         ({}, {}, {"tokenizer": "x"}, "the replies are written for the built-in tokenizer (remove --tokenizer)"),
     ],
 )

@@ -421,7 +421,7 @@ async def test_gateway_lost_before_seal_is_gateway_fault(
     assert (boundary, stage) == ("gateway", "seal") and "nothing is listening at" in message
     assert outcome.turns == 2  # as far as the client knows
     assert any("could not be ended" in note for note in outcome.notes)
-    assert any("the recording could not be read from the gateway" in note for note in outcome.notes)
+    assert any("the session could not be read from the gateway" in note for note in outcome.notes)
     assert len(await harness.gateway.turns(outcome.session)) == 2
     assert harness.alive() == []
 

@@ -70,12 +70,12 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = ""
     network: Network = "none"
-    # Called with the working folder; None: the agent's own steps.
+    # Returns the replies for a working folder; None: the replies are the agent's [[check]] steps.
     scenes: Callable[[str], tuple[Scene, ...]] | None = None
     instruction: str = INSTRUCTION
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
-    max_context: int | None = None  # the model's context length; None: as in `model_limits`
+    max_context: int | None = None  # the engine's context length; None: as in `model_limits`
     session: Mapping[str, Json] = {}  # more session settings
     options: Mapping[str, str] = {}  # values of the agent's own options
     timeout_s: float = 240.0
@@ -90,9 +90,8 @@ class AgentCheck(msgspec.Struct, frozen=True):
     rollout: Rollout
     folder: Path
     log: CallLog
-    steps: (
-        AgentSpec | None
-    )  # the agent whose [[check]] steps are the engine's replies; None if `CheckOptions.scenes` are the replies
+    # The agent whose [[check]] steps are the engine's replies; None if `CheckOptions.scenes` returns the replies.
+    steps: AgentSpec | None
 
     async def run(self) -> CheckReport:
         """Run the rollout, and return the report."""

@@ -46,8 +46,11 @@ class ShellTool(msgspec.Struct, frozen=True):
 
 
 def explain_failure(run: WatchedRun) -> str:
-    """Return why the run did not reach the model, or "" if it did."""
+    """Return why no description can be written from the run, or "" if a model call succeeded."""
     printed = f"; it printed: {run.output[-400:]}" if run.output else "; it printed nothing"
+    model_calls = [call for call in run.calls if call.samples]
+    if any(call.status == 200 for call in model_calls):
+        return ""
     if run.exit_code == 127:
         return f"the command ended with exit code 127, which usually means that a program was not found{printed}"
     if not run.calls:
@@ -56,9 +59,6 @@ def explain_failure(run: WatchedRun) -> str:
             f"the command made no request to the gateway and {ended}{printed}. Pass the gateway's address in a flag, as "
             "{base_url}/v1, or in a variable: --env NAME={base_url}/v1 --env KEY_NAME={api_key}"
         )
-    model_calls = [call for call in run.calls if call.samples]
-    if any(call.status == 200 for call in model_calls):
-        return ""
     if not model_calls:
         seen = ", ".join(dict.fromkeys(f"{call.method} {call.path}" for call in run.calls))
         return f"the command made no model call, only: {seen}; check the path of its base URL (most programs need {{base_url}}/v1)"
@@ -85,7 +85,7 @@ def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
 def write_description(name: str, command: Sequence[str], env: Mapping[str, str], run: WatchedRun) -> str:
     """Return the TOML description of the watched agent. Values that look like secrets are left out (`find_secrets`).
 
-    Raise `AgentError` if the run did not reach the model.
+    Raise `AgentError` if no model call succeeded (`explain_failure`).
     """
     if problem := explain_failure(run):
         raise AgentError(f"{name}: {problem}", param="command")
@@ -155,7 +155,7 @@ def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
         return []
     return [
         "",
-        "# The agent asks for temperature 0, which cannot be trained. Runs use temperature 1 instead. To change that, set:",
+        "# The agent asks for temperature 0, which cannot be trained. Rollouts use temperature 1 instead. To change that, set:",
         "# [sampling]",
         "# temperature = 0.6",
     ]
@@ -167,7 +167,7 @@ def _signals(calls: Sequence[LoggedCall]) -> list[str]:
     lines = []
     if headers:
         lines += [
-            "# Headers that may identify the conversation. Keep those whose value is the same in all of its calls.",
+            "# Headers that may identify the conversation. Keep those whose value is the same in all calls of a conversation.",
             f"thread = {_value([f'header:{name}' for name in headers])}",
         ]
     if others:

@@ -44,7 +44,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
     if lookup.exit_code:
         raise AgentError(
             f"{name}: {launch.program} not found in the {spec.backend.name} sandbox; "
-            "install it there, or choose a different --sandbox or --image",
+            "install it there, or choose a different sandbox or image",
             param="command",
         )
     if launch.check:

@@ -49,7 +49,7 @@ MODEL_VARIABLES = dict.fromkeys(
     ("OPENAI_MODEL", "LLM_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "TURNGATE_MODEL"), "{model}"
 )
 VARIABLES = URL_VARIABLES | KEY_VARIABLES | MODEL_VARIABLES
-COMMAND = "command"  # the mark of {base_url} and {api_key} in the command itself
+COMMAND = "command"  # the mark of {base_url} and {api_key} in the command and its `env`
 _MARKED_PATH = re.compile(r"/from/([A-Za-z_][A-Za-z0-9_]*)(/.*|$)")
 
 
@@ -58,8 +58,8 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     calls: tuple[LoggedCall, ...]
     variables: tuple[str, ...]  # the variables that the agent read its endpoint and key from
-    exit_code: int | None  # None if it was stopped after the time limit
-    output: str  # the end of what it printed
+    exit_code: int | None  # None if the command was stopped at the time limit
+    output: str  # the end of what the command printed
 
 
 class _Marks:
@@ -102,7 +102,7 @@ class _Marks:
 async def watch_command(
     name: str, command: Sequence[str], env: Mapping[str, str], backend: Backend, *, timeout_s: float
 ) -> WatchedRun:
-    """Run a command once. `command` and `env` may contain placeholders. If both lack {prompt}, the prompt is sent on standard input."""
+    """Run a command once, and return what was observed. `command` and `env` may contain placeholders (see `draft_command`)."""
     spec = draft_command(name, command, env)
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     engine = Scripted(Playbook(renderer, []), model=MODEL, max_context=131072, keep=1000)
@@ -130,7 +130,10 @@ async def watch_command(
 
 
 def draft_command(name: str, command: Sequence[str], env: Mapping[str, str]) -> AgentSpec:
-    """Return the description of an agent that runs this command. If it lacks {prompt}, the prompt is sent on standard input."""
+    """Return the description of an agent that runs this command.
+
+    If neither `command` nor `env` contains {prompt} or {prompt_file}, the prompt is sent on standard input.
+    """
     spec = AgentSpec(name=name, title=name, dialect="any", command=tuple(command), env=dict(env))
     takes_prompt = spec.uses("prompt") or spec.uses("prompt_file")
     return spec if takes_prompt else msgspec.structs.replace(spec, stdin="{prompt}")

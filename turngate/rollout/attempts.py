@@ -27,7 +27,8 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.tasks.archive import PackedTask, TaskPacker
 
 log = logging.getLogger("turngate")
-_MAX_LOST = 10  # if more attempts are lost, the rollout itself may break the machines, so the loss counts as an infrastructure fault
+# After this many attempts, a lost attempt counts as an infrastructure fault, because the rollout itself may break the machines.
+_MAX_LOST = 10
 
 
 class AttemptRunner:

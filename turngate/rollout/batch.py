@@ -212,7 +212,7 @@ class Batch:
         elif changes := describe_changes(header, terms, tasks):
             raise ConfigError(
                 f"out: {ledger.folder} contains a different batch ({'; '.join(changes)}); "
-                "choose a different --out folder, or restore the original settings",
+                "choose a different folder, or restore the original settings",
                 param="out",
             )
         unrecorded = (entry.finished for entry in ledger.state.unrecorded.values())

@@ -30,13 +30,13 @@ class LoggedCall(msgspec.Struct, kw_only=True):
     method: str
     path: str
     dialect: str = ""  # empty if it is not a model call
-    samples: bool = False  # whether it asks for a reply, rather than for a token count
+    samples: bool = False  # whether it asks the model to sample: false for token counts and warm-up events
     model: str = ""
     tools: tuple[Tool, ...] = ()
     sampling: dict[str, Any] = {}  # the settings that the agent sent
     headers: tuple[str, ...] = ()  # the names of the headers
     status: int = 0  # 0 until a response is sent
-    error: str = ""  # the message of a refusal
+    error: str = ""  # the message of an error response
 
     @property
     def is_refused(self) -> bool:
@@ -109,7 +109,7 @@ class CallLog:
 
     @property
     def model_calls(self) -> list[LoggedCall]:
-        """The calls that asked for a reply, rather than for a token count."""
+        """The calls that asked the model to sample."""
         return [call for call in self.calls if call.samples]
 
     @property
@@ -130,7 +130,7 @@ class CallLog:
 
 
 def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
-    """Fill in the fields of a model call from its body. They stay empty if the body is invalid, in which case the gateway refuses it."""
+    """Fill in the fields of a model call. If its body is invalid, which the gateway refuses, only the dialect and `samples` are set."""
     match = _ROUTES.match(scope["path"])
     if match is None:
         return

@@ -56,7 +56,7 @@ async def collect(
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TurngateError(
-            f"out: {folder} cannot be created ({error.strerror}); choose a different --out folder", param="out"
+            f"out: {folder} cannot be created ({error.strerror}); choose a different folder", param="out"
         ) from None
     output = {
         name: await _collect_output(sandbox, path, folder / name, missing, redact)
@@ -108,7 +108,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
         missing.append("home: too many transcript and log files to list")
     names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(listed.split(b"\0")) if name]
     if len(names) > _MAX_FILES:
-        missing.append(f"home: {len(names) - _MAX_FILES} of {len(names)} transcript and log files were not copied")
+        missing.append(f"home: transcript and log files not copied: {len(names) - _MAX_FILES} of {len(names)}")
     copied, remaining = 0, _MAX_BYTES
     for name in names[:_MAX_FILES]:
         inside = _relative_to_home(name, sandbox.home)

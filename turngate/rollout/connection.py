@@ -24,7 +24,7 @@ _TOOLS = "/v1/tools/"  # prefix of paths that call host tools, without sampling
 class Connection(msgspec.Struct):
     """An agent's connection to the gateway: the URL that it uses, and the number of its model calls."""
 
-    base_url: str  # the URL that the agent uses
+    base_url: str
     # Model calls so far; None if the calls do not pass through a door on this host, or if they are sent over a WebSocket.
     generations: int | None = None
 
@@ -101,7 +101,8 @@ class GatewayConnector:
         target = self._tunnel or self._public_url
         if not target:
             raise ConfigError(
-                "public_url is not set, and a remote sandbox cannot reach 127.0.0.1; pass --public-url URL or --tunnel COMMAND",
+                "public_url is not set, and a remote sandbox cannot reach 127.0.0.1; set public_url or tunnel (on the command line, pass "
+                "--public-url URL or --tunnel COMMAND)",
                 param="public_url",
             )
         return target

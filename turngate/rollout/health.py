@@ -15,7 +15,7 @@ from turngate.rollout.results import BatchResults
 
 RESTART_S = 15.0  # how long to wait for a gateway or a sandbox service, such as dockerd, that does not respond
 _PROBE_S = 5.0  # how long the result of a probe stays valid
-_MIN_IN_A_ROW = 20  # the batch does not stop before this many infrastructure faults in a row
+_MIN_IN_A_ROW = 20  # so many infrastructure faults in a row stop a batch; more if it runs more than 10 rollouts at once
 
 
 class BatchHealth:
@@ -49,7 +49,7 @@ class BatchHealth:
             return problem
 
     def check_disk(self) -> str:
-        """Return an error message if the disk is full, otherwise an empty string."""
+        """Return an error message if the disk has too little free space for another rollout, otherwise an empty string."""
         free = shutil.disk_usage(self._plan.folder).free
         if free >= self._plan.min_free_bytes and not self._results.ledger.full:
             return ""

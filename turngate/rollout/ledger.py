@@ -35,7 +35,7 @@ LEDGER_NAME = "ledger.jsonl"
 RESERVE_NAME = "ledger.reserve"
 _RESERVED_BYTES = 1_000_000  # enough for the last lines of a few thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OTHER_FOLDER = "restore the file from a backup, or choose a different --out folder"
+_OTHER_FOLDER = "restore the file from a backup, or choose a different folder"
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
@@ -63,7 +63,8 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
     rollout: str
     attempt: int
     session: str
-    why: Literal["fault", "cancelled", "lost", "stale"]  # only faults use up retries
+    # A fault uses up one of the plan's `retries`, and `stale` one of its `stale_retries`. The others use up neither.
+    why: Literal["fault", "cancelled", "lost", "stale"]
     message: str = ""
     at: float
 
@@ -183,7 +184,7 @@ class Ledger:
             fd = os.open(folder / LEDGER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"out: {folder} cannot be written to ({error.strerror}); choose a different --out folder", param="out"
+                f"out: {folder} cannot be written to ({error.strerror}); choose a different folder", param="out"
             ) from None
         try:
             _lock(fd, folder)
@@ -236,7 +237,10 @@ class Ledger:
                     done.set_result(None)
 
     def _append(self, data: bytes) -> None:
-        """Append all lines or none. After a failed write, the file is truncated to its previous size."""
+        """Append all lines or none. If the disk is full, use the reserved space.
+
+        After a failed write, the file is truncated to its previous size.
+        """
         try:
             try:
                 self._write_and_sync(data)
@@ -269,7 +273,7 @@ def _lock(fd: int, folder: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ConfigError(
-            f"out: another batch is running in {folder}; wait until it ends, or choose a different --out folder",
+            f"out: another batch is running in {folder}; wait until it ends, or choose a different folder",
             param="out",
         ) from None
 
@@ -286,7 +290,7 @@ def _reserve(folder: Path) -> None:
     except OSError as error:
         (folder / RESERVE_NAME).unlink(missing_ok=True)
         raise ConfigError(
-            f"out: disk space cannot be reserved in {folder} ({error.strerror}); free up space, or choose a different --out folder",
+            f"out: disk space cannot be reserved in {folder} ({error.strerror}); free up space, or choose a different folder",
             param="out",
         ) from None
 

@@ -56,11 +56,11 @@ class Outcome(msgspec.Struct, kw_only=True):
     sandbox: str
     model: str
     status: Status = "error"
-    kind: OutcomeClass | None = None  # None if it was cancelled or is not graded
+    kind: OutcomeClass | None = None  # None if the rollout was cancelled or is not graded
     reward: float | None = None  # None means unknown, which is not 0
     grade: Grade | None = None
     exit_code: int | None = None  # None if the agent did not exit on its own
-    stop: str = ""  # the limit that the session reached, or how it was ended
+    stop: str = ""  # the limit that the session or the sandbox reached, or how the session was ended
     fault: Fault | None = None
     seconds: dict[str, float] = {}
     turns: int = 0
@@ -87,7 +87,10 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def warnings(self) -> list[str]:
-        """Problems with the training data, one line each. A failed rollout has no training data, so only its refused calls are listed."""
+        """Problems with the training data, one line each.
+
+        A rollout that failed or was cancelled has no training data, so only its refused calls are listed.
+        """
         has_failed = self.status in ("error", "cancelled") or self.kind in ("infrastructure fault", "invalid task")
         return list_warnings(None if has_failed else self.training, self.refused)
 

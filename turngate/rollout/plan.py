@@ -49,7 +49,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     stale_retries: int = 2  # how often a stale rollout is retried; with 0, it is excluded
     back_off_s: float = 2.0  # pause before the first retry after a fault; it doubles before each further retry
     seed: int | None = None  # determines the order of the tasks and the sampling seed of each rollout
-    timeout_s: float | None = None  # None: the task's timeout
+    timeout_s: float | None = None  # None: the task's timeout, or `DEFAULT_TIMEOUT_S` if it has none
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()

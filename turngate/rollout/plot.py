@@ -12,7 +12,7 @@ from turngate.rollout.summary import PHASES, Summary
 
 _WIDTH, _HEIGHT = 900, 640
 _PANEL_W, _PANEL_H = 430, 290
-_PHASE_COLOURS = {"start": "#8a94a6", "run": "#2f6fde", "grade": "#e08a1e"}
+_PHASE_COLORS = {"start": "#8a94a6", "run": "#2f6fde", "grade": "#e08a1e"}
 _INK, _MUTED, _BAR, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
 _BLOCKS = "▏▎▍▌▋▊▉█"
 _BINS = 12
@@ -22,7 +22,7 @@ class Bar(msgspec.Struct, frozen=True):
     label: str
     value: float
     text: str
-    colour: str = _BAR
+    color: str = _BAR
 
 
 class Panel(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ def _build_pass_at(summary: Summary) -> Panel:
     return Panel("pass@k", bars, note, full=1.0)
 
 
-def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
+def _build_histogram(title: str, values: Sequence[int], color: str) -> Panel:
     """Build a histogram of `values`, which contains one value for each rollout."""
     if not values:
         return Panel(title, ())
@@ -74,13 +74,13 @@ def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
     bars = []
     for n, count in enumerate(counts):
         first, last = low + n * width, low + (n + 1) * width - 1
-        bars.append(Bar(f"{first:,}" if first == last else f"{first:,} to {last:,}", count, str(count), colour))
+        bars.append(Bar(f"{first:,}" if first == last else f"{first:,} to {last:,}", count, str(count), color))
     return Panel(title, tuple(bars))
 
 
 def _build_stages(summary: Summary) -> Panel:
     seconds = summary.overall.stages
-    bars = tuple(Bar(stage, s, f"{s:.2f} s", _PHASE_COLOURS[PHASES[stage]]) for stage, s in seconds.items())
+    bars = tuple(Bar(stage, s, f"{s:.2f} s", _PHASE_COLORS[PHASES[stage]]) for stage, s in seconds.items())
     return Panel("mean seconds per stage", bars)
 
 
@@ -131,7 +131,7 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
     """Return the SVG elements of a panel with horizontal bars."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "no data", color=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     top = y + 40
@@ -143,9 +143,9 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
     for n, bar in enumerate(panel.bars):
         y_bar = top + n * step
         length = max(0.0, room * bar.value / largest)
-        parts.append(_render_text(left - 6, y_bar + step * 0.7, bar.label, size=10, anchor="end", colour=_MUTED))
+        parts.append(_render_text(left - 6, y_bar + step * 0.7, bar.label, size=10, anchor="end", color=_MUTED))
         parts.append(
-            f'<rect x="{left:.1f}" y="{y_bar + 1:.1f}" width="{length:.1f}" height="{step - 3:.1f}" fill="{bar.colour}"/>'
+            f'<rect x="{left:.1f}" y="{y_bar + 1:.1f}" width="{length:.1f}" height="{step - 3:.1f}" fill="{bar.color}"/>'
         )
         parts.append(_render_text(left + length + 5, y_bar + step * 0.7, bar.text, size=10))
     return "\n".join(parts)
@@ -155,14 +155,14 @@ def _render_curve(panel: Panel, x: float, y: float, width: float, height: float)
     """Return the SVG elements of a line plot of values between 0 and 1, with k on the horizontal axis."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "no data", color=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     left, top, right, bottom = x + 40, y + 44, x + width - 20, y + height - 24
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         at = bottom - share * (bottom - top)
         parts.append(f'<path d="M{left:.1f} {at:.1f}H{right:.1f}" stroke="#e3e7ee"/>')
-        parts.append(_render_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_MUTED))
+        parts.append(_render_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", color=_MUTED))
     count = len(panel.bars)
     points = [
         (left + (right - left) * (n / (count - 1) if count > 1 else 0.5), bottom - bar.value * (bottom - top))
@@ -174,15 +174,15 @@ def _render_curve(panel: Panel, x: float, y: float, width: float, height: float)
     for n, ((px, py), bar) in enumerate(zip(points, panel.bars, strict=True)):
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{_BAR}"/>')
         if n % every == 0 or n == count - 1:
-            parts.append(_render_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_MUTED))
+            parts.append(_render_text(px, bottom + 16, bar.label, size=10, anchor="middle", color=_MUTED))
             parts.append(_render_text(px, py - 8, bar.text, size=10, anchor="middle"))
     return "\n".join(parts)
 
 
 def _render_text(
-    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", colour: str = _INK, weight: str = "normal"
+    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", color: str = _INK, weight: str = "normal"
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}" '
         f'font-weight="{weight}">{escape(text)}</text>'
     )

@@ -22,7 +22,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
     before: int = 0  # rollouts that finished in earlier runs of the same batch
     done: int = 0  # finished rollouts, including those of earlier runs
     kinds: Counter[RolloutClass] = msgspec.field(default_factory=Counter)
-    graded: int = 0
+    graded: int = 0  # finished rollouts with a reward
     passed: int = 0
     reward: float = 0.0  # the sum of the known rewards
     states: Counter[SlotState] = msgspec.field(default_factory=Counter)
@@ -76,7 +76,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """How many more seconds the batch will take at its current speed, or None if no rollout has finished in this run."""
+        """How many more seconds the batch will take at this run's average speed, or None if no rollout has finished in this run."""
         new = self.done - self.before
         elapsed = time.monotonic() - self.started
         return (self.total - self.done) * elapsed / new if new > 0 else None

@@ -116,7 +116,7 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
     if config.engine != "scripted" or config.script not in ("", REFERENCE_SCRIPT) or task.grader is None:
         return without_replay("")
     if not config.script and task.source != str(BUNDLED_TASK):
-        return without_replay(f"that needs --script {REFERENCE_SCRIPT}, except for the bundled task")
+        return without_replay(f"--script {REFERENCE_SCRIPT} was not passed, and this is not the bundled task")
     if config.tokenizer:
         return without_replay("the replies are written for the built-in tokenizer (remove --tokenizer)")
     if agent.shell_call is None:

@@ -117,7 +117,10 @@ class BatchResults:
         return finished
 
     async def save_outcome(self, session: str, outcome: Outcome) -> None:
-        """Write the full outcome to the folder with the agent's files. If that fails, only add a note: the ledger has the main data."""
+        """Write the full outcome to the folder with the agent's files. If that fails, add a note to the outcome.
+
+        The failure is not fatal, because the ledger has the main data.
+        """
         await asyncio.to_thread(_write_outcome, self._plan.folder / "rollouts" / session, outcome)
 
     def remove_work(self, session: str) -> None:
@@ -135,9 +138,10 @@ class BatchResults:
             if warning not in self._noted and len(self._noted) < _MAX_WARNINGS:  # the summary has the rest
                 self._noted.add(warning)
                 self.note(f"{finished.rollout}: {warning}")
-        if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
+        is_new = finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after
+        if is_new and finished.task not in self._valid:
             self.note(
-                f"task {finished.task} is invalid; its remaining rollouts are skipped, unless one has been graded: {finished.message}"
+                f"task {finished.task} is invalid; its other rollouts are skipped unless a running one is graded: {finished.message}"
             )
 
     async def skip(self, item: RolloutItem) -> None:

@@ -133,7 +133,7 @@ class Rollout:
                     return await self._run()
             finally:
                 log.info(
-                    "rollout ended: %s, %s, reward %s, turns: %d",
+                    "rollout ended: status %s, class %s, reward %s, turns %d",
                     outcome.status,
                     outcome.kind,
                     outcome.reward,
@@ -382,8 +382,10 @@ class Rollout:
                 outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
                 outcome.training, outcome.refused = shown.training, shown.refused
                 outcome.rows = len(await self._gateway.samples(outcome.session, masks=True))
-        except (TurngateError, TimeoutError) as error:
-            self._note(f"the recording could not be read from the gateway: {error}")
+        except TimeoutError:
+            self._note(f"the session could not be read from the gateway: no reply within {limit_s:.0f} s")
+        except TurngateError as error:
+            self._note(f"the session could not be read from the gateway: {error.message}")
         self._ending.turns = outcome.turns
         self._update_outcome()
 

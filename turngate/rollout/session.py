@@ -26,7 +26,7 @@ from turngate.trace.turn_rewards import ToolCallRecord, describe_calls
 from turngate.types import STALE, SUPERSEDED, Json
 
 RESTART_S = 40.0  # how long to wait for a gateway that is restarting
-END_S = 10.0  # how long the gateway may take to end the session of a failed rollout
+END_S = 10.0  # how long the gateway may take to end the session of a rollout that failed or was cancelled
 
 
 class AgentSession:

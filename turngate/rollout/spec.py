@@ -47,7 +47,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}  # the agent's options
     folder: Path  # for the agent's files, in a subfolder named after the session
     keep_work: bool = True
-    grade: bool = True  # if the task has a grader
+    grade: bool = True  # grade the work, if the task has a grader
     policy: EndPolicy = EndPolicy()
     rollout: str = ""  # the caller's name for the rollout; by default, the session's id
     group: str = ""

@@ -95,7 +95,7 @@ class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     graded: int
     wanted: int
     reward: float | None = None  # the reward that all trained rollouts have in common
-    why: Mapping[RolloutClass, int] = {}  # the classes of the rollouts that were not graded
+    why: Mapping[RolloutClass, int] = {}  # the number of rollouts in each class other than `graded`
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,17 +100,19 @@ def explain_no_room(nodes: Iterable[RayNodeView], demand: Demand) -> str:
     reasons = [explain_mismatch(node, demand) or _explain_full(node, demand) for node in nodes]
     shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
     return (
-        f"no node of the Ray cluster has room for a rollout: {shown or 'the cluster has no live node'}; start more nodes, lower "
-        "--cpus or --memory-mb, or change --ray-label"
+        f"no node of the Ray cluster has room for a rollout: {shown or 'the cluster has no live node'}; start more nodes, or "
+        "ask for less (on the command line: --cpus, --memory-mb, --ray-label)"
     )
 
 
 def _explain_full(node: RayNodeView, demand: Demand) -> str:
-    free = [f"{node.cpus:g} CPUs", f"{node.memory_bytes / 1e6:,.0f} MB"]
-    free += [] if node.slots is None else [f"{node.slots} {SLOTS}"]
-    needs = [f"{demand.cpus_on(node):g} CPUs"]
-    needs += [f"{demand.memory_mb:,} MB"] if demand.memory_mb else []
-    return f"{node.name} has {', '.join(free)} free, and a rollout needs {' and '.join(needs)}"
+    free = [f"CPUs: {node.cpus:g}", f"memory: {node.memory_bytes / 1e6:,.0f} MB"]
+    needs = [f"CPUs: {cpus:g}"] if (cpus := demand.cpus_on(node)) else []
+    needs += [f"memory: {demand.memory_mb:,} MB"] if demand.memory_mb else []
+    if node.slots is not None:
+        free.append(f"{SLOTS}: {node.slots}")
+        needs.append(f"{SLOTS}: 1")
+    return f"{node.name} has too few free resources ({', '.join(free)}) for a rollout ({', '.join(needs)})"
 
 
 class CellLoad(msgspec.Struct, kw_only=True):
@@ -119,8 +121,8 @@ class CellLoad(msgspec.Struct, kw_only=True):
     slots: int
     running: int = 0
     faults: int = 0  # infrastructure faults in a row
-    is_closed: bool = False  # it gets no more orders, because its node is lost or draining
-    is_resting: bool = False  # it gets no orders for a while, because it refused one
+    is_closed: bool = False  # the cell gets no more orders, because it is lost or its node is draining
+    is_resting: bool = False  # the cell gets no orders for a while, because it refused one
 
     @property
     def has_room(self) -> bool:

@@ -225,8 +225,10 @@ class RayCluster:
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self.connection.call(cell.actor.close.remote())
-        except (TimeoutError, CallFailed) as error:
-            log.warning("the cell on %s was not closed cleanly: %s", cell.node.name, error)
+        except TimeoutError:
+            log.warning("the cell on %s was not closed cleanly: it took longer than %.0f s", cell.node.name, _CLOSE_S)
+        except CallFailed as error:
+            log.warning("the cell on %s was not closed cleanly: %s", cell.node.name, error.message)
         finally:
             self.connection.kill(cell.actor)
             self._starting.pop(cell.node.id, None)
