@@ -62,5 +62,5 @@ async def test_exec_can_kill_leftover_processes(sandbox: Sandbox) -> None:
 async def test_oversized_folder_is_refused(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
     await sandbox.exec(["truncate", "-s", "1G", "endless"])
-    with pytest.raises(SandboxTooLarge):
+    with pytest.raises(SandboxTooLarge, match="larger than 1000000 bytes"):
         await sandbox.download(sandbox.workdir, tmp_path / "out")

@@ -79,8 +79,8 @@ async def test_tunnel_url_is_read_and_process_group_ends(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("echo no address here", "exited with 0 without printing a URL; its last lines: no address here"),
-        ("sh -c 'echo oh no >&2; exit 3'", "exited with 3 without printing a URL; its last lines: oh no"),
+        ("echo no address here", "exited with code 0 without printing a URL; its last lines: no address here"),
+        ("sh -c 'echo oh no >&2; exit 3'", "exited with code 3 without printing a URL; its last lines: oh no"),
         ("sleep 60", "took longer than 1 s"),
         ("no-such-tunnel {port}", "program no-such-tunnel not found"),
         ("", "is empty"),
@@ -150,4 +150,4 @@ async def test_failing_tunnel_restart_backs_off(tmp_path: Path) -> None:
         await kit.wait_until(lambda: len(tries()) >= 5, within_s=20)
         for (before, after), pause in zip(pairwise(tries()), (0.2, 0.4, 0.8, 0.8), strict=False):
             assert after - before > 0.95 * pause
-        assert any("exited with 1 without printing a URL" in line for line in logged)
+        assert any("exited with code 1 without printing a URL" in line for line in logged)

@@ -25,16 +25,16 @@ MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in a s
 MAX_DEPTH = 200  # of nested folders; real work has fewer, and deeper trees take very long to walk
 CHUNK_BYTES = 1 << 16
 TIMEOUT_S = 600.0
-MAX_NAMED = 20  # skipped files to name
+MAX_NAMED = 20  # how many skipped files are named; the others are only counted
 EXTENDED_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 # `tar -c` never writes these types, and they can use a lot of memory.
 REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)
 
 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
-    """Pack the content of a folder into the file `into`.
+    """Pack the content of a folder into the file `into`, except for the paths in `exclude`, which are relative to the folder.
 
-    Links stay links, so the files that they point to on this machine are not copied.
+    Links stay links, so the files that they point to on this machine are not copied. Devices, pipes and sockets are left out.
     """
     if not folder.is_dir():
         raise SandboxError(f"{folder} is not a folder")
@@ -109,8 +109,8 @@ def unpack(
 ) -> tuple[str, ...]:
     """Unpack a tar stream into a host folder, which is created if necessary. Return the skipped entries with reasons.
 
-    Devices, pipes and links that point outside the folder are skipped. `limit` is the maximum total size in bytes. `is_cancelled` is
-    polled, and unpacking stops when it returns true. Raise only `SandboxError`.
+    Devices, pipes, links that point outside the folder, and paths that are too long or too deep are skipped. `limit` is the maximum total
+    size in bytes. `is_cancelled` is polled, and unpacking stops when it returns true. Raise only `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 

@@ -97,6 +97,8 @@ class Job(Protocol):
 
 
 class Sandbox(Protocol):
+    """One sandbox, created by a `Backend`."""
+
     @property
     def id(self) -> str: ...
 
@@ -135,8 +137,8 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run a command to its end. After `timeout_s`, it is killed with all its children, and the result contains the output so far.
 
-        `keep` limits the output to this many bytes, half from the beginning and half from the end. Without `keep`, excessive output is an
-        error. If `leave` is false, processes that the command left running are killed before this returns.
+        `keep` limits stdout and stderr to this many bytes each, half from the beginning and half from the end. Without `keep`, excessive
+        output is an error. If `leave` is false, processes that the command left running are killed before this returns.
         """
 
     async def start(

@@ -92,7 +92,8 @@ class BubblewrapBackend:
         if trial.returncode:
             raise SandboxUnavailable(
                 f"bubblewrap cannot create namespaces on this machine: {stderr.decode(errors='replace').strip()[-200:]}; "
-                "check kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns, or use --sandbox docker"
+                "check the sysctls kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns, or use the docker "
+                "sandbox"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:

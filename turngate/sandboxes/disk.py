@@ -25,15 +25,13 @@ from turngate.errors import SandboxError, SandboxTooLarge
 log = logging.getLogger(__name__)
 
 DEFAULT_DISK_MB = 16_384
-ENTRY_BYTES = (
-    16_384  # minimum size counted for a file or folder: ext4 has one inode per 16 KB, and inodes can run out too
-)
+# The minimum size counted for a file or folder: ext4 has one inode per 16 KB, and inodes can run out, too.
+ENTRY_BYTES = 16_384
 SHM_BYTES = 1 << 30  # size of /dev/shm, which is in memory
 RESERVE_BYTES = 1 << 30  # if less is free on the machine, sandboxes that use more than this are stopped
 CHECK_S = 1.0
-MEASURE_S = (
-    60.0  # longest time between two measurements; other programs may have freed as much space as the sandbox used
-)
+# The longest time between two measurements. Free space alone is not enough: other programs may free as much as the sandbox uses.
+MEASURE_S = 60.0
 MAX_SHARE = 0.1  # largest share of the time that measuring may take, unless the use has grown by MIN_GROWTH
 MIN_GROWTH = 0.1  # as a share of the limit
 
@@ -112,7 +110,7 @@ class DiskWatch:
         """Return why the sandbox must be stopped, or None if it may continue."""
         uses = f"the sandbox uses {used >> 20} MB of disk space"
         if used > self._allowed:
-            return SandboxTooLarge(f"{uses}, but its limit is {self._limit >> 20} MB; raise it with --disk-mb")
+            return SandboxTooLarge(f"{uses}, but its limit is {self._limit >> 20} MB; raise disk_mb (--disk-mb)")
         if free.bytes < RESERVE_BYTES < used:
             return SandboxError(f"{uses}, and the machine has only {free.bytes >> 20} MB left; free up disk space")
         return None
@@ -138,7 +136,7 @@ def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
                         used += _count(status, seen)
                         if stat.S_ISDIR(status.st_mode):
                             waiting.append(f"{place}/{entry.name}")
-        except OSError as error:  # it has been removed, or its permissions were
+        except OSError as error:  # the folder was removed, or can no longer be read
             if error.errno == errno.ENAMETOOLONG:
                 raise SandboxTooLarge("the sandbox's folders are nested too deeply") from None
     for process in processes:

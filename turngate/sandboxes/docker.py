@@ -48,7 +48,7 @@ END_CHECK_S = 60.0  # time between checks whether Docker has failed to report th
 END_GRACE_S = 10.0  # how long Docker may take to report it
 SPARE_PIDS = 64  # additional processes, for killing others in a container that has reached its process limit
 MAX_ENV_LINE = (
-    30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
+    30_000  # bytes; docker limits the length of a line in an --env-file, so longer values are passed differently
 )
 CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
 AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes that can also mean that the docker command itself failed
@@ -209,7 +209,7 @@ class DockerSandbox(PosixSandbox):
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Return an error that says that the container has ended. Docker's events show whether it was stopped from outside."""
+        """Return the error for a container that has ended. Docker's events show whether it was stopped from outside."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
@@ -519,7 +519,8 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
         if "\n" in value or "\r" in value or len(os.fsencode(value)) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
-                    f"docker cannot pass the environment variable {name}: its value has line breaks or is too long"
+                    f"the variable {name} cannot be set in a container: the docker command reads it, too, and its value has line breaks "
+                    f"or more than {MAX_ENV_LINE} bytes; rename the variable, or shorten its value"
                 )
             own[name] = value
         else:
@@ -543,7 +544,7 @@ async def _build_image(folder: Path) -> str:
 
 
 def _last_lines(stderr: str, count: int = 12) -> str:
-    """Return the last lines of a log, without colours and progress bars."""
+    """Return the last lines of a log, without colors and progress bars."""
     plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", stderr)
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
     clean = ["".join(c for c in line if c.isprintable() or c == "\t")[:300] for line in lines if line]

@@ -22,7 +22,7 @@ async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STE
 
 
 async def try_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> tuple[int, str, str]:
-    """Run a docker command and return its exit code, output and error messages."""
+    """Run a docker command and return its exit code, output and error messages. Raise `SandboxError` after `timeout_s`."""
     process = await spawn_docker(
         "docker",
         *arguments,

@@ -76,7 +76,7 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_abandoned(unfinished: Path) -> bool:
     """Return whether an unfinished folder will never be completed.
 
-    The names of folders made before November 2026 do not contain an owner, so only their age counts.
+    A folder of an older version has no owner in its name, so only its age counts.
     """
     _, _, owner_name = unfinished.name.partition(" ")
     if owner_name:

@@ -440,9 +440,8 @@ def load_supervisor(path: str) -> Any:
 
 def main() -> None:
     control = State.control = socket.socket(fileno=int(sys.argv[1]))
-    LIBC.prctl(
-        SET_DUMPABLE, 0, 0, 0, 0
-    )  # agents of local sandboxes run as the same user, and must not inspect this process
+    # Agents of local sandboxes run as the same user, and must not inspect this process.
+    LIBC.prctl(SET_DUMPABLE, 0, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o022)

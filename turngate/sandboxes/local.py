@@ -35,7 +35,7 @@ class LocalBackend:
     async def check(self) -> None:
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(
-                "the local sandbox needs Linux, because it finds processes in /proc; use --sandbox docker"
+                "the local sandbox needs Linux, because it finds processes in /proc; use the docker sandbox"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class LocalBackend:
         _check_mounts(spec)
         if spec.folders:
             raise SandboxError(
-                f"the local sandbox cannot create {spec.folders[0]}, because it shares the host's file system; use --sandbox docker"
+                f"the local sandbox cannot create {spec.folders[0]}, because it shares the host's file system; use the docker sandbox"
             )
         folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared")
         env = {

@@ -276,7 +276,8 @@ class CapturedOutput:
 
     def read(self) -> bytes:
         if self.overflowed.is_set():
-            raise SandboxTooLarge(f"a command in the sandbox printed more than {self._limit} bytes")
+            what = "a folder in the sandbox is larger" if self._into else "a command in the sandbox printed more"
+            raise SandboxTooLarge(f"{what} than {self._limit} bytes")
         return bytes(self._data)
 
     def close(self) -> None:

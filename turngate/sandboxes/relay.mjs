@@ -1,4 +1,4 @@
-// The counterpart of relay.py for images with Node but no Python: same command line, same behaviour, same tests.
+// The counterpart of relay.py for images with Node but no Python: same command line, same behavior, same tests.
 // Read relay.py first: it explains the purpose and the rules. No dependencies, Node 18 and newer.
 
 import fs from "node:fs";

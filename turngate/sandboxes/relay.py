@@ -451,7 +451,7 @@ async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReade
     lengths = [] if chunked else header_values(reply.headers, "content-length")
     has_body = request.method != "HEAD" and reply.status not in (204, 304)
     as_chunks = chunked and not request.http_1_0
-    # Only closing the connection marks the end of a reply with neither chunks nor a length, so the agent's is closed too.
+    # Only closing the connection marks the end of a reply with neither chunks nor a length, so the agent's connection is closed, too.
     keep_alive = request.keep_alive and (not has_body or as_chunks or bool(lengths))
     lines = [f"HTTP/1.1 {reply.status} {reply.reason}"]
     dropped = HOP_BY_HOP | ({"content-length"} if chunked else set())
@@ -588,11 +588,15 @@ async def report_reached(port: int, path: Optional[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Forward HTTP requests to the gateway whose address is in a file.")
     parser.add_argument("--target", help="the file that contains the target: unix:/path, http://… or https://…")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0, help="the port to listen on; 0 (the default) chooses a free one")
     parser.add_argument("--port-file", help="the file to write the port to once it is open")
     parser.add_argument("--reached-file", help="where to write 'reached', or why the gateway does not answer")
-    parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S)
-    parser.add_argument("--body-limit", type=int, default=BODY_LIMIT)
+    parser.add_argument(
+        "--give-up-s", type=float, default=GIVE_UP_S, help="how long to wait for a gateway that does not answer"
+    )
+    parser.add_argument(
+        "--body-limit", type=int, default=BODY_LIMIT, help="the maximum size of a request's body, in bytes"
+    )
     return asyncio.run(run(parser.parse_args()))
 
 

@@ -23,8 +23,8 @@ class Architecture(NamedTuple):
     most: int  # highest call number; higher ones belong to a different calling convention (x32)
 
 
-# add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd; io_uring_setup, _enter, _register
-IO_URING = (425, 426, 427)
+IO_URING = (425, 426, 427)  # io_uring_setup, _enter, _register
+# The blocked calls are add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd and those of io_uring.
 ARCHITECTURES = {
     "x86_64": Architecture(0xC000003E, (248, 249, 250, 321, 298, 323, *IO_URING), 41, 0x3FFFFFFF),
     "aarch64": Architecture(0xC00000B7, (217, 218, 219, 280, 241, 282, *IO_URING), 198, 0x3FFFFFFF),

@@ -91,7 +91,7 @@ class SupervisedSandbox(PosixSandbox):
         return self.folder / "shared", self._shared
 
     async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()) -> None:
-        """Start the supervisor by running `command` with the supervisor's arguments appended."""
+        """Start the supervisor by running `command` with the supervisor's arguments appended, and apply the limits of `spec`."""
         fd = self._control.theirs.fileno()
         log = self.folder / "supervisor.log"
         try:
@@ -126,7 +126,10 @@ class SupervisedSandbox(PosixSandbox):
         return (self._spec.resources.disk_mb or disk.DEFAULT_DISK_MB) << 20
 
     def _limit(self, processes: Sequence[int]) -> None:
-        """Apply the limits on CPU, memory and process count to `processes` and their future descendants."""
+        """Apply the limits on CPU, memory and process count to `processes` and their future descendants.
+
+        If the machine runs out of memory, the kernel kills these processes first.
+        """
         limits = self._spec.resources
         cgroups.apply_limits(self.id, limits, processes)
         with suppress(SandboxError):  # the spec does not require this limit

@@ -260,9 +260,8 @@ def prepare_process(order: Any, stdin: int, stdout: int, stderr: int, *, session
         os.setsid()
     for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, ENDING_SIGNALS
-    )  # ends this process if one has arrived since `run_guard` blocked them
+    # This ends the process if one of these signals has arrived since `run_guard` blocked them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     for what, name in ((resource.RLIMIT_FSIZE, "file_bytes"), (resource.RLIMIT_NOFILE, "open_files")):
         if name in order:
             _lower_limit(what, order[name])

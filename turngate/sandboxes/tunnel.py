@@ -31,9 +31,8 @@ from turngate.sandboxes import supervisor
 from turngate.sandboxes.relay import GATEWAY_HEADER
 
 URL_PATTERN = r"https?://[A-Za-z0-9.-]+(?::[0-9]+)?[^\s\"'<>|,;)\]}]*"
-SECRET_NAME = re.compile(
-    r"(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
-)  # the end of a variable's name
+# Matches the end of a variable's name.
+SECRET_NAME = re.compile(r"(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)
 STOP_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 64 * 1024
 
@@ -108,7 +107,11 @@ class Tunnel:
             if not found.done():
                 await asyncio.wait([found], timeout=0.2)  # its last lines may still arrive
             if not found.done():
-                end = f"exited with {process.returncode}" if ended.done() else f"took longer than {self.start_s:.0f} s"
+                end = (
+                    f"exited with code {process.returncode}"
+                    if ended.done()
+                    else f"took longer than {self.start_s:.0f} s"
+                )
                 raise SandboxError(
                     f"the tunnel command {end} without printing a URL; its last lines: {' | '.join(lines[-5:])[-400:]}"
                 )
@@ -209,10 +212,8 @@ def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command` and, on Linux, ends it when this process ends."""
-    if not sys.platform.startswith(
-        "linux"
-    ):  # the supervisor needs Linux; elsewhere, the command may outlive this process
+    """Return a command that runs `command` and, on Linux, ends it when this process ends. Elsewhere, it may outlive this process."""
+    if not sys.platform.startswith("linux"):  # the supervisor needs Linux
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]
 

@@ -239,9 +239,8 @@ class WarmStart:
         self.server = server
         self.preload = preload
         self.namespace = os.dup(server.namespace)  # a descriptor of the user namespace, which outlives the server
-        self.sandbox: int | None = (
-            None  # a descriptor of the sandbox's first process, if the program must enter its namespaces
-        )
+        # A descriptor of the sandbox's first process; None if the program need not enter its namespaces.
+        self.sandbox: int | None = None
         self._lease = server.hold()
 
     def matches(self, command: Sequence[str]) -> bool:
@@ -267,7 +266,7 @@ class WarmStart:
 
 
 class ForkFailed(Exception):
-    """A fork server could not fork a process, so the process is started without one. The reason is counted."""
+    """A fork server could not fork a process, so the program gets a plain start. The reason is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
