@@ -310,7 +310,7 @@ class TruncatedOutput(CapturedOutput):
     def read(self) -> bytes:
         tail = self._tail[-self._half :]
         omitted = self._size - len(self._data) - len(tail)
-        note = f"\n… {omitted} bytes omitted …\n".encode() if omitted else b""
+        note = f"\n… {omitted} of {self._size} bytes omitted …\n".encode() if omitted else b""
         return bytes(self._data + note + tail)
 
 

@@ -591,12 +591,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0, help="the port to listen on; 0 (the default) chooses a free one")
     parser.add_argument("--port-file", help="the file to write the port to once it is open")
     parser.add_argument("--reached-file", help="where to write 'reached', or why the gateway does not answer")
-    parser.add_argument(
-        "--give-up-s", type=float, default=GIVE_UP_S, help="how long to wait for a gateway that does not answer"
-    )
-    parser.add_argument(
-        "--body-limit", type=int, default=BODY_LIMIT, help="the maximum size of a request's body, in bytes"
-    )
+    parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S, help="how long to retry a request, in seconds")
+    parser.add_argument("--body-limit", type=int, default=BODY_LIMIT, help="the maximum size of a body, in bytes")
     return asyncio.run(run(parser.parse_args()))
 
 

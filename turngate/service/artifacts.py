@@ -44,13 +44,13 @@ def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dic
         texts[name] = text
     if binary:
         truncator.notes.append(
-            f"workdir_files: {len(binary):,} binary or unreadable files left out: {_join_first(binary)}"
+            f"workdir_files: binary or unreadable files left out ({len(binary):,}): {_join_first(binary)}"
         )
     _note_unnamed("workdir_files", unnamed, truncator)
-    if omitted or more:
-        truncator.notes.append(
-            f"workdir_files: {omitted:,}{' and more' if more else ''} of {len(paths):,} files left out"
-        )
+    if omitted:
+        truncator.notes.append(f"workdir_files: {omitted:,} of {len(paths):,} files left out")
+    if more:
+        truncator.notes.append(f"workdir_files: all files after the first {_MAX_FILES:,} left out")
     return texts
 
 
@@ -114,7 +114,7 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
 
 
 def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
-    """Return the ends of an agent's stdout, stderr, logs and transcripts, by name."""
+    """Return the ends of an agent's stdout and stderr, and of its newest logs and transcripts, by name."""
     names = ["stdout", "stderr"]
     files, unnamed, _ = _find_files(folder / "home")
     _note_unnamed("log_tails", unnamed, truncator)

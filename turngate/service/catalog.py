@@ -151,7 +151,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     param="modes",
                 )
         elif not self.supported_modes:
-            missing = "tokenizer" if self.kind.exact else "url"
+            missing = "model_folder" if self.scheme == "local" else "tokenizer" if self.kind.exact else "url"
             raise ConfigError(
                 f"{where} supports no mode, because {missing} is not set or cannot be used with {self.scheme}",
                 param=missing,
@@ -267,7 +267,7 @@ class Catalog:
         """Return the endpoint and the mode for a request. Raise `BadRequest` with the valid alternatives if an argument is invalid."""
         endpoint = self._build_custom(model_key, endpoint_url) if endpoint_url else self._entries.get(model_key)
         if endpoint is None:
-            near = suggestion(model_key, list(self._entries)) or "; the catalog is empty"
+            near = suggestion(model_key, list(self._entries)) or "; this server's catalog has no endpoints"
             raise BadRequest(f"unknown model_key {model_key[:80]!r}{near}", param="model_key")
         chosen = parse_mode(mode) or endpoint.default
         if chosen not in endpoint.allowed:
@@ -303,7 +303,8 @@ class Catalog:
             if match is None or not KINDS.get(match[1], EndpointKind()).speaks:
                 kinds = [name for name, kind in KINDS.items() if kind.speaks]
                 raise BadRequest(
-                    f"model_key must have the form KIND://MODEL if endpoint_url is set (kinds: {', '.join(kinds)})",
+                    f"model_key must have the form KIND://MODEL if endpoint_url is set, not {model_key[:80]!r} (kinds: "
+                    f"{', '.join(kinds)})",
                     param="model_key",
                 )
             return Endpoint(key=model_key, url=url)
@@ -329,7 +330,9 @@ class Catalog:
                 param="endpoint_url",
             )
         if scheme != "https" and host not in _LOOPBACK:
-            raise BadRequest("endpoint_url must use https", param="endpoint_url")
+            raise BadRequest(
+                f"endpoint_url must use https, because {host} is not a loopback address", param="endpoint_url"
+            )
 
 
 def key_is_set(endpoint: Endpoint) -> bool:

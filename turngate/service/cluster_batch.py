@@ -98,6 +98,7 @@ class ClusterBatch:
         if outcome is None and finished.message:
             error = ErrorInfo(boundary=finished.boundary or "task", stage=finished.stage, message=finished.message)
         kind = outcome.kind if outcome is not None else "invalid task" if finished.kind == "invalid task" else None
+        wall_s = round(sum(finished.seconds.values()), 3)
         return RolloutState(
             rollout_id=finished.rollout,
             task_id=finished.task,
@@ -109,13 +110,13 @@ class ClusterBatch:
             stage="done",
             turns=finished.turns,
             sampled_tokens=finished.sampled_tokens,
-            wall_s=round(sum(finished.seconds.values()), 3),
+            wall_s=wall_s,
             reward=finished.reward,
             kind=kind,
             session=finished.session,
             error=error,
             done=True,
-            started=finished.at,
+            started=round(finished.at - wall_s, 3),
         )
 
     def _read_outcome(self, finished: FinishedRollout) -> Outcome | None:

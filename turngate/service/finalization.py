@@ -128,7 +128,7 @@ async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any
     if error is None:
         return task.result()
     if isinstance(error, TurngateError | TimeoutError):
-        active.notes.append(f"{missing}: {error}".removesuffix(": "))
+        active.notes.append(f"{missing}: {str(error) or 'it took too long'}")
     else:
         log.error("rollout %s: %s", active.id, missing, exc_info=error)
         active.notes.append(f"{missing}: internal error in Turngate ({type(error).__name__})")

@@ -44,7 +44,10 @@ class RolloutHistory:
     def find(self, rollout: str) -> RolloutState:
         state = self._states.get(rollout)
         if state is None:
-            raise NotFound(f"unknown rollout_id {rollout[:80]!r}", param="rollout_id")
+            raise NotFound(
+                f"unknown rollout_id {rollout[:80]!r} (the server keeps only the newest {self._config.keep:,} rollouts)",
+                param="rollout_id",
+            )
         return state
 
     def gateway_of(self, rollout: str) -> str | None:

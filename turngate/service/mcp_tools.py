@@ -30,8 +30,8 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "model_key": "The endpoint that answers the agent: a key that list_endpoints returns, such as vllm://Qwen3-8B.",
     "instruction": "What the agent should do.",
     "test_script": "A bash script that grades the agent's work. It runs in a fresh sandbox, in a copy of the working folder. Exit code 0 "
-    "means reward 1, and exit code 1 means reward 0, unless the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a "
-    "script, there is no reward.",
+    "means reward 1, and exit code 1 means reward 0. If the script's text contains reward.txt or reward.json, the script must instead "
+    "write the reward to that file in $TURNGATE_LOGS/verifier. Without a script, there is no reward.",
     "task_id": "Your name for the task. Default: derived from the instruction.",
     "agent": "The agent that works on the task: a name that list_endpoints returns. Default: the first of these names.",
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
@@ -49,7 +49,7 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "rollout_id": "The id that start_rollout returned. list_rollouts lists all ids.",
     "after": "Return only entries after this cursor. Start with 0, then pass the cursor of the previous answer.",
     "limit": "The maximum number of entries to return.",
-    "wait_s": "The maximum number of seconds to wait. Set it if your tool calls have a time limit, then call again.",
+    "wait_s": "The maximum number of seconds to wait. If your tool calls have a time limit, choose a shorter time, and call again.",
     "reason": "Why the rollout is aborted. The result includes this text.",
     "status": "Return only rollouts with this status: queued, running, done (any rollout that has ended), finished, failed, timed out, "
     "limit, cancelled or error.",

@@ -98,7 +98,7 @@ def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
     return None if isinstance(request, SweRolloutRequest) else inputs / "files"
 
 
-def build_order(
+def build_rollout_spec(
     rollout: str,
     request: AnyRequest,
     task: Task,
@@ -112,9 +112,9 @@ def build_order(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    if (
-        choice.mode == "direct" and agent.transcript is not None
-    ):  # without a trace to compare it with, the transcript is only a log
+    """Build the spec of a rollout from its request and task, the chosen endpoint, the service's settings, and the parts of this machine."""
+    if choice.mode == "direct" and agent.transcript is not None:
+        # Without a trace to compare it with, the transcript is only a log.
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
     return RolloutSpec(

@@ -86,7 +86,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     # Id at the gateway; empty if there is no session (direct mode, or the rollout ended before one was opened).
     session: str = ""
-    stop: str = ""  # the session limit that was reached, or why the session was ended
+    stop: str = ""  # the limit that was reached, or why the session was ended
     notes: list[str] = []
     clamped: list[str] = []
 

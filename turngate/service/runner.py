@@ -16,7 +16,7 @@ from turngate.service.config import ServiceConfig
 from turngate.service.direct_mode import DirectModeClient, Forwarder
 from turngate.service.event_log import RolloutEventLog
 from turngate.service.gateways import GatewayConnection, Gateways
-from turngate.service.planning import build_order, write_inputs
+from turngate.service.planning import build_rollout_spec, write_inputs
 from turngate.service.storage import ServiceStorage
 
 OnWorkDone = Callable[[ActiveRollout, asyncio.Task[Outcome]], Awaitable[None]]
@@ -74,7 +74,7 @@ class RolloutRunner:
                 installed = await self._agents.install(active.agent)
             if active.writing_inputs is not None:
                 await asyncio.shield(active.writing_inputs)
-            order = build_order(
+            spec = build_rollout_spec(
                 active.id,
                 active.request,
                 active.task,
@@ -89,7 +89,7 @@ class RolloutRunner:
             )
             slot = self._concurrency.new_slot()
             active.rollout = Rollout(
-                order, connection.client, connection.connector, active.on_progress, gate=slot, session=active.id
+                spec, connection.client, connection.connector, active.on_progress, gate=slot, session=active.id
             )
             active.following = asyncio.create_task(self._events.follow(active, connection.client))
             try:

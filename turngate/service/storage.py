@@ -57,7 +57,7 @@ class ServiceStorage:
             self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_SCHEMA}; COMMIT;")
         elif version != _SCHEMA:
             raise ConfigError(
-                f"data folder {self.folder} was written by a different version of turngate (schema {version}, this version reads "
+                f"data folder {self.folder} was written by a different version of Turngate (schema {version}, this version reads "
                 f"{_SCHEMA}); choose a different folder",
                 param="data",
             )

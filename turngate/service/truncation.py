@@ -19,7 +19,7 @@ class Truncator:
         missing = len(text) - limit
         self.notes.append(f"{field}: {missing:,} of {len(text):,} characters left out")
         head, tail = text[: limit // 2], text[len(text) - (limit - limit // 2) :]
-        return f"{head}\n[… {missing:,} characters left out …]\n{tail}"
+        return f"{head}\n[… {missing:,} of {len(text):,} characters left out …]\n{tail}"
 
     def keep_end(self, field: str, text: str, limit: int) -> str:
         """Return at most `limit` characters from the end of a log. A limit of 0 means no limit."""
