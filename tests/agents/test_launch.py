@@ -169,11 +169,13 @@ def test_options_are_required_and_checked() -> None:
     )
     with pytest.raises(
         AgentError,
-        match=r"options\.command: shell requires this option; pass --set command=… \(the command line to run",
+        match=r"options\.command: shell requires this option \(the command line to run.*\); pass --set command=…",
     ):
         plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):
         plan_launch(shell, Installation(), **values, options={"comand": "x"})
+    with pytest.raises(AgentError, match=r"options\.command: pi has no options; remove it"):
+        plan_launch(spec.find_agent("pi").spec, Installation(), **values, options={"command": "x"})
 
 
 def test_installation_is_mounted_at_same_path() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from turngate.agents import spec, transcript
 from turngate.agents.transcript import Difference, TranscriptCall, TranscriptTurn, compare_turns, read_transcripts
+from turngate.errors import AgentError
 
 SAMPLES = Path(__file__).parent / "samples"
 # The path of each file below the agent's HOME.
@@ -253,6 +254,21 @@ def test_malformed_transcript_is_tolerated(tmp_path: Path) -> None:
     assert [
         turn for turn in read_transcripts(transcript_of("claude-code"), tmp_path).main if turn.text or turn.calls
     ] == []
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_LINE_BYTES", 40), ("MAX_RECORDS", 1)])
+@pytest.mark.parametrize("agent", ["mini-swe-agent", "claude-code"])
+def test_oversized_transcript_is_refused(
+    agent: str, limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an error, the turns of the trace would count as missing in the transcript."""
+    monkeypatch.setattr(transcript, limit, value)
+    file = tmp_path / PATHS[agent]
+    file.parent.mkdir(parents=True)
+    message = {"role": "assistant", "content": "x" * 40}
+    file.write_text(json.dumps({"messages": [message, message]}) + ("\n{}" if agent == "claude-code" else ""))
+    with pytest.raises(AgentError, match="transcript: the file has more than"):
+        read_transcripts(transcript_of(agent), tmp_path)
 
 
 def test_differences_are_named() -> None:

@@ -131,7 +131,7 @@ def cache_folder() -> Path:
 
 
 def explain_missing(spec: AgentSpec) -> str | None:
-    """Return what is missing from the agent's installation, or None if it is complete or not needed. Do not install anything."""
+    """Return what is missing from the agent's installation, or None if it is complete or not needed. This installs nothing."""
     if not (spec.install.npm or spec.install.pip):
         return None
     folder = install_folder(spec)

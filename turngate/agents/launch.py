@@ -139,14 +139,15 @@ def resolve_signals(signals: Signals, model: str) -> Signals:
 def _options(spec: AgentSpec, options: Mapping[str, str]) -> dict[str, str]:
     for name in options:
         if name not in spec.options:
-            hint = suggestion(name, list(spec.options)) or "; it has no options"
-            raise AgentError(f"options.{name}: {spec.name} has no such option{hint}", param=f"options.{name}")
+            what = f"no such option{suggestion(name, list(spec.options))}" if spec.options else "no options; remove it"
+            raise AgentError(f"options.{name}: {spec.name} has {what}", param=f"options.{name}")
     values: dict[str, str] = {}
     for name, option in spec.options.items():
         value = options.get(name, option.default)
         if value is None:
             raise AgentError(
-                f"options.{name}: {spec.name} requires this option; pass --set {name}=… ({option.about})",
+                f"options.{name}: {spec.name} requires this option ({option.about}); pass --set {name}=… or, in the settings of a "
+                "service, set it in agent_options",
                 param=f"options.{name}",
             )
         values[name] = value

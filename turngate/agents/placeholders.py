@@ -30,7 +30,10 @@ def find_names(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
-    """Replace every placeholder with its value, except `{{name}}`. `escape` is applied to each value."""
+    """Replace every placeholder with its value, except `{{name}}`. `escape` is applied to each value.
+
+    Raise `UnknownPlaceholder` if a placeholder has no value, or is used in an invalid calculation.
+    """
 
     def value(match: re.Match[str]) -> str:
         if _is_doubled(text, match):

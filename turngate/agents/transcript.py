@@ -20,7 +20,7 @@ from turngate.errors import AgentError
 
 # Limits that keep reading fast, even if the agent has written huge files.
 MAX_FILE_BYTES = 64_000_000
-MAX_LINE_BYTES = 16_000_000
+MAX_LINE_BYTES = 16_000_000  # of one JSON document: a line of a JSONL file, or a whole JSON file
 MAX_RECORDS = 100_000  # per file
 
 
@@ -126,13 +126,12 @@ def _files(home: Path, pattern: str) -> Iterator[Path]:
 
 
 def _records(spec: Transcript, data: bytes) -> list[Any]:
-    """Parse the records of a transcript. Skip lines that are not valid JSON, because they are other output or were truncated."""
+    """Parse the records of a transcript. Raise `AgentError` if it is too large.
+
+    Skip lines that are not valid JSON, because they are other output or were truncated. An invalid JSON file has no records.
+    """
     if spec.format == "json":
-        try:
-            values = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
-        except (ValueError, RecursionError):
-            return []
-        return values[:MAX_RECORDS] if isinstance(values, list) else []
+        return _json_records(spec, data)
     lines = data.splitlines()
     if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
         raise AgentError(
@@ -146,6 +145,20 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
         except (ValueError, RecursionError):
             continue
     return records
+
+
+def _json_records(spec: Transcript, data: bytes) -> list[Any]:
+    is_too_large = len(data) > MAX_LINE_BYTES
+    try:
+        values = None if is_too_large else _search(spec.records, json.loads(data))
+    except (ValueError, RecursionError):
+        return []
+    if is_too_large or (isinstance(values, list) and len(values) > MAX_RECORDS):
+        raise AgentError(
+            f"transcript: the file has more than {MAX_RECORDS} records, or is larger than {MAX_LINE_BYTES} bytes",
+            param="transcript",
+        )
+    return values if isinstance(values, list) else []
 
 
 def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:
