@@ -198,3 +198,7 @@ def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
 def test_run_that_did_not_reach_the_model_is_explained(run: WatchedRun, message: str) -> None:
     with pytest.raises(AgentError, match=message):
         write_description("mine", ["mine"], {}, run)
+
+
+def test_exit_code_after_a_successful_call_does_not_matter() -> None:
+    assert 'name = "mine"' in write_description("mine", ["mine"], {}, watched(model_call(), exit_code=127))

@@ -130,7 +130,7 @@ class CallLog:
 
 
 def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
-    """Fill in the fields of a model call. If its body is invalid, which the gateway refuses, only the dialect and `samples` are set."""
+    """Fill in the fields of a model call. If its body is invalid, only `dialect` and `samples` are set. The gateway refuses such a call."""
     match = _ROUTES.match(scope["path"])
     if match is None:
         return

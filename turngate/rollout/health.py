@@ -15,7 +15,9 @@ from turngate.rollout.results import BatchResults
 
 RESTART_S = 15.0  # how long to wait for a gateway or a sandbox service, such as dockerd, that does not respond
 _PROBE_S = 5.0  # how long the result of a probe stays valid
-_MIN_IN_A_ROW = 20  # so many infrastructure faults in a row stop a batch; more if it runs more than 10 rollouts at once
+_MIN_IN_A_ROW = (
+    20  # this many infrastructure faults in a row stop a batch; more if it runs more than 10 rollouts at once
+)
 
 
 class BatchHealth:

@@ -47,9 +47,8 @@ KILL_TIMEOUT_S = 15.0
 END_CHECK_S = 60.0  # time between checks whether Docker has failed to report the end of a command
 END_GRACE_S = 10.0  # how long Docker may take to report it
 SPARE_PIDS = 64  # additional processes, for killing others in a container that has reached its process limit
-MAX_ENV_LINE = (
-    30_000  # bytes; docker limits the length of a line in an --env-file, so longer values are passed differently
-)
+# Longer values, in bytes, are not passed in an --env-file, because docker limits the length of its lines.
+MAX_ENV_LINE = 30_000
 CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
 AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes that can also mean that the docker command itself failed
 
