@@ -252,7 +252,8 @@ class Ledger:
                 self._write_and_sync(data)
         except OSError as error:
             raise LedgerError(
-                f"{self.folder / LEDGER_NAME} cannot be written to: {error.strerror}", param="out"
+                f"{self.folder / LEDGER_NAME} cannot be written to ({error.strerror}); correct this, then resume the batch",
+                param="out",
             ) from None
 
     def _write_and_sync(self, data: bytes) -> None:

@@ -126,7 +126,7 @@ def _check_socket_path(path: Path) -> Path:
     if size > MAX_SOCKET_PATH:
         raise SandboxUnavailable(
             f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but a unix socket path may have at most "
-            f"{MAX_SOCKET_PATH}; set TMPDIR to a folder whose path is {size - MAX_SOCKET_PATH} bytes shorter, such as /tmp"
+            f"{MAX_SOCKET_PATH}; set TMPDIR to a folder with a shorter path, such as /tmp"
         )
     return path
 
