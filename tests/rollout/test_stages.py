@@ -320,7 +320,7 @@ async def test_failing_copy_is_named(harness: Harness) -> None:
 async def test_unwritable_results_folder_is_fault(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     boundary, stage, message = fault(await harness.run(TWO_TURNS, folder=tmp_path / "file"))
-    assert (boundary, stage) == ("gateway", "collect") and "--out" in message
+    assert (boundary, stage) == ("gateway", "collect") and "choose a different folder" in message
 
 
 async def test_slow_stage_times_out(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
