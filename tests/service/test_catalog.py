@@ -160,7 +160,7 @@ def test_custom_endpoint_needs_allowed_hosts() -> None:
             "cannot contain 'direct', because a gateway always records",
         ),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "must be an http or https URL"),
-        ({"local://m": {}}, "tokenizer"),
+        ({"local://m": {}}, "because model_folder is not set"),
     ],
 )
 def test_invalid_entry_is_rejected_on_load(entry: dict[str, Any], word: str) -> None:
