@@ -26,7 +26,8 @@ MODULES = {
     "turngate.trainers.feed": "turngate.client.feed",
     "turngate.trainers.gate": "turngate.client.gate",
     "turngate.trainers.openenv": "turngate.views.training_trace",
-    "turngate.verdicts": "turngate.views.verdict",
+    "turngate.verdicts": "turngate.views.background_verifier",
+    "turngate.views.verdict": "turngate.views.background_verifier",
 }
 # Old name → new name.
 NAMES = {

@@ -18,7 +18,7 @@ from tests.chaos.sites import Site
 from tests.crash.storm import read_verdicts
 from tests.speed import paced, scaled
 from turngate.verify import Renderers, VerifyOptions, open_session_reader, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 RECOVER_S = 30.0
 VERIFY = "turngate verify --all"  # the last row of each place

@@ -23,7 +23,7 @@ from turngate.service import config as service_config
 from turngate.trainers.export import export
 from turngate.trainers.export.base import ExportChoices
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 RECORDED = Path(__file__).parent / "recorded-2026-11"
 ANSWERS: dict[str, Any] = json.loads((RECORDED / "answers.json").read_text())

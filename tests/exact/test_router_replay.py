@@ -26,7 +26,7 @@ from turngate.trainers.export import ExportChoices, export
 from turngate.trainers.export.side_data import decode_experts
 from turngate.trainers.routed_experts import to_verl
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 MODELS = {"/health": 200, "/v1/models": {"data": [{"id": "m", "max_model_len": 100_000}]}}
 

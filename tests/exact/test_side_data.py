@@ -35,8 +35,7 @@ from turngate.trainers.export.tree import rebuild_rows
 from turngate.trainers.tree_batch import read_trees
 from turngate.types import RaggedArray, SideArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.session import load_session_view
-from turngate.views.verdict import open_row_source
+from turngate.views.session import load_session_view, open_row_source
 
 NAMES = (EXPERTS, SCORES, LISTS)
 ALL_STEPS = st.one_of(STEPS, st.tuples(st.just("aborted"), REPLIES, TEXTS), st.tuples(st.just("cut"), REPLIES, TEXTS))

@@ -38,7 +38,7 @@ from turngate.trainers.export import ExportChoices, export
 from turngate.trainers.export.side_data import decode_columns
 from turngate.trainers.tree_batch import list_rows, pack_trees, read_trees
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("torch")]
 

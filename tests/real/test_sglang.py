@@ -38,7 +38,7 @@ from turngate.trainers.export.side_data import decode_experts
 from turngate.trainers.routed_experts import to_verl
 from turngate.types import RaggedArray, Sampling
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 pytestmark = [pytest.mark.needs("sglang", MODEL), pytest.mark.full]
 PROMPT = [9707, 11, 1879, 0, 151936 - 1, 5, 5, 5]  # with an id that no text has

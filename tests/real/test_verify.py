@@ -8,7 +8,7 @@ import pytest
 from tests.real.test_vllm import PAIRS, Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
 from turngate.verify import SessionReader, VerifyOptions, VLLMScorer, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)

@@ -18,7 +18,7 @@ from turngate.cli.show import load_from_store, print_session
 from turngate.client.gateway import GatewayClient
 from turngate.store.outcomes import RecordedOutcome
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 GRADED = RecordedOutcome(kind="graded", reward=1.0, group="g", task="t")
 

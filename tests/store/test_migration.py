@@ -28,9 +28,8 @@ from turngate.store.schema import SCHEMA_VERSION
 from turngate.store.store import Store
 from turngate.telemetry.metrics import Metrics
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.session import SessionViews
+from turngate.views.session import SessionViews, open_row_source
 from turngate.views.session_directory import SessionDirectory
-from turngate.views.verdict import open_row_source
 
 SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
 OPEN_SESSION_KEY = "tg-2119ifRYfGGw25JbkjWSkJziSmVMrVwubEuNkGzAOWjyuRw"  # of the open session

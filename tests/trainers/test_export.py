@@ -32,7 +32,7 @@ from turngate.trainers.export import FORMATS, ExportChoices, ExportResult, Rollo
 from turngate.trainers.export.files import UnwritableRecord, encode_json
 from turngate.trainers.export.rows import describe_versions
 from turngate.types import encode_array
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 TOOLS = [tool()]
 CALL = calls(("read_file", {"path": "a"}))

@@ -31,7 +31,7 @@ from turngate.trainers.local.distillation import read_scores
 from turngate.trainers.local.grpo import GrpoSettings, Learner, LogprobMismatch
 from turngate.types import RaggedArray
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 pytestmark = pytest.mark.needs("torch")
 MASK = "sampling_mask"

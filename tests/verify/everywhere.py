@@ -22,7 +22,7 @@ from turngate.server.app import Gateway
 from turngate.store.outcomes import DamagedOutcome
 from turngate.store.store import Store
 from turngate.verify import Renderers, Scorer, SessionReader, Verdict, VerifyOptions, verify
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 SEEN: list[Verdict] = []
 _stop = Gateway.stop

@@ -15,7 +15,7 @@ from turngate.render import Renderer
 from turngate.trace.sample import Sample
 from turngate.verify import Renderers, RowSource, ScriptedScorer, SessionReader, Verdict, VerifyOptions, verify
 from turngate.verify.store_reader import ContextFacts, NodeRow, TurnFacts
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 
 def verdict(

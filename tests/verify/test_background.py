@@ -20,7 +20,7 @@ from tests.speed import scaled
 from turngate.config import load_config
 from turngate.errors import ConfigError, StoreError
 from turngate.gateway.events import GatewayEvent
-from turngate.views.verdict import VerifierProcess
+from turngate.views.background_verifier import VerifierProcess
 
 pytestmark = pytest.mark.process
 

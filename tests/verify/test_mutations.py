@@ -23,7 +23,7 @@ from tests.verify.sessions import record_sessions
 from turngate.trace.sample import Sample
 from turngate.verify import RowSource, Verdict
 from turngate.verify.store_reader import TurnFacts
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 Recorded = tuple[Path, str, str]
 

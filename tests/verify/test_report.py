@@ -31,16 +31,15 @@ from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFoun
 from turngate.verify import (
     Renderers,
     SessionReader,
-    SpotChecker,
     TemplateDifference,
     Verdict,
     VerifyOptions,
     VLLMScorer,
-    summarize_verdict,
     verify,
 )
 from turngate.verify.findings import Counts
-from turngate.views.verdict import open_row_source
+from turngate.views.background_verifier import SpotChecker, summarize_verdict
+from turngate.views.session import open_row_source
 
 Recorded = tuple[Path, str, str]
 

@@ -18,7 +18,7 @@ from turngate.trace.sample import Sample
 from turngate.trace.side_data import decode_values, encode_values
 from turngate.types import RaggedArray, SideArray
 from turngate.verify.store_reader import SideFacts
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 
 class Masking(SideEngine):

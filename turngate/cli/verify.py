@@ -43,7 +43,7 @@ from turngate.verify import (
     unreadable_verdict,
     verify,
 )
-from turngate.views.verdict import open_row_source
+from turngate.views.session import open_row_source
 
 _LONG = 30  # maximum number of characters in an excerpt
 _BEFORE = 12  # number of characters shown before the first difference

@@ -1,4 +1,4 @@
-"""A call at the gate as the trainer sees it: the request, and methods to answer it, fail it or give it back.
+"""A call at the gate as the trainer sees it: the request, and methods to answer it (with lists or arrays), fail it or give it back.
 
 Calls are handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers are converted to
 arrays and checked here.

@@ -1,4 +1,4 @@
-"""Feeds: named, durable, ordered logs of complete groups for trainers.
+"""Feeds: named, durable, ordered logs of complete groups for trainers, which can start with earlier rollouts.
 
     a rollout's outcome is recorded ──► its group is complete ──► the delivery is numbered permanently      (store/feeds.py)
     a trainer reads past a number   ──► rows from the stored traces, group advantages, current staleness    (deliveries.py)

@@ -1,4 +1,4 @@
-"""Periodic maintenance of a running gateway: seal idle sessions, cancel superseded sessions, and remove old events."""
+"""Periodic maintenance of a running gateway: seal the sessions that `sessions.py` finds idle, cancel superseded ones, remove old events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record the outcomes of rollouts."""
+"""Record the outcomes of rollouts, and reject a second outcome that differs from the first."""
 
 from __future__ import annotations
 

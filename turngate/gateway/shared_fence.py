@@ -1,4 +1,4 @@
-"""One fence for many cells, in the shared store.
+"""One fence for many cells: change it in the shared store (its table is in `store/shared/fence.py`), or follow it.
 
 The gateway on the shared store changes the fence (`SharedBarrier`), and every cell follows it (`FenceFollower`). After a change, the
 gateway waits until each follower has carried it out or can no longer serve. A follower may serve only for `ttl_s` seconds after it sent its

@@ -1,4 +1,4 @@
-"""Draft the TOML description of an agent from one watched run (`agent_watch.py`). No I/O."""
+"""Draft the TOML description of an agent from one watched run (`agent_watch.py`), with the tool that runs shell commands. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grade an agent's work. After an infrastructure fault, the grading is retried, but the agent does not run again."""
+"""Repeat the grading of an agent's work after infrastructure faults, without running the agent again."""
 
 from __future__ import annotations
 

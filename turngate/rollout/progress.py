@@ -1,4 +1,4 @@
-"""The progress of a batch while it runs."""
+"""The progress of a batch while it runs: counts, rates such as tokens per second, and the time left."""
 
 from __future__ import annotations
 

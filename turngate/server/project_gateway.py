@@ -72,10 +72,10 @@ from turngate.store.store import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Json, Mode
-from turngate.verify import Verdict, summarize_verdict
+from turngate.verify import Verdict
+from turngate.views.background_verifier import BackgroundVerifier, summarize_verdict
 from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
-from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
 ANSWER_S = 10.0  # how long the event loop waits for an answer from the shared store

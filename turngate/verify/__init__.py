@@ -46,7 +46,6 @@ from turngate.verify.sampling_mask import check_sampling_masks
 from turngate.verify.scorers import Scorer, ScriptedScorer, VLLMScorer
 from turngate.verify.shared_reader import open_session_reader
 from turngate.verify.side_data import check_side_data
-from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
 from turngate.verify.teacher_scores import check_teacher_scores
@@ -64,7 +63,6 @@ __all__ = [
     "ScriptedScorer",
     "SessionReader",
     "SkippedCheck",
-    "SpotChecker",
     "StoredSession",
     "TemplateDifference",
     "TrainerRow",
@@ -74,7 +72,6 @@ __all__ = [
     "VerifyFinding",
     "VerifyOptions",
     "open_session_reader",
-    "summarize_verdict",
     "unreadable_verdict",
     "verify",
 ]

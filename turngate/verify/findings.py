@@ -1,4 +1,4 @@
-"""The verdict on a session: its findings, notes, forks and differences. `CheckResults` collects them."""
+"""The verdict on a session: its findings (the first 20 and a count), notes, forks and differences. `CheckResults` collects them."""
 
 from __future__ import annotations
 

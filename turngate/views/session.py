@@ -6,13 +6,16 @@ not blocked. The thread reads a consistent snapshot, even while turns are being 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceSideData, TraceTurn
 from turngate.errors import NotFound, StoreError
+from turngate.store.location import open_store_for_reading
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.reader import StoreReader
 from turngate.store.store import Store
@@ -23,6 +26,7 @@ from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
 from turngate.trace.turn_rewards import TurnReward
 from turngate.types import SideArray, encode_array
+from turngate.verify import RowSource
 
 T = TypeVar("T")
 
@@ -192,3 +196,18 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
         side=tuple(TraceSideData(*msgspec.structs.astuple(side)) for side in info.side) or msgspec.UNSET,
         delivered=node.delivered,
     )
+
+
+@contextmanager
+def open_row_source(data: str | Path) -> Iterator[RowSource]:
+    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder."""
+    store = open_store_for_reading(data)
+
+    def build_rows(session_id: str, everything: bool) -> list[Sample]:
+        view = load_session_view(store, session_id)
+        return view.samples(keep_empty=everything, side=store.side_data.load(view.session))
+
+    try:
+        yield build_rows
+    finally:
+        store.close()

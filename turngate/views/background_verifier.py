@@ -1,43 +1,30 @@
-"""Verify sessions together with the rows that the gateway delivers to trainers.
+"""Verify every n-th session that ends while the gateway serves, in a separate process.
 
-The command line verifies in its own process. A gateway that verifies sessions while it serves (`verify/spot_checks.py` chooses them) starts
-a separate process, `python -m turngate.views.verdict DATA`, because rendering a long session takes seconds and must not delay calls.
+The process, `python -m turngate.views.background_verifier DATA`, compares the rows that the gateway delivers to trainers with those of the
+verifier. Rendering a long session takes seconds and must not delay calls. The command line verifies in its own process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from turngate.errors import StoreError, TurngateError
-from turngate.store.location import open_store_for_reading
-from turngate.trace.sample import Sample
-from turngate.verify import Renderers, RowSource, SessionReader, SpotChecker, Verdict, VerifyOptions, verify
-from turngate.views.session import load_session_view
+from turngate.verify import Renderers, SessionReader, Verdict, VerifyOptions, verify
+from turngate.views.session import open_row_source
 
+log = logging.getLogger("turngate")
+_MAX_WAITING = 64  # sessions in the queue; while it is full, further sessions are not verified
 _LOWEST_PRIORITY = 19  # a `nice` value
-
-
-@contextmanager
-def open_row_source(data: str | Path) -> Iterator[RowSource]:
-    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder."""
-    store = open_store_for_reading(data)
-
-    def build_rows(session_id: str, everything: bool) -> list[Sample]:
-        view = load_session_view(store, session_id)
-        return view.samples(keep_empty=everything, side=store.side_data.load(view.session))
-
-    try:
-        yield build_rows
-    finally:
-        store.close()
 
 
 class VerdictReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,7 +71,7 @@ class VerifierProcess:
     def _spawn(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  # our own module
             # -P prevents imports from the current folder, which an agent may be able to write to.
-            [sys.executable, "-P", "-m", "turngate.views.verdict", str(self._data)],
+            [sys.executable, "-P", "-m", "turngate.views.background_verifier", str(self._data)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # the gateway handles Ctrl-C
@@ -107,6 +94,69 @@ class VerifierProcess:
                         pipe.close()
 
 
+class SpotChecker:
+    """Verifies every n-th submitted session in a thread. The thread calls `verify`, then `report` with the verdict."""
+
+    def __init__(self, every: int, verify: Callable[[str], Verdict], report: Callable[[Verdict], None]) -> None:
+        self._every = max(1, every)
+        self._verify = verify
+        self._report = report
+        self._seen = 0
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.verified = 0
+        self.dropped = 0  # sessions that were not verified because the queue was full
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="turngate-verify", daemon=True)
+        self._thread.start()
+
+    def stop(self, interrupt: Callable[[], None] = lambda: None) -> None:
+        """Stop after the current session, or immediately if `interrupt` aborts its verification. Sessions in the queue are dropped."""
+        self._stopping = True
+        interrupt()
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._waiting.put_nowait(None)
+            self._thread.join()
+
+    def submit(self, session_id: str) -> None:
+        """Submit a session that has ended. Only every n-th session is queued."""
+        self._seen += 1
+        if self._seen % self._every:
+            return
+        try:
+            self._waiting.put_nowait(session_id)
+        except queue.Full:
+            self.dropped += 1
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):  # a lower priority is optional
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        while not self._stopping:
+            session_id = self._waiting.get()
+            if session_id is None:
+                return
+            try:
+                verdict = self._verify(session_id)
+            except TurngateError as error:
+                if self._stopping:
+                    return
+                log.warning("session %s could not be verified: %s", session_id, error.message)
+                continue
+            except Exception:  # a bug in a check must not stop the other checks or the gateway
+                log.exception("session %s could not be verified", session_id)
+                continue
+            self.verified += 1
+            if not verdict.ok:
+                findings = "; ".join(
+                    f"{f.check}: {f.what}" + (f" ({f.where})" if f.where else "") for f in verdict.wrong[:5]
+                )
+                log.error("session %s failed verification: %s", session_id, findings)
+            self._report(verdict)
+
+
 class BackgroundVerifier:
     """Verifies every n-th session that ends while the gateway is serving."""
 
@@ -123,6 +173,12 @@ class BackgroundVerifier:
     def stop(self) -> None:
         """Stop immediately. Sessions that have not been verified can be verified later with `turngate verify`."""
         self._checker.stop(self._process.close)
+
+
+def summarize_verdict(verdict: Verdict) -> dict[str, object]:
+    """Return the data of the event that reports a verdict."""
+    wrong = [{"check": f.check, "what": f.what, "node": f.node} for f in verdict.wrong[:5]]
+    return {"ok": verdict.ok, "wrong": wrong, "notes": len(verdict.notes), "forks": len(verdict.forks)}
 
 
 def main(data: Path) -> None:
