@@ -70,7 +70,7 @@ def test_changed_reward_is_detected(data: Path) -> None:
         (["--tolerance", "-1"], "tolerance must be finite and 0 or greater, not -1"),
         (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),
-        (["--rollouts", "/nope"], "rollouts folder not found: /nope"),
+        (["--rollouts", "/nope"], "rollouts must be an existing folder, not '/nope'"),
         (["--data", "/nope"], "data: no recordings in /nope; run this where you ran `turngate run`"),
     ],
 )

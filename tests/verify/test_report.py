@@ -146,7 +146,7 @@ def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
         ({"session": "abc", "every": True}, "pass a session id or --all"),
         ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer folder"),
         ({"family": "bogus"}, "family must be one of template, .*qwen3.*, not 'bogus'"),
-        ({"rollouts": "/nope"}, "rollouts folder not found: /nope"),
+        ({"rollouts": "/nope"}, "rollouts must be an existing folder, not '/nope'"),
     ],
 )
 def test_invalid_options_are_rejected(recorded: Recorded, options: Any, words: str) -> None:

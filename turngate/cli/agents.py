@@ -127,7 +127,7 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
     asked = dict.fromkeys(f"{key} {value}" for call in calls for key, value in call.sampling.items())
     lines = {
         "requests": dict.fromkeys(f"{call.method} {call.path}" for call in run.calls),
-        "read from": ["the command or --env" if name == COMMAND else name for name in run.variables],
+        "endpoint and key read from": ["the command or --env" if name == COMMAND else name for name in run.variables],
         "tools offered": tools,
         "sampling requested": asked,
         "refused": dict.fromkeys(f"{call.status} {call.error[:200]}" for call in run.calls if call.is_refused),
@@ -136,7 +136,7 @@ def _print_watched(run: WatchedRun, console: Console) -> None:
         say(console, sanitize(f"{label}: {', '.join(values) or 'none'}"), "dim")
     if run.exit_code != 0:
         ended = "the command timed out" if run.exit_code is None else f"the command exited with code {run.exit_code}"
-        say(console, sanitize(f"note: {ended}; it printed: {run.output[-300:]}"), "yellow")
+        say(console, sanitize(f"note: {ended}; it printed: {run.output[-300:] or 'nothing'}"), "yellow")
 
 
 def _print_report(report: CheckReport, console: Console) -> None:

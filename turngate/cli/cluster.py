@@ -24,6 +24,10 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
     if not options.ray:
         if labels:
             raise ConfigError("ray_label needs a cluster; also pass --ray", param="ray_label")
+        if config.is_shared and not options.gateway:
+            raise ConfigError(
+                "data must be a folder without --ray; also pass --ray, or the --gateway of a cell", param="data"
+            )
         return None
     for name in ("gateway", "public_url", "tunnel"):
         if getattr(options, name):
@@ -39,7 +43,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
 
 @asynccontextmanager
 async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Start a gateway on the shared store. Like `connect_gateway`, yield a client and whether we started the gateway (always True)."""
+    """Start a gateway on the shared store. Like `connect_gateway`, yield a client and whether the gateway was started here (always True)."""
     async with open_shared_gateway(config) as client:
         yield client, True
 

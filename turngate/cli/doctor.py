@@ -75,7 +75,7 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
         find_agent(name)  # raises an error that lists the available agents
     gateway, key = options.gateway, ""
     if gateway:
-        for name, value in options.settings.items():
+        for name, value in {"config": options.config, **options.settings}.items():
             if value is not None and name not in _ALLOWED_WITH_GATEWAY:
                 flag = name.replace("_", "-")
                 raise ConfigError(

@@ -77,7 +77,7 @@ def _read_credit(options: ExportOptions) -> TurnCredit | None:
     if not options.credit:
         if options.gamma != 1:
             raise ConfigError(
-                "gamma applies only to the advantages of turns; also pass --credit turn_index", param="gamma"
+                "gamma applies only to turn advantages; also pass --credit turn_index or all_turns", param="gamma"
             )
         return None
     if options.credit not in _COMPARE:

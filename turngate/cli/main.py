@@ -92,7 +92,7 @@ def serve(options: flags.ServeOptions) -> None:
 def cell(options: flags.ServeOptions) -> None:
     """Start a cell: one of several gateways that ship their sessions to a shared store (needs the `postgres` extra).
 
-    A cell only serves while it holds a lease in the shared store. See docs/cells.md.
+    A cell serves only while it holds a lease in the shared store. See docs/cells.md.
     """
     from turngate.cli.cell import load_cell_config
 
@@ -157,15 +157,15 @@ def certify(
 @app.command()
 def show(
     session: Annotated[str, typer.Argument(help="Session id, a unique prefix of one, or `last`.")] = "last",
-    data: Annotated[str, typer.Option(help="Data folder with the recorded session.")] = "turngate-data",
+    data: Annotated[
+        str, typer.Option(help="Data folder, or postgresql:// address of a shared store.")
+    ] = "turngate-data",
     gateway: Annotated[
         str,
-        typer.Option(
-            help="URL of a running gateway to read from instead of the data folder. Set TURNGATE_ADMIN_KEY to its key."
-        ),
+        typer.Option(help="URL of a running gateway to read from instead of --data. Set TURNGATE_ADMIN_KEY to its key."),
     ] = "",
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Print tokens instead of text, coloured by log-probability.")
+        bool, typer.Option("--tokens", help="Print tokens instead of text, colored by log-probability.")
     ] = False,
     tokenizer: Annotated[
         str, typer.Option(help="Tokenizer to decode the ids with, if the recorded one is not on this machine.")
@@ -189,7 +189,7 @@ def run(options: flags.RunOptions) -> None:
     1 if it failed, timed out or reached a limit;
     2 if an option is invalid or the command could not run;
     3 if something other than the agent failed;
-    130 if stopped by Ctrl-C.
+    130 if stopped by Ctrl-C, or if the session was ended at the gateway.
     """
 
     def action() -> int:

@@ -69,18 +69,18 @@ def serve_mcp(options: McpOptions) -> None:
         try:
             runner.run(cancel_on_signal(serving, to, STOPPING))
         except BaseExceptionGroup as group:  # raised by the SDK's task groups
-            raise _unwrap(group) from None
+            raise _unwrap(group, is_stdio=place is None) from None
     say(to, "turngate mcp has stopped", "dim")
 
 
-def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the only error in a group if it is a TurngateError, or else the group. Add a hint to `DataFolderInUse`."""
+def _unwrap(group: BaseExceptionGroup[BaseException], *, is_stdio: bool) -> BaseException:
+    """Return the only error in a group if it is a TurngateError, or else the group. On stdio, add a hint to `DataFolderInUse`."""
     errors: list[BaseException] = [group]
     while isinstance(errors[0], BaseExceptionGroup):
         errors[:1] = errors[0].exceptions
-    if isinstance(errors[0], DataFolderInUse):
+    if is_stdio and isinstance(errors[0], DataFolderInUse):
         return ConfigError(
-            f"{errors[0].message}. On stdio, every client starts its own server; use --http to share one server between clients",
+            f"{errors[0].message}. On stdio, every client starts its own server; use --http to share a server between clients",
             param="data",
         )
     return errors[0] if len(errors) == 1 and isinstance(errors[0], TurngateError) else group

@@ -25,7 +25,7 @@ _FIRST_PANELS = (WHAT, BATCH)
 def describe_flag(
     help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None
 ) -> Any:
-    """Describe a flag. `default` is shown as its default, for a field whose actual default (such as None) would not be helpful."""
+    """Describe a flag. The help shows `default` instead of the field's own default, such as None."""
     shown = f" {DEFAULT.format(default)}" if default else ""
     return typer.Option(*names, help=help + shown, rich_help_panel=panel, metavar=metavar)
 

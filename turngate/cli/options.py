@@ -110,7 +110,8 @@ class RolloutOptions:
     tunnel: Annotated[
         str,
         _flag(
-            "Command that opens a tunnel to {port} and prints its URL; an alternative to --public-url.",
+            "Command that opens a tunnel to the gateway's port, written as {port}, and prints the tunnel's URL; an alternative to "
+            "--public-url.",
             SANDBOX,
         ),
     ] = ""
@@ -251,7 +252,14 @@ class BatchOptions(RolloutOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    tasks: Annotated[str, _flag("Tasks to train on: a folder, a .jsonl or .parquet file, or file.py:function.", WHAT)]
+    tasks: Annotated[
+        str,
+        _flag(
+            "Tasks to train on: a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, or "
+            "file.py:function.",
+            WHAT,
+        ),
+    ]
     model_folder: Annotated[Path, _flag("Model to train: a Hugging Face folder (Llama, Qwen2 or Qwen3).", WHAT)]
     out: Annotated[Path, _flag("Folder for the run. If it contains a run, that run is resumed.", OUTPUT)]
     agent: Annotated[str, _AGENT] = DEFAULT_AGENT
@@ -293,7 +301,11 @@ class TrainOptions:
         ),
     ] = ""
     mismatch_difference: Annotated[
-        float, _flag("Count tokens whose log-probability differs by more than this with the same weights.", ALARMS)
+        float,
+        _flag(
+            "Count tokens whose log-probability in the trainer differs from the engine's by more than this with the same weights.",
+            ALARMS,
+        ),
     ] = 0.2
     mismatch_share: Annotated[
         float, _flag("Raise an alarm if more than this share of tokens has such a difference; 0 turns it off.", ALARMS)
@@ -324,14 +336,14 @@ class TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommandOptions:
     session: Annotated[str, typer.Argument(help="Session id, a unique prefix of one, or `last`.")] = "last"
-    every: Annotated[bool, _flag("Verify every session in the data folder.", SELECTION, "--all")] = False
-    data: Annotated[str, _flag("Data folder with the recorded sessions.", SELECTION)] = "turngate-data"
+    every: Annotated[bool, _flag("Verify every session of --data.", SELECTION, "--all")] = False
+    data: Annotated[str, _flag("Data folder, or postgresql:// address of a shared store.", SELECTION)] = "turngate-data"
     rollouts: Annotated[
         str,
         _flag(
             "Folder with the agents' logs, or a folder that contains `rollouts` folders, such as the --out folder of `train`.",
             SELECTION,
-            default="DATA",
+            default="DATA, or the current folder for a shared store",
         ),
     ] = ""
     engine: Annotated[str, _flag("Engine that recomputes the log-probabilities: vllm or scripted.", SCORING)] = ""
@@ -362,7 +374,7 @@ class ExportOptions:
         str,
         _flag("File to write, ending in .jsonl or .parquet; atif also accepts a folder.", OUTPUT, metavar="PATH"),
     ]  # a str, because a Path would lose the trailing / that marks a folder
-    data: Annotated[str, _flag("Data folder with the recorded rollouts.", SELECTION)] = "turngate-data"
+    data: Annotated[str, _flag("Data folder, or postgresql:// address of a shared store.", SELECTION)] = "turngate-data"
     group: Annotated[
         Optional[list[str]], _flag("Export only groups with this name; * is a wildcard; repeatable.", SELECTION)
     ] = None
@@ -447,7 +459,7 @@ class ExportOptions:
         Optional[Path], _flag("File that caches the scores.", TEACHER, default="DATA/teacher-scores.db")
     ] = None
     tokenizer: Annotated[
-        str, _flag("Tokenizer of the recorded ids, if the recorded one is not on this machine.", TEACHER)
+        str, _flag("Tokenizer of the recorded ids, if its recorded folder is not on this machine.", TEACHER)
     ] = ""
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

@@ -52,7 +52,7 @@ def prepare_agent(
     if python and sandbox in IMAGELESS and shutil.which(python) is None:
         raise ConfigError(
             f"{found.spec.name} needs {python}, which is not installed on this machine; install it, choose a different --agent, "
-            f"or pass --sandbox docker --image python:{found.spec.install.python}",
+            f"or use --sandbox docker with an image that contains it, such as python:{found.spec.install.python}",
             param="agent",
         )
     limits = ModelLimits()

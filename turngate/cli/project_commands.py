@@ -18,7 +18,8 @@ keys_app = CommandGroup(help="List, create, rotate and revoke the API keys of pr
 
 _ProjectFlag = Annotated[str, typer.Option(help="Name of the project.")]
 _WeightFlag = Annotated[
-    Optional[float], typer.Option(help="Share of the engines under load, relative to other projects.")
+    Optional[float],
+    typer.Option(help="Share of the engines under load, relative to other projects. A new project has weight 1."),
 ]
 _LiveFlag = Annotated[Optional[int], typer.Option(help="Quota: open sessions at the same time; 0 for no limit.", min=0)]
 _TokensFlag = Annotated[Optional[int], typer.Option(help="Quota: sampled tokens per day; 0 for no limit.", min=0)]
@@ -51,7 +52,7 @@ def create_project(
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
     quotas = parse_quotas(live_sessions=live_sessions, tokens_per_day=tokens_per_day, stored_bytes=stored_bytes)
-    settings = {"weight": weight or 1.0, "quotas": quotas or {}}
+    settings = {"weight": 1.0 if weight is None else weight, "quotas": quotas or {}}
     new = or_exit(lambda: ask(gateway, lambda client: client.create_project(name, **settings)))
     print_projects([new], as_json)
 
@@ -139,7 +140,10 @@ def rotate_key(
 def revoke_key(
     prefix: _PrefixArgument, gateway: flags.GatewayFlag = flags.GATEWAY_URL, as_json: flags.JsonFlag = False
 ) -> None:
-    """Revoke a key. It stops working within one second, or in cells within five seconds."""
+    """Revoke a key. It stops working within one second, and in cells within five seconds.
+
+    A cell that cannot reach the shared store accepts the key until its lease lapses.
+    """
     from turngate.cli.projects import ask, print_keys
 
     print_keys([or_exit(lambda: ask(gateway, lambda client: client.revoke_key(prefix)))], as_json)
@@ -152,7 +156,7 @@ def audit(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights or exported data."""
+    """Show who created, rotated or revoked keys, changed projects, deleted sessions, loaded weights, or exported data on the page."""
     from turngate.cli.projects import ask, print_audit
 
     print_audit(or_exit(lambda: ask(gateway, lambda client: client.audit(project, after, limit))), as_json)

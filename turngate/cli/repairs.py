@@ -40,6 +40,8 @@ def make_repair_tasks(options: MakeRepairsOptions) -> bool:
         raise ConfigError(f"hint must be one of {', '.join(get_args(Hint))}, not {options.hint!r}", param="hint")
     if options.concurrency < 1:
         raise ConfigError(f"concurrency must be at least 1, not {options.concurrency}", param="concurrency")
+    if options.out.exists() and not options.out.is_dir():
+        raise ConfigError(f"out: {options.out} is not a folder; choose a new folder", param="out")
     if options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"out: {options.out} is not empty; choose a new folder", param="out")
     settings = RepairSettings(

@@ -50,6 +50,7 @@ EXIT_CODES: Mapping[str, int] = {
     "error": 3,
     "cancelled": INTERRUPTED,
 }
+STOPPING = "Stopping: ending the agent and removing its sandbox; the recording is kept …"
 _LINE_EVERY_S = 5.0  # interval between progress lines if the output is not a terminal
 _STDERR_LINES = 5  # number of lines of a failed agent's output that are shown
 
@@ -117,7 +118,7 @@ def _run_and_print(
     as_json: bool,
 ) -> int:
     with reserve_stdout(as_json):
-        outcome = asyncio.run(cancel_on_signal(_run(spec, config, gateway, access, console), console))
+        outcome = asyncio.run(cancel_on_signal(_run(spec, config, gateway, access, console), console, STOPPING))
     if outcome is None:
         say(console, "Cancelled before the rollout started.", "yellow")
         return INTERRUPTED
@@ -231,8 +232,8 @@ class RolloutDisplay(LiveDisplay):
         seconds = int(time.time() - progress.started)
         facts = []
         if progress.turns:
-            turns = "1 turn" if progress.turns == 1 else f"{progress.turns} turns"
-            facts.append((f"  {turns} · {progress.sampled_tokens:,} tokens", ""))
+            turns, tokens = _count(progress.turns, "turn"), _count(progress.sampled_tokens, "token")
+            facts.append((f"  {turns} · {tokens}", ""))
         if progress.session:
             facts.append((f"  session {progress.session[:12]}", "dim"))
         stage = f"{progress.stage:8}" if facts else progress.stage
@@ -268,11 +269,11 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
         _print_line(console, "grade", f"none: {no_grade}", "yellow")
     if outcome.session:
         roles = ", ".join(f"{count} {role}" for role, count in outcome.roles.items())
-        turns = "1 turn" if outcome.turns == 1 else f"{outcome.turns} turns"
-        rows = "1 row" if outcome.rows == 1 else f"{'?' if outcome.rows is None else outcome.rows} rows"
+        turns = _count(outcome.turns, "turn") + (f" ({roles})" if roles else "")
+        tokens = _count(outcome.sampled_tokens, "sampled token")
+        rows = "? rows" if outcome.rows is None else _count(outcome.rows, "row")
         suffix = "" if outcome.status == "finished" else ", kept"
-        counted = f"{turns} ({roles})" if roles else turns
-        _print_line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{suffix}")
+        _print_line(console, "trace", f"{turns}, {tokens}, {rows}{suffix}")
         _print_line(console, "inspect", f"turngate show {outcome.session}{show_flags}")
         # The tokenizer of a remote gateway may not be on this machine.
         if outcome.sampled_tokens and "--gateway" not in show_flags:
@@ -312,6 +313,10 @@ def _print_grade(outcome: Outcome, console: Console) -> None:
         _print_line(console, "reason", sanitize_line(grade.message))
     for text in grade.notes:
         _print_line(console, "note", sanitize_line(text), "yellow")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _print_line(console: Console, name: str, text: str, style: str = "") -> None:

@@ -292,7 +292,7 @@ class _TreePrinter:
         if node.kind == "sampled":
             say(self._console, self._turn_title(node))
         if self._tokenizer is not None:
-            say(self._console, self._colour_tokens(node, self._tokenizer))
+            say(self._console, self._color_tokens(node, self._tokenizer))
         elif node.message is not None:
             self._print_message(node.message)
         elif node.kind == "context":
@@ -330,11 +330,11 @@ class _TreePrinter:
             (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {sanitize_line(line)}", "dim")
         )
 
-    def _colour_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
+    def _color_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
         """Return a node's tokens as text.
 
-        On a terminal, sampled tokens are coloured from green (likely) to red (unlikely), and context tokens are grey. Elsewhere, each
-        sampled token is followed by its log-probability.
+        On a terminal, sampled tokens are colored from green (likely) to red (unlikely), and context tokens are gray. Elsewhere, each
+        sampled token is followed by its log-probability, if it is known.
         """
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
@@ -402,7 +402,7 @@ def _shade(logprob: float | None) -> str:
 
 
 def _print_legend(console: Console) -> None:
-    """Print what the colours of the tokens mean or, if the output is not a terminal, what the numbers after the tokens mean."""
+    """Print what the colors of the tokens mean or, if the output is not a terminal, what the numbers after the tokens mean."""
     console.print()
     if not console.is_terminal:
         say(

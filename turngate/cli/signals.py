@@ -14,7 +14,7 @@ from turngate.common.terminal import say
 
 T = TypeVar("T")
 INTERRUPTED = 130  # exit code
-STOPPING = "Stopping: ending the agent and removing its sandbox; the recording is kept …"
+STOPPING = "Stopping: ending running commands and removing sandboxes …"
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *messages: str) -> T:

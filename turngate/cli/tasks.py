@@ -118,7 +118,10 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Return whether the task has a grader, which is all a proof needs. Without a solution, the proof only shows that the grader runs."""
+    """Return whether the task has a grader, which is all that a proof needs.
+
+    Without a solution, the proof only shows that the grader runs and that doing nothing does not score 1.
+    """
     return task.grader is not None
 
 

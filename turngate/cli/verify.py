@@ -229,7 +229,7 @@ def _check_options(options: VerifyCommandOptions) -> None:
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
         raise ConfigError(f"tolerance must be finite and 0 or greater, not {options.tolerance:g}", param="tolerance")
     if options.rollouts and not Path(options.rollouts).is_dir():
-        raise ConfigError(f"rollouts folder not found: {options.rollouts}", param="rollouts")
+        raise ConfigError(f"rollouts must be an existing folder, not {options.rollouts!r}", param="rollouts")
     scoring = {
         "engine_url": bool(options.engine_url),
         "engine_key_env": bool(options.engine_key_env),

@@ -250,6 +250,13 @@ def test_repairs_are_made_and_proven(folder: Path, tmp_path: Path) -> None:
     assert again.exit_code == 2 and "is not empty" in again.output
 
 
+def test_output_must_be_a_folder(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = CliRunner().invoke(app, ["tasks", "make", "repairs", str(folder), "--out", str(file)])
+    assert done.exit_code == 2 and "file is not a folder" in done.output.replace("\n", "")
+
+
 def test_wrong_hint(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app, ["tasks", "make", "repairs", str(folder), "--out", str(tmp_path / "x"), "--hint", "all"]
