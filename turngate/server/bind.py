@@ -92,7 +92,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
 def raise_file_limit() -> None:
     """Raise the limit on open files to the maximum that the system allows.
 
-    Each session uses two open files. Child processes inherit the limit.
+    An active session needs two open files. Child processes inherit the limit.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):

@@ -49,7 +49,7 @@ async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateEr
 
 
 async def decode_msgpack(request: Request, kind: type[T]) -> T:
-    """Decode a request's msgpack body as `kind`. With an empty body, all fields have their defaults."""
+    """Decode a request's msgpack body as `kind`, and raise `BadRequest` if it is invalid. An empty body is treated as an empty map."""
     raw = await _read_body(request, MAX_MSGPACK_BODY)
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)

@@ -135,7 +135,7 @@ class MetricsEndpoint:
         return merge_snapshots([own, *(project.project_snapshot() for project in self.hosted)]) if self.hosted else own
 
     async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
-        """Return this worker's metrics together with those from the store, which are the same for all workers."""
+        """Return this worker's metrics for all projects, and those that are the same for all workers, such as those of the feeds."""
         own = await self.snapshot()
         shared = self._metrics.snapshot(
             {

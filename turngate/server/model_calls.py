@@ -157,7 +157,7 @@ class ModelCalls:
         return call
 
     def admit(self, session: Session, call: Call) -> None:
-        """Raise an error if a call that samples nothing could not start a turn. Limits are not checked."""
+        """Raise an error if the session or the gateway cannot serve a call that samples nothing. Limits are not checked."""
         self._pipeline.admit(session, call)
 
     def count_error(

@@ -26,7 +26,7 @@ JSON = "application/json"
 CHUNK_BYTES = 256 * 1024
 Endpoint = Callable[..., Awaitable[Response]]
 # Who may call an operation. key: the admin key, or an API key with one of the scopes. session: the session's secret or, if the path names
-# the session, such a key. page: a browser that is logged in to the page.
+# the session, such a key. any key: the admin key, any API key, or a session's secret. page: a browser that is logged in to the page.
 Access = Literal["public", "key", "any key", "session", "page"]
 
 

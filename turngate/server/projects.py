@@ -54,7 +54,7 @@ class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class DeleteProjectQuery(msgspec.Struct, frozen=True):
-    """Query parameters. With `force`, the project is deleted even if it has open sessions."""
+    """Query parameters. With `force`, the project is deleted even if it has open or unshipped sessions."""
 
     force: bool = False
 
@@ -105,7 +105,7 @@ class ProjectRoutes:
         return respond_created(self._projects.create(_caller(request), body.name, body.weight, body.quotas))
 
     async def change(self, request: Request, body: ChangeProjectBody) -> JsonReply[ProjectView]:
-        """Change the weight and the quotas of a project."""
+        """Change the weight or the quotas of a project, or both."""
         if body.weight is None and body.quotas is None:
             raise BadRequest("nothing to change; set weight or quotas", param="quotas")
         name = request.path_params["name"]

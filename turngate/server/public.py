@@ -30,7 +30,10 @@ _MODEL_BASES = (
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of `GET /health`: whether calls can be served. The status code is 200 if they can, and 503 if not."""
+    """The reply of `GET /health`. The status code is 503 if no engine is up, and 200 otherwise.
+
+    It is always 200 for a gateway on a shared store that manages no engines.
+    """
 
     status: str
     engines: int  # engines that are up
@@ -61,10 +64,10 @@ class PublicRoutes:
         return ApiRoute(describe_operation(path, "GET", self.models, "any key", dialect=dialect), self.models)
 
     async def health(self, request: Request) -> JsonReply[HealthReply]:
-        """Report whether calls can be served, for load balancers."""
+        """Report whether an engine is up, for load balancers."""
         health = await self._engine_health()
-        serves_calls = self._engine is not None or self._relay is not None  # false for a gateway on a shared store
-        ok = any(engine.ok for engine in health) or not serves_calls
+        has_engine = self._engine is not None or self._relay is not None  # otherwise, the data is in a shared store
+        ok = any(engine.ok for engine in health) or not has_engine
         return json_response(
             HealthReply(
                 status="ok" if ok else "engine unavailable",

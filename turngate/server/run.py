@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import shlex
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -236,7 +237,8 @@ def log_renderer(gateway: Gateway) -> None:
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
         if not certificate.passed:
-            log.warning("%s; for details, run: turngate certify", certificate.explain_uncertified())
+            folder = shlex.quote(str(renderer.tokenizer.folder))
+            log.warning("%s; for details, run: turngate certify %s", certificate.explain_uncertified(), folder)
         if isinstance(renderer, TemplateRenderer) and renderer.unused_template:
             log.warning("%s", renderer.unused_template)
         if certificate.unread:

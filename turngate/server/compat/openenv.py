@@ -130,7 +130,8 @@ class OpenEnvRoutes:
         if body.purpose == "train" and mode == "observe":
             raise BadRequest(
                 "purpose cannot be 'train', because this gateway is in observe mode and training requires exact token "
-                "capture; use 'eval', or a gateway in exact mode"
+                "capture; use 'eval', or a gateway in exact mode",
+                param="purpose",
             )
         bias: Literal["neutral", "record"] = "record" if body.purpose == "eval" else "neutral"
         config = SessionConfig(
@@ -267,7 +268,7 @@ def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
     sampling = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
     if sampling and not sampling.get("temperature"):
         raise BadRequest(
-            "sampling.temperature must be set, and be greater than 0, for training", param="sampling.temperature"
+            "sampling.temperature must be set to a number greater than 0 for training", param="sampling.temperature"
         )
     for name, neutral in _NEUTRAL.items():
         if name in sampling and sampling.pop(name) not in neutral:

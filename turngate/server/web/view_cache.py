@@ -35,7 +35,7 @@ _ENTROPY = "mean negative log-probability of the sampled tokens that have one: a
 
 
 class ViewCache:
-    """The views of one data folder, with their caches. It is not thread-safe, and is used only in the page's reader thread."""
+    """The views of one store, with their caches. It is not thread-safe, and is used only in the page's reader thread."""
 
     def __init__(self, tokenizer: Tokenizer | None, overview: Overview | SharedOverview) -> None:
         self.overview = overview

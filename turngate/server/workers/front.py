@@ -237,13 +237,15 @@ class WorkerProcess:
                 code, self._error = 1, f"worker {self._number} cannot be started: {error.strerror}"
             if stopping.is_set():
                 return
+            why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
             if first and not self.ready.is_set():
-                raise ConfigError(self._error or f"worker {self._number} exited with code {code} before it was ready")
+                raise ConfigError(
+                    self._error or f"worker {self._number} exited before it was ready ({why}); see its log for the cause"
+                )
             first = False
             self.ready.clear()
             short_runs = 0 if time.monotonic() - began > STABLE_S else short_runs + 1
             pause = BACK_OFF_S[min(short_runs, len(BACK_OFF_S) - 1)]
-            why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
             log.warning("worker %d exited (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause)
