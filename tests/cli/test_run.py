@@ -183,8 +183,8 @@ async def test_wrong_admin_key_is_rejected(data: Path) -> None:
         with start_cli(*shell_run(data, "true", "--gateway", g.root), TURNGATE_ADMIN_KEY="wrong" * 5) as running:
             assert await asyncio.to_thread(running.wait_for_exit) == 2
         assert running.output == (
-            f"turngate: gateway: TURNGATE_ADMIN_KEY is wrong; use the key in the file admin-key in the data folder of {g.root}, "
-            "or the TURNGATE_ADMIN_KEY that this gateway was started with\n"
+            f"turngate: gateway: {g.root} rejected the key; use the key in the file admin-key in the gateway's data folder, the "
+            "TURNGATE_ADMIN_KEY that the gateway was started with, or a valid API key\n"
         )
         assert "wrong" * 5 not in running.output
         assert not data.exists()

@@ -140,7 +140,7 @@ def decode_delivery(raw: bytes) -> Delivery:
 
 
 def convert_delivery(wire: WireDelivery) -> Delivery:
-    """Validate a decoded delivery."""
+    """Convert a decoded delivery to numpy arrays, and validate it."""
     return Delivery(
         number=wire.number,
         group=wire.group,

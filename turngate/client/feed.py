@@ -217,7 +217,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return await self.report_lags(number, version, meter.summarize())
 
     async def report_lags(self, number: int, version: int, lags: tuple[LagMismatch, ...]) -> tuple[MismatchAlarm, ...]:
-        """Like `report_mismatch`, with statistics that the caller has computed. Without any, nothing is reported."""
+        """Like `report_mismatch`, with statistics that the caller has computed. If `lags` is empty, nothing is reported."""
         if not lags:
             return ()
         report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags, id=uuid.uuid4().hex)
@@ -268,7 +268,10 @@ def _check_arguments(
 
 
 def _as_integer(name: str, value: SupportsIndex, least: int) -> int:
-    """Return an integer of any type, such as numpy's, as a Python integer. Raise `ValueError` if it is not one, or below `least`."""
+    """Return an integer of any type, such as numpy's, as a Python integer.
+
+    Raise `ValueError` if the value is not an integer, or if it is less than `least`.
+    """
     with suppress(TypeError):
         if not isinstance(value, bool) and (number := operator.index(value)) >= least:
             return number
@@ -283,8 +286,8 @@ def _check_mark(name: str, expected: str, current: str) -> None:
             why = "it was deleted and recreated, or the data folder changed"
             alternative = ", or use the mark and a number of the current feed"
         raise OtherFeed(
-            f"feed {name}: the feed this position belongs to (mark {expected}) no longer exists: {why}; "
-            f"start from the beginning{alternative}"
+            f"feed {name}: the feed that this position belongs to (mark {expected}) no longer exists: {why}; start from the "
+            f"beginning, without 'after' and 'mark'{alternative}"
         )
 
 

@@ -99,7 +99,7 @@ class GatewayClient(FeedClient):
         return [model.id for model in (await self._request("GET", "/v1/models", ModelList)).data]
 
     async def sessions(self, status: Literal["", "open", "sealed", "cancelled"] = "") -> list[str]:
-        """Return the ids of the newest 1000 sessions, newest first. If `status` is given, return only sessions with that status."""
+        """Return the ids of up to 1000 sessions, newest first: of all sessions, or of those with the given status."""
         path = "/admin/sessions?limit=1000" + (f"&status={status}" if status else "")
         return [session.id for session in (await self._request("GET", path, SessionList)).sessions]
 

@@ -157,8 +157,8 @@ class GatewayTransport:
             error = ErrorDetail(message=str(status))
         if status == 401:
             return Unauthorized(
-                f"gateway: {ADMIN_KEY} is {'wrong' if self._key else 'missing'}; use the key in the file {ADMIN_KEY_FILE} "
-                f"in the data folder of {self.url}, or the {ADMIN_KEY} that this gateway was started with",
+                f"gateway: {self.url} {'rejected the key' if self._key else 'needs a key'}; use the key in the file {ADMIN_KEY_FILE} "
+                f"in the gateway's data folder, the {ADMIN_KEY} that the gateway was started with, or a valid API key",
                 param=ADMIN_KEY,
             )
         if status == GatewayUnreachable.status:
