@@ -224,7 +224,7 @@ async def test_identical_needs_complete_comparison(tmp_path: Path, chromium: Chr
     async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
         await web.go("#/compare/x/y")
         await web.wait_for(".view-head .warn", "No difference in the loaded parts")
-        await web.wait_for(".message-note", "The middle is omitted (content: 30,001 characters).")
+        await web.wait_for(".message-note", "The middle is omitted (content: 30,001 characters in total).")
         await web.find("button", "Load everything and compare").click()
         await web.wait_for(".view-head button", "First difference: turn 1")
         await web.wait_until_gone(".banner")

@@ -1,4 +1,4 @@
-/** Actions on a rollout: cancel, seal, retry, export. Each asks for confirmation and reports the result. */
+/** Actions on a rollout: cancel, seal, retry, export. All except export ask for confirmation and report the result. */
 
 import * as api from "./api.js";
 import * as dialog from "./dialog.js";
@@ -67,7 +67,9 @@ async function seal(record, done) {
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function again(record, done) {
-  const text = `This starts a new attempt of ${nameOf(record.row)}, with its own session and sandbox. The current attempt is kept.`;
+  const text =
+    `This asks the batch for another attempt at ${nameOf(record.row)}, with its own session and sandbox. ` +
+    "The current attempt is kept.";
   if (await dialog.confirm("Retry this rollout?", text, "Retry the rollout"))
     await act(record.id, "retry", (got) => got.message, done);
 }

@@ -4,7 +4,7 @@
  */
 
 import { el, svg } from "./dom.js";
-import { number } from "./format.js";
+import { number, plural } from "./format.js";
 import { nice, scale, times } from "./axis.js";
 import { line, table } from "./table.js";
 
@@ -15,7 +15,7 @@ const WIDEST = 56; // maximum width of a bar, in pixels
 /**
  * @typedef {[number, number | null]} Point
  * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number, faint?: boolean}} Series `shade` is the
- *   index of the colour; a `faint` series is drawn behind the others
+ *   index of the color; a `faint` series is drawn behind the others
  * @typedef {object} Options
  * @property {string} title
  * @property {string} x label of the horizontal axis, with its unit
@@ -64,7 +64,7 @@ function drawable(one) {
 
 /** @param {Options} options */
 function spoken(options) {
-  const sizes = options.series.map((one) => `${one.name}: ${one.points.length} points`).join("; ");
+  const sizes = options.series.map((one) => `${one.name}: ${plural(one.points.length, "point")}`).join("; ");
   return `${options.title}. ${options.y} by ${options.x}. ${sizes}. Use the arrow keys to read the points. A table follows.`;
 }
 

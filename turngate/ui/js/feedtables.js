@@ -14,7 +14,7 @@ const FEEDS = [
   ["handed out", "num"],
   ["committed", "num"],
   ["waiting", "num"],
-  ["being read", ""],
+  ["has had a reader", ""],
 ];
 /** @type {import("./table.js").Head[]} */
 const DELIVERIES = [

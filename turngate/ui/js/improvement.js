@@ -5,7 +5,7 @@
 
 import { chart } from "./chart.js";
 import { el, fill } from "./dom.js";
-import { count, score } from "./format.js";
+import { count, plural, score } from "./format.js";
 import { messageOf } from "./message.js";
 import { failed, loading } from "./notice.js";
 import { Record } from "./record.js";
@@ -69,8 +69,8 @@ export function kindTable(improvement) {
 
 /** @param {Json} of */
 function meanCell(of) {
-  const rollouts = of.graded === 1 ? "1 rollout" : `${count(of.graded)} rollouts`;
-  return el("span", { title: rollouts }, score(of.mean), el("span.muted", { text: ` (${count(of.graded)})` }));
+  const title = plural(of.graded, "rollout");
+  return el("span", { title }, score(of.mean), el("span.muted", { text: ` (${count(of.graded)})` }));
 }
 
 /** @param {Json} span */
@@ -146,7 +146,7 @@ export class BeforeAfter {
 
 /** @param {Json} of */
 function meanText(of) {
-  return `${score(of.mean)} (${of.graded === 1 ? "1 rollout" : `${count(of.graded)} rollouts`})`;
+  return `${score(of.mean)} (${plural(of.graded, "rollout")})`;
 }
 
 /** @param {string} title @param {string} text @param {...any} content */
@@ -181,6 +181,6 @@ function column(label, version, record) {
     ]),
     ...messages.map((/** @type {Json} */ message) => messageOf(message, null)),
     end < nodes.length &&
-      el("a.more", { href: addressOf(record.id), text: `${count(turns.length - MOST_TURNS)} more turns` }),
+      el("a.more", { href: addressOf(record.id), text: plural(turns.length - MOST_TURNS, "more turn") }),
   );
 }

@@ -46,7 +46,7 @@ export class Live {
     this.source = null;
   }
 
-  /** Reconnect immediately. */
+  /** If the connection is lost, reconnect immediately. */
   now() {
     if (this.failures) this.#again();
   }

@@ -29,7 +29,7 @@ export function messageOf(message, whole) {
     const lengths = Object.entries(message.cut)
       .map(([field, length]) => `${field}: ${count(/** @type {number} */ (length))} characters`)
       .join(", ");
-    const text = `The middle is omitted (${lengths}).`;
+    const text = `The middle is omitted (${lengths} in total).`;
     made.append(
       whole
         ? el("button.more", { type: "button", on: { click: whole } }, `${text} Load everything`)

@@ -1,4 +1,4 @@
-/** Badges and cells for states, classes, rewards and names of rollouts, in all views. None relies on colour alone. */
+/** Badges and cells for states, classes, rewards and names of rollouts, in all views. None relies on color alone. */
 
 import { el, svg } from "./dom.js";
 import { score } from "./format.js";
@@ -95,7 +95,7 @@ export function causeBadge(cause) {
   return el("span.badge.is-warn", { title: `fork: ${cause}` }, sign, cause);
 }
 
-/** Return whether a rollout passed, according to its grader or, without its verdict, by a reward of at least 1. @param {Json} row */
+/** Return whether a rollout passed: its grader's verdict or, without one, whether its reward is at least 1. @param {Json} row */
 export function passed(row) {
   return row.resolved ?? (row.reward !== null && row.reward >= 1);
 }

@@ -1,4 +1,4 @@
-/** The details of one token, and the legend of the colours. */
+/** The details of one token, and the legend of the colors. */
 
 import { STEPS, stepOf } from "./probability.js";
 import { el } from "./dom.js";
@@ -118,11 +118,11 @@ export function summaryOf(tokens) {
   ];
 }
 
-/** Create the legend of colours and lines. */
+/** Create the legend of colors and lines. */
 export function legend() {
   const scale = el("span.legend-scale", {
     role: "img",
-    "aria-label": "From no colour (at least 90 %) to the strongest colour (less than 0.5 %)",
+    "aria-label": "From no color (at least 90 %) to the strongest color (less than 0.5 %)",
   });
   STEPS.forEach((step, i) =>
     scale.append(el("span.t", { class: `p${i}`, title: `probability ${step.label}`, text: step.label })),

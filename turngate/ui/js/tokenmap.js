@@ -1,5 +1,5 @@
 /**
- * A minimap of the branch beside its tokens: each row of pixels has the colour of the least likely token there. A click scrolls to it.
+ * A minimap of the branch beside its tokens: each row of pixels has the color of the least likely token there. A click scrolls to it.
  * Keyboard users can press `n` and `N` instead.
  */
 
@@ -32,8 +32,8 @@ export class TokenMap {
     this.canvas.height = height;
     const paint = this.canvas.getContext("2d");
     const look = getComputedStyle(this.element);
-    const colours = new Map(["p1", "p2", "p3", "p4", "p5"].map((step) => [step, resolved(look, step)]));
-    colours.set("p0", resolved(look, "line"));
+    const colors = new Map(["p1", "p2", "p3", "p4", "p5"].map((step) => [step, resolved(look, step)]));
+    colors.set("p0", resolved(look, "line"));
     const lowest = lines.map((line) => leastLikely(tokens, line));
     const size = Math.max(1, Math.min(3, height / lines.length));
     for (let y = 0; y < height; y += 1) {
@@ -41,7 +41,7 @@ export class TokenMap {
       const past = Math.max(from + 1, Math.floor(((y + 1) / height) * lines.length));
       const known = lowest.slice(from, past).filter((one) => one !== null);
       if (!known.length) continue;
-      paint.fillStyle = colours.get(stepOf(Math.min(.../** @type {number[]} */ (known))));
+      paint.fillStyle = colors.get(stepOf(Math.min(.../** @type {number[]} */ (known))));
       paint.fillRect(2, y, WIDTH - 4, size);
     }
   }
@@ -74,7 +74,7 @@ function leastLikely(tokens, line) {
 }
 
 /**
- * Return one of our colours in the current theme, because a canvas does not support `light-dark`.
+ * Return one of our colors in the current theme, because a canvas does not support `light-dark`.
  * @param {CSSStyleDeclaration} look
  * @param {string} name
  */

@@ -175,7 +175,8 @@ export class Conversation {
       leaf: this.record.leafThrough(id),
     });
     return [
-      ` a branch starts here: it shares ${plural(fork.shared, "token")} and differs from the next one on. `,
+      ` a branch starts here: it shares ${plural(fork.shared, "token")} with its parent branch `,
+      "and differs from the next token on. ",
       fork.detail && `Reason: ${fork.detail}. `,
       el("a", { href: tokens, text: "Show tokens" }),
     ];

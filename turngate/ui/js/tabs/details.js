@@ -110,7 +110,7 @@ function trouble(error) {
     el(
       "p",
       null,
-      classBadge(error.class ?? "error"),
+      classBadge(error.class || "error"),
       ` ${[error.boundary, error.stage].filter(Boolean).join(", in stage ")}`,
     ),
     block(error.message ?? "", "pre.log"),

@@ -1,7 +1,7 @@
 /** Two rollouts side by side: their main conversations, turn by turn, with the first difference marked. */
 
 import { el, fill } from "../dom.js";
-import { count, duration } from "../format.js";
+import { count, duration, plural } from "../format.js";
 import { seen } from "../hidden.js";
 import { briefly, messageOf, textOf } from "../message.js";
 import { empty, failed, loading } from "../notice.js";
@@ -111,7 +111,7 @@ function drawn(sides, toFirst, whole) {
     const apart = first !== null && i === first;
     const label = i === 0 ? "Start" : `Turn ${i}`;
     const where = apart
-      ? `: the ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one rollout ends" : ""}`
+      ? `: the ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", because one rollout ends here" : ""}`
       : "";
     pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
     const differ = apartAt(left[i], right[i]);
@@ -217,7 +217,7 @@ function apart(one, beside) {
   const rest = mine.slice(same, same + AROUND).split("\n", 1)[0] || mine.slice(same, same + AROUND);
   return el(
     "p.apart",
-    { title: one.left || beside.left ? null : `The first ${count(same)} characters are the same` },
+    { title: one.left || beside.left ? null : `Identical up to here: ${plural(same, "character")}` },
     from > 0 && "…",
     plain(mine.slice(from, same)),
     el("mark", null, rest ? plain(rest) : "(ends here)"),

@@ -15,9 +15,10 @@ import { block, plain } from "../text.js";
 /** @type {Object<string, string>} */
 const MEANS = {
   "agent failed":
-    "The agent produced nothing to grade, or reached a limit. The batch's options decide whether it scores 0 or is excluded.",
+    "The agent failed, timed out, reached a limit, or left nothing to grade. " +
+    "The batch's options decide whether it scores 0 or is excluded.",
   "invalid task": "The setup or the grader fails no matter what the agent does. Find the cause with turngate tasks check.",
-  "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. Never scored.",
+  "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. It is never scored.",
   cancelled: "Cancelled by a user, replaced by another attempt, or too old for the current policy version.",
 };
 

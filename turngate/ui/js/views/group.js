@@ -209,7 +209,7 @@ function evidenceOf(got) {
       el("dt", { text: one.cause }),
       el("dd.bar-track", { "aria-hidden": "true" }, bar),
       el("dd", {
-        text: `${count(one.tokens)} tokens, ${plural(one.forks, "fork")} in ${plural(one.rollouts, "rollout")}`,
+        text: `${plural(one.tokens, "token")}, ${plural(one.forks, "fork")} in ${plural(one.rollouts, "rollout")}`,
       }),
     ];
   });
@@ -221,7 +221,7 @@ function evidenceOf(got) {
     "div.charts",
     null,
     chart({
-      title: `Entropy: ${number(got.entropy)} nats over ${count(got.entropy_tokens)} tokens`,
+      title: `Entropy: ${number(got.entropy)} nats over ${plural(got.entropy_tokens, "token")}`,
       x: "rollout",
       whole: true,
       y: "nats per token",

@@ -189,7 +189,10 @@ function header(record, refresh) {
     ]),
     row.stop && row.status !== "running" && el("p.muted", { text: `Session ended: ${row.stop}` }),
     record.detail.error &&
-      el("p.banner.is-bad", { role: "alert", text: `${record.detail.error.class}: ${record.detail.error.message}` }),
+      el("p.banner.is-bad", {
+        role: "alert",
+        text: `${record.detail.error.class || record.detail.error.boundary}: ${record.detail.error.message}`,
+      }),
     !record.detail.error &&
       !lives(row) &&
       (totals?.warnings ?? []).map((/** @type {string} */ text) => el("p.banner", { role: "note", text: capital(text) })),

@@ -126,7 +126,7 @@ export function show(place) {
   const models = menu("Model", wanted.model, offers("Any model", []), (model) => change({ model }));
   fresh.addEventListener("click", reload);
 
-  const summarise = new Paced(async () => {
+  const summarize = new Paced(async () => {
     let got;
     try {
       got = await api.overview();
@@ -142,7 +142,7 @@ export function show(place) {
 
   /** @param {import("../live.js").Changes} changes */
   function changed(changes) {
-    summarise.soon();
+    summarize.soon();
     const known = list.update(changes.rollouts);
     if (known && !changes.reload && !changes.gone.length) return;
     if (list.atTop()) return again.soon();
@@ -151,7 +151,7 @@ export function show(place) {
     fresh.hidden = false;
   }
 
-  summarise.now();
+  summarize.now();
   list.reload(true);
   const toolbar = el(
     "div.toolbar",
@@ -178,7 +178,7 @@ export function show(place) {
     keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
     changed,
     leave: () => {
-      summarise.leave();
+      summarize.leave();
       again.leave();
       list.leave();
     },

@@ -252,7 +252,7 @@ function smooth(points) {
   ];
 }
 
-/** Format the labels of a time axis: times within one day, otherwise dates. @param {number} first @param {number} last */
+/** Format the labels of a time axis: times within one day, otherwise dates and times. @param {number} first @param {number} last */
 function timeText(first, last) {
   const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
   return (/** @type {number} */ time) => {
