@@ -12,11 +12,11 @@ from turngate.views.rollout_index import RolloutIndex
 
 MOST_MESSAGES = 50
 EXAMPLES = 5
-_NUMBER = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
+_NUMBER = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")  # a hexadecimal number may start with decimal digits
 
 
 def remove_numbers(message: str) -> str:
-    """Replace each number in a message with `#`, so that messages that differ only in numbers are counted together."""
+    """Replace each decimal or hexadecimal number in a message with `#`, so that messages that differ only in numbers are counted together."""
     return _NUMBER.sub("#", message)
 
 

@@ -37,7 +37,7 @@ FindRollouts = Callable[[str, int], Sequence[RewardedRollout]]
 
 
 def summarize_improvement(totals: Collection[RewardTotal], find_rollouts: FindRollouts) -> dict[str, Json] | None:
-    """Compare the rewards before and after, as described at the top. Return None if there are fewer than two policy versions."""
+    """Compare the rewards before and after, as described at the top of this module. Return None if there are fewer than two versions."""
     versions = sorted({total.version for total in totals})
     if len(versions) < 2:
         return None
@@ -71,7 +71,7 @@ def _choose_example(
     """Return the task whose mean reward rose most, with a rollout of its first version and one of its last.
 
     They are the rollouts whose rewards are closest to the means before and after. Of equal ones, the first task by name and the oldest
-    rollout are chosen. Return None if no mean rose.
+    rollout are chosen. Return None if no mean rose, or if the rollouts were deleted in the meantime.
     """
     early, late = _group(before, lambda total: total.task), _group(after, lambda total: total.task)
     gains = [

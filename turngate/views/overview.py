@@ -137,7 +137,7 @@ class Overview(RolloutIndex):
             (entry for entry in self.entries.values() if entry.row.group == name), key=lambda entry: entry.row.opened
         )
         if not entries or not name:
-            raise NotFound("unknown group; set 'name' to the name of a recorded group", param="name")
+            raise NotFound(f"unknown group {name[:200]!r}; set 'name' to the name of a recorded group", param="name")
         members = [(self.refresh_row(entry, now, store), entry.key) for entry in entries]
         deliveries = [delivery for delivery in self.deliveries if delivery.group == name]
         return {"cursor": cursor, **show_group(name, members, trains, deliveries)}
@@ -147,7 +147,7 @@ class Overview(RolloutIndex):
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:
-            raise NotFound("unknown group, or none of its rollouts has started", param="group")
+            raise NotFound(f"group {name[:200]!r} is unknown, or none of its rollouts has started", param="group")
         return [(entry.row.id, entry.key) for entry in sorted(entries, key=lambda entry: entry.key)]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:

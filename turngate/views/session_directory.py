@@ -36,7 +36,7 @@ class SessionDirectory:
     async def list_sessions(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[Summary]:
-        """List sessions, newest first. A local store is read in a thread, because few of many sessions may have the status.
+        """List sessions, newest first. A local store is read in a thread, because it may have to search many sessions for the status.
 
         A shared store is not: only queries on the event loop have a time limit, and a silent server must not hold the request.
         """

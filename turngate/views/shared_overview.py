@@ -170,7 +170,7 @@ class SharedOverview:
         cursor, now, pages = self.refresh(store), time.time(), _require_shared(store).rollout_pages
         rows = pages.group([name]) if name else []
         if not rows:
-            raise NotFound("unknown group; set 'name' to the name of a recorded group", param="name")
+            raise NotFound(f"unknown group {name[:200]!r}; set 'name' to the name of a recorded group", param="name")
         members = [(to_row(row, now), row.key) for row in rows]
         return {"cursor": cursor, **show_group(name, members, trains, map(_to_record, pages.deliveries(name)))}
 
@@ -180,7 +180,7 @@ class SharedOverview:
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)
         if not members:
-            raise NotFound("unknown group, or none of its rollouts has started", param="group")
+            raise NotFound(f"group {name[:200]!r} is unknown, or none of its rollouts has started", param="group")
         return [(session, key) for key, session in members]
 
     # ── trends ──────────────────────────────────────────────────────────────────────────────────────────────────

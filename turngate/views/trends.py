@@ -30,7 +30,7 @@ MOST_REPORTS = 200
 
 
 class MismatchEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer's report, as the event `mismatch` has it."""
+    """A trainer's report, as the event `mismatch` contains it."""
 
     feed: str
     number: int
@@ -99,8 +99,8 @@ def list_feeds(store: Store) -> list[Json]:
 def list_mismatches(store: Store) -> dict[str, Json]:
     """Return what trainers reported about log-probabilities (`trace/mismatch.py`), for the feeds that exist.
 
-    `newest` has the last report of each feed. `trend` has the statistics of tokens with lag 0 for the newest reports, None without any.
-    Numbers increase within a feed: if a trainer went back to an earlier delivery, its reports replace those of later ones.
+    `newest` has the last report of each feed. `trend` has, for each of the newest reports, the statistics of the tokens with lag 0, or None
+    if there are none. Numbers increase within a feed: if a trainer went back to an earlier delivery, its reports replace those of later ones.
     """
     newest: dict[str, dict[str, Json]] = {}
     trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}

@@ -138,7 +138,7 @@ function watchFilling(got) {
   if (!inside) return;
   if (got.incomplete) {
     filling.textContent =
-      "The lists are being filled after an upgrade. Some rollouts are still missing " +
+      "The lists are being rebuilt. Some rollouts are still missing " +
       `(${plural(got.rollouts, "rollout")} listed so far).`;
     document.getElementById("notices")?.append(filling);
     setTimeout(() => api.overview().then(watchFilling, () => watchFilling(got)), FILLING_MS);
