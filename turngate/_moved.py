@@ -170,4 +170,4 @@ def _look_up(module: str, name: str) -> Any:
 def _warn(old: str, new: str) -> None:
     import warnings
 
-    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} was renamed to {new}; the old name works until 0.2.0", DeprecationWarning, stacklevel=3)

@@ -322,7 +322,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}", param="port")
         for name in ("idle_s", "alive_s", "max_body_mb", "engine_silence_s", "engine_ranks"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
         for name in ("engine_wait_s", "engine_load_s"):
             if not getattr(self, name) >= 0:

@@ -36,7 +36,7 @@ class ConfigError(TurngateError):
 
 
 class DataFolderInUse(ConfigError):
-    """Another gateway is using the data folder."""
+    """Another Turngate process is using the data folder."""
 
 
 class NoRecordings(ConfigError):

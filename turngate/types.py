@@ -244,7 +244,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a sampling mask describes all biases of these parameters."""
+        """Whether these parameters bias sampling in ways that a sampling mask describes completely."""
         biases = self.biases()
         return bool(biases) and set(biases) <= set(TRUNCATIONS)
 

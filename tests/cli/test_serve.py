@@ -68,6 +68,7 @@ def test_unknown_setting_lists_known_settings(tmp_path: Path) -> None:
         ('port = "eighty"', "port"),
         ("port = 70000", "port"),
         ("idle_s = 0", "idle_s"),
+        ("idle_s = nan", "idle_s"),
         ("workers = 0", "workers"),
         ("workers = 1000", "workers"),
         ("alive_s = -1", "alive_s"),

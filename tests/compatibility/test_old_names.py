@@ -11,11 +11,11 @@ import pytest
 from turngate import _moved
 
 
-@pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")  # from the package of an old module
+@pytest.mark.filterwarnings("ignore:.*was renamed to:DeprecationWarning")  # from the package of an old module
 @pytest.mark.parametrize("name", _moved.MODULES)
 def test_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{name} is now {_moved.MODULES[name]}"):
+    with pytest.warns(DeprecationWarning, match=f"{name} was renamed to {_moved.MODULES[name]}"):
         old = importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)
     if name.startswith("turngate.environment") and not find_spec("openenv"):
@@ -25,7 +25,7 @@ def test_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert public and all(getattr(old, one) is getattr(new, one) for one in public)
 
 
-@pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*was renamed to:DeprecationWarning")
 @pytest.mark.parametrize("old", _moved.NAMES)
 def test_old_name_imports(old: str) -> None:
     module, _, name = old.rpartition(".")
@@ -33,7 +33,7 @@ def test_old_name_imports(old: str) -> None:
     if module.startswith("turngate.trainers.trl.rows") and not find_spec("trl"):
         return  # the module needs the `trl` extra
     imported = importlib.import_module(module)
-    with pytest.warns(DeprecationWarning, match=f"{old} is now {_moved.NAMES[old]}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} was renamed to {_moved.NAMES[old]}"):
         value = getattr(imported, name)
     assert value is getattr(importlib.import_module(new_module), new_name)
 

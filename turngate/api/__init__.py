@@ -2,6 +2,7 @@
 
     client          the async API: run, group, batch and Client
     blocking        the blocking API: run_sync, group_sync, batch_sync and open
+    cluster         runs a client's rollouts on a Ray cluster
     arguments       the arguments of both APIs, typed and validated
     task            loads a task from a path, a row or an instruction
     models          parses a model such as vllm://MODEL@URL

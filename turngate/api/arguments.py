@@ -93,7 +93,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress: bool | None = None
 
 
-_PATHS = {"data": (str, Path, type(None)), "config": (str, Path, ServiceConfig, type(None))}
+_PATHS = {
+    "data": ("a path", (str, Path, type(None))),
+    "config": ("a path or a ServiceConfig", (str, Path, ServiceConfig, type(None))),
+}
 _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
@@ -110,9 +113,9 @@ def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArgum
 
 def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
     """Validate arguments and convert them to settings. Raise `BadRequest` if one is unknown or has the wrong type."""
-    for name, kinds in _PATHS.items():
+    for name, (expected, kinds) in _PATHS.items():
         if not isinstance(given.get(name), kinds):
-            raise BadRequest(f"{name} must be a path, not {type(given[name]).__name__}", param=name)
+            raise BadRequest(f"{name} must be {expected}, not {type(given[name]).__name__}", param=name)
     try:
         return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:

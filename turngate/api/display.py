@@ -1,7 +1,7 @@
 """Display results: as a page in a notebook, and as text in a terminal.
 
 A page is a single block of HTML with its own styles, without scripts or external resources. All text from agents, models and tests passes
-through `_escape`, so it is never interpreted as markup. The page also tells the notebook not to typeset formulas in this text. Colours are
+through `_escape`, so it is never interpreted as markup. The page also tells the notebook not to typeset formulas in this text. Colors are
 translucent, so they work in light and dark themes.
 """
 
@@ -118,7 +118,11 @@ def _shorten(text: str, full: bool) -> str:
     if full or len(text) <= _MAX_TEXT:
         return text
     head, tail = _MAX_TEXT * 3 // 4, _MAX_TEXT // 4
-    return f"{text[:head]}\n… {len(text) - _MAX_TEXT:,} characters not shown …\n{text[-tail:]}"
+    return f"{text[:head]}\n… characters not shown: {len(text) - _MAX_TEXT:,} …\n{text[-tail:]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]:
@@ -187,11 +191,11 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
             parts.append(f'<div class="tg-dim">… turns not shown: {hidden}; use result.show(turns=[…]) …</div>')
         parts.append(_render_turn(turn, remaining, tokens, full, is_open=len(shown) <= 6))
         remaining -= min(remaining, len(turn.ids))
-    count = "1 turn" if len(result.turns) == 1 else f"{len(result.turns)} turns"
+    counts = f"{_count(len(result.turns), 'turn')}, {_count(result.sampled_tokens, 'sampled token')}"
     legend = "".join(f'<i class="tg-p{shade}">&nbsp;&nbsp;</i>' for shade in range(_SHADES))
     scale = f' <span class="tg-text" style="padding:0">unlikely {legend} likely</span>' if tokens else ""
     return (
-        f"<details open><summary>{count}, {result.sampled_tokens:,} sampled tokens{scale}</summary>"
+        f"<details open><summary>{counts}{scale}</summary>"
         f"{''.join(parts)}</details>"
     )
 
@@ -221,8 +225,7 @@ def _render_turn(turn: Turn, max_tokens: int, tokens: bool, full: bool, *, is_op
 
 
 def _headline(turn: Turn) -> str:
-    count = "1 token" if len(turn.ids) == 1 else f"{len(turn.ids):,} tokens"
-    facts = [f"turn {turn.number}", turn.role, count, turn.finish]
+    facts = [f"turn {turn.number}", turn.role, _count(len(turn.ids), "token"), turn.finish]
     if (mean := turn.mean_logprob) is not None:
         facts.append(f"mean log-probability {mean:.2f}")
     if turn.version_end:
@@ -277,9 +280,9 @@ def _render_rows(rows: Sequence[Sample]) -> str:
         f"<tr><td>{index}</td><td>{len(row.ids):,}</td><td>{row.trained_tokens:,}</td><td>{len(row.spans)}</td></tr>"
         for index, row in enumerate(islice(rows, _MAX_LINES))
     )
-    count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     heads = "".join(f"<th>{name}</th>" for name in ("row", "tokens", "trained", "turns"))
-    return f"<details><summary>{count} for training</summary><table><tr>{heads}</tr>{lines}</table></details>"
+    title = f"{_count(len(rows), 'row')} for training"
+    return f"<details><summary>{title}</summary><table><tr>{heads}</tr>{lines}</table></details>"
 
 
 def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
@@ -318,8 +321,7 @@ def render_text(
         ),
         _format_line(
             "turns",
-            f"{len(result.turns)}, {result.sampled_tokens:,} sampled tokens, "
-            + ("1 row" if len(result.rows) == 1 else f"{len(result.rows)} rows"),
+            f"{len(result.turns):,}, {_count(result.sampled_tokens, 'sampled token')}, {_count(len(result.rows), 'row')}",
         ),
     ]
     if result.error is not None:
@@ -388,7 +390,7 @@ def render_text_table(results: Sequence[ResultData], title: str) -> RenderableTy
 
 
 def to_plain_text(what: RenderableType) -> str:
-    """Convert rendered output to plain text, without colours."""
+    """Convert rendered output to plain text, without colors."""
     output = io.StringIO()
     Console(
         file=output, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False

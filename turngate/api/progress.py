@@ -71,7 +71,8 @@ class ProgressBoard:
         facts = [f"{_format_clock(state.wall_s + since)}  {state.status if state.done else state.stage}"]
         if state.turns:
             turns = "1 turn" if state.turns == 1 else f"{state.turns} turns"
-            facts.append(f"{turns} · {state.sampled_tokens:,} tokens")
+            tokens = "1 token" if state.sampled_tokens == 1 else f"{state.sampled_tokens:,} tokens"
+            facts.append(f"{turns} · {tokens}")
         if state.reward is not None:
             facts.append(f"reward {state.reward:g}")
         facts += [state.task_id] if self.total > 1 else []

@@ -53,7 +53,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         """Display the result, as a page in a notebook or as text in a terminal.
 
         `turns` lists the numbers of the turns to show; by default, as many as fit are shown. If `tokens` is set, sampled text is shown as
-        tokens, coloured by their log-probability. If `full` is set, turns, files and logs are not truncated.
+        tokens, colored by their log-probability. If `full` is set, turns, files and logs are not truncated.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 
@@ -138,7 +138,7 @@ class Results(list[Result]):
     @property
     def _facts(self) -> list[str]:
         mean, pass_at_1 = self.mean_reward, self.pass_at(1)
-        facts = [f"{len(self)} results"]
+        facts = ["1 result" if len(self) == 1 else f"{len(self)} results"]
         facts += [] if mean is None else [f"mean reward {mean:.3g}"]
         facts += [] if pass_at_1 is None else [f"pass@1 {pass_at_1:.3g}"]
         return facts

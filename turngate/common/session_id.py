@@ -10,7 +10,10 @@ LAST = "last"
 
 
 def resolve_session_id(wanted: str, known: Sequence[str]) -> str:
-    """Return the session id that `wanted` names. `known` has all ids, newest first. Raise `NotFound` unless exactly one id matches."""
+    """Return the session id that `wanted` names. `known` has the newest ids, newest first.
+
+    Raise `NotFound` if no id matches, or if `wanted` is a prefix of several.
+    """
     if not known:
         raise NotFound("no session is recorded here; record one with `turngate run`")
     if wanted == LAST:

@@ -1,7 +1,7 @@
 """MCP over streamable HTTP, for many clients (`turngate mcp --http`).
 
-A request reaches the SDK only if its Host header names this server (which prevents DNS rebinding), its Origin header is absent or
-allowed, and it carries the key.
+A request reaches the SDK only if its Host header is an IP address or names this server (which prevents DNS rebinding), its Origin header is
+absent or allowed, and it carries the key.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class McpAccess:
             )
         if not self._is_own_host(headers.get("host", "")):
             return _error_response(
-                421, "the Host header does not name this server; to allow it, start the server with --allow-host"
+                421, "the Host header does not name this server; to allow its name, start the server with --allow-host NAME"
             )
         if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
             return _error_response(
                 403,
-                "the site in the Origin header may not call this server; to allow it, start the server with --allow-host",
+                "the site in the Origin header may not call this server; to allow it, start the server with --allow-host NAME",
             )
         if path != PATH:
             return _error_response(404, f"path not found; the only path is {PATH}")

@@ -1,7 +1,7 @@
 """Log lines as text or JSON, with secrets redacted.
 
 A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
-logged by that task include the session, rollout and group. No code should log a key; redaction is only the last line of defence.
+logged by that task include the session, rollout and group. No code should log a key; redaction is only the last line of defense.
 """
 
 from __future__ import annotations
