@@ -133,7 +133,16 @@ def test_invalid_option_is_named(arguments: list[str], line: str, data: Path) ->
 def test_batch_on_a_shared_store_needs_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"id": "a", "instruction": "Say hello."}\n')
-    arguments = ("--tasks", file, "--agent", "shell", "--set", "command=true", "--data", "postgresql://localhost/nowhere")
+    arguments = (
+        "--tasks",
+        file,
+        "--agent",
+        "shell",
+        "--set",
+        "command=true",
+        "--data",
+        "postgresql://localhost/nowhere",
+    )
     line = run_rejected("batch", *arguments)
     assert line == "--data must be a folder without --ray; also pass --ray, or the --gateway of a cell"
 

@@ -302,7 +302,7 @@ async def test_late_duplicate_and_invalid_answers_are_refused() -> None:
         good = CallAnswer(lease=call.lease, ids=ids, logprobs=None, finish="stop")
         bad = {"lease": call.lease, "ids": ids[:-1], "logprobs": None, "finish": "stop"}
         wrong = await post(g, path, bad)
-        assert wrong.status_code == 400 and "must be a multiple of 4 bytes" in wrong.text
+        assert wrong.status_code == 400 and "must be a multiple of 4, not" in wrong.text
         assert (await post(g, path, {"lease": call.lease})).status_code == 400
         assert (await post(g, path, good, key="x")).status_code == 401
         assert (await post(g, path, good, key=session.key)).status_code == 401  # the agent's own key

@@ -194,10 +194,7 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
     counts = f"{_count(len(result.turns), 'turn')}, {_count(result.sampled_tokens, 'sampled token')}"
     legend = "".join(f'<i class="tg-p{shade}">&nbsp;&nbsp;</i>' for shade in range(_SHADES))
     scale = f' <span class="tg-text" style="padding:0">unlikely {legend} likely</span>' if tokens else ""
-    return (
-        f"<details open><summary>{counts}{scale}</summary>"
-        f"{''.join(parts)}</details>"
-    )
+    return f"<details open><summary>{counts}{scale}</summary>{''.join(parts)}</details>"
 
 
 def _fit_turns(turns: list[Turn], full: bool) -> tuple[list[Turn], int]:

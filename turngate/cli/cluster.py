@@ -43,7 +43,7 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
 
 @asynccontextmanager
 async def start_shared_gateway(config: ServeConfig) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Start a gateway on the shared store. Like `connect_gateway`, yield a client and whether the gateway was started here (always True)."""
+    """Start a gateway on the shared store. Like `connect_gateway`, yield a client and whether we started the gateway (always True)."""
     async with open_shared_gateway(config) as client:
         yield client, True
 

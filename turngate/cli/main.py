@@ -162,7 +162,9 @@ def show(
     ] = "turngate-data",
     gateway: Annotated[
         str,
-        typer.Option(help="URL of a running gateway to read from instead of --data. Set TURNGATE_ADMIN_KEY to its key."),
+        typer.Option(
+            help="URL of a running gateway to read from instead of --data. Set TURNGATE_ADMIN_KEY to its key."
+        ),
     ] = "",
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Print tokens instead of text, colored by log-probability.")
@@ -438,7 +440,7 @@ def add_engine(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Add an engine. Before its first call, it loads the current weights, unless it already has them."""
+    """Add an engine, or stop draining one. Before its next call, it loads the current weights, unless it already has them."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.add_engine(url, version), as_json))

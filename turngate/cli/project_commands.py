@@ -124,7 +124,9 @@ def create_key(
 @keys_app.command("rotate")
 def rotate_key(
     prefix: _PrefixArgument,
-    grace_hours: Annotated[float, typer.Option(help="Hours for which the old key stays valid.", min=0)] = 24.0,
+    grace_hours: Annotated[
+        float, typer.Option(help="Maximum number of hours for which the old key stays valid.", min=0)
+    ] = 24.0,
     out: _OutFlag = None,
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,

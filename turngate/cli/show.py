@@ -355,9 +355,7 @@ class _TreePrinter:
         text = sanitize(text)
         if self._full or len(text) <= _LONG:
             return text
-        return (
-            f"{text[: _LONG * 3 // 4]}\n… {len(text) - _LONG} characters (--full shows them) …\n{text[-_LONG // 4 :]}"
-        )
+        return f"{text[: _LONG * 3 // 4]}\n… characters left out: {len(text) - _LONG:,}; --full shows them …\n{text[-_LONG // 4 :]}"
 
     def _walk(self, node: NodeView) -> Iterator[NodeView]:
         current: NodeView | None = node

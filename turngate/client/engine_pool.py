@@ -13,7 +13,10 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, which first loads the current weights. Set `version` if it already has the weights of this policy version."""
+        """Add an engine, which first loads the current weights, or stop draining one.
+
+        Set `version` if the engine already has the weights of this policy version.
+        """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
             "POST", "/admin/engines", EnginesView, {"url": url, "version": version}, within=limit

@@ -75,7 +75,7 @@ class EngineRoutes:
         return json_response(view)
 
     async def add(self, request: Request, body: AddEngineBody) -> JsonReply[EnginesView]:
-        """Add an engine."""
+        """Add an engine, or stop draining one."""
         body.check()
         return json_response(await self._changes.add(body.url, body.version))
 

@@ -114,7 +114,7 @@ def _parse_array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
     little_endian = np.dtype(kind).newbyteorder("<")
     if len(raw) % little_endian.itemsize:
         raise BadRequest(
-            f"{field} is {len(raw)} bytes long, but its length must be a multiple of {little_endian.itemsize} bytes",
+            f"{field}: its length in bytes must be a multiple of {little_endian.itemsize}, not {len(raw)}",
             param=field,
         )
     return np.frombuffer(raw, little_endian).astype(kind)

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")  # a hexadecimal numbe
 
 
 def remove_numbers(message: str) -> str:
-    """Replace each decimal or hexadecimal number in a message with `#`, so that messages that differ only in numbers are counted together."""
+    """Replace each decimal or hexadecimal number with `#`, so that messages that differ only in numbers are counted together."""
     return _NUMBER.sub("#", message)
 
 

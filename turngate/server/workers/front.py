@@ -240,7 +240,8 @@ class WorkerProcess:
             why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
             if first and not self.ready.is_set():
                 raise ConfigError(
-                    self._error or f"worker {self._number} exited before it was ready ({why}); see its log for the cause"
+                    self._error
+                    or f"worker {self._number} exited before it was ready ({why}); see its log for the cause"
                 )
             first = False
             self.ready.clear()
