@@ -86,7 +86,7 @@ class SessionListQuery(msgspec.Struct, frozen=True):
 class SamplesQuery(msgspec.Struct, frozen=True):
     """Query parameters. With `all`, rows without trained tokens are included.
 
-    With `masks`, the rows are those of a trainer that also receives sampling masks, which they do not contain.
+    With `masks`, the rows are those of a trainer that also receives sampling masks. The reply does not contain the masks.
     """
 
     all: bool = False
@@ -105,7 +105,7 @@ class ToolCallsQuery(msgspec.Struct, frozen=True):
 
 
 class EventsQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the id of the last event received. Without `wait`, the stream ends after the events that exist now."""
+    """Query parameters. `after` is the id of the last event received. With `wait=0`, the stream ends after the events that already exist."""
 
     after: str = ""
     wait: bool = True

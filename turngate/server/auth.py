@@ -141,7 +141,9 @@ class Auth:
         if not self.is_admin(key) and not self._sessions.is_secret_of(key, session_id):
             found = self.find_key(key)
             if found is None:
-                raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
+                raise Unauthorized(
+                    "Incorrect API key provided. Use this session's secret, the admin key, or an API key."
+                )
             require_scope(found, MODEL_CALLS)
         return await self._sessions.find(session_id)
 

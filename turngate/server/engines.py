@@ -46,7 +46,8 @@ class DrainEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_o
 class RemoveEngineBody(_EngineBody, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /admin/engines/remove`.
 
-    The engine's calls in flight get up to `limit_s` seconds to end. With `force`, they fail at once instead.
+    The engine's calls in flight get up to `limit_s` seconds to end. After that, the request fails, and the engine keeps draining. With
+    `force`, the calls fail at once, and the engine is removed.
     """
 
     limit_s: Limit = REMOVE_S

@@ -23,10 +23,9 @@ from turngate.types import Json
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _dialects: dict[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 _DESCRIPTION = (
-    "Turngate records the model calls of coding agents token-exactly. Model calls need the secret of a session or, if the path names "
+    "Turngate records every token of the model calls of coding agents. Model calls need the secret of a session or, if the path names "
     "the session, the admin key or an API key; most other routes need the admin key or an API key with one of the listed scopes. "
-    "All documents of the native API are JSON unless another "
-    "media type is listed. In msgpack, binary values are not encoded as text."
+    "All documents of the native API are JSON unless another media type is listed. In msgpack, binary values are not encoded as text."
 )
 
 
