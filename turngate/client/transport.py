@@ -64,7 +64,9 @@ class GatewayTransport:
         """`admin_key` is the admin key or the key of a project. With the admin key, `project` is the project to act on."""
         reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
+            raise ConfigError(
+                f"gateway: {url!r} is not an http(s) URL; pass one such as http://127.0.0.1:8700", param="gateway"
+            )
         self.url = url.rstrip("/")
         self.project = project
         self._key = admin_key
@@ -133,7 +135,8 @@ class GatewayTransport:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, reply)
             raise InvalidReply(
-                f"gateway: {self.url} sent a reply that this client cannot decode ({message})", param=field
+                f"gateway: {self.url} sent a reply that this client cannot decode ({message}); check that both have the same version",
+                param=field,
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidReply(

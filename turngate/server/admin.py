@@ -105,7 +105,7 @@ class ToolCallsQuery(msgspec.Struct, frozen=True):
 
 
 class EventsQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `after` is the id of the last event received. With `wait=0`, the stream ends after the events that already exist."""
+    """Query parameters. `after` is the id of the last event received. With `wait=0`, the stream ends after the existing events."""
 
     after: str = ""
     wait: bool = True

@@ -102,7 +102,7 @@ export function show(place) {
     if (fetch) list.reload(true);
   }
 
-  const search = searchField(wanted.q, "Search groups and tasks", (q) => change({ q }));
+  const search = searchField(wanted.q, "Search groups, agents and models", (q) => change({ q }));
   const again = new Paced(() => list.reload(), AGAIN_MS);
   list.reload(true);
   return {
