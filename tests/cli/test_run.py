@@ -183,7 +183,8 @@ def test_unreachable_gateway_and_invalid_url(data: Path, monkeypatch: pytest.Mon
     line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
     assert line == "gateway: nothing is listening at http://127.0.0.1:9; start a gateway with turngate serve"
     assert (
-        run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key) == "gateway: 'here' is not an http(s) URL"
+        run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key)
+        == "gateway: 'here' is not an http(s) URL; pass one such as http://127.0.0.1:8700"
     )
 
 
