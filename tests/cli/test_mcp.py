@@ -16,14 +16,16 @@ def test_folder_in_use_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(DataFolderInUse) as refused:
         lock_folder(tmp_path)
     lock.close()
-    found = mcp._unwrap(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))
+    group = BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])])
+    found = mcp._unwrap(group, is_stdio=True)
     assert isinstance(found, TurngateError)
     assert "is in use" in found.message and "--http" in found.message
+    assert mcp._unwrap(group, is_stdio=False) is refused.value
 
 
 def test_other_exception_groups_are_kept() -> None:
     two = ExceptionGroup("tasks", [EngineError("a"), EngineError("b")])
-    assert mcp._unwrap(two) is two
-    assert mcp._unwrap(ExceptionGroup("tasks", [EngineError("a")])).args
+    assert mcp._unwrap(two, is_stdio=True) is two
+    assert mcp._unwrap(ExceptionGroup("tasks", [EngineError("a")]), is_stdio=True).args
     bug = ExceptionGroup("tasks", [ValueError("a")])
-    assert mcp._unwrap(bug) is bug
+    assert mcp._unwrap(bug, is_stdio=True) is bug
