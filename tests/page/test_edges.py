@@ -18,6 +18,21 @@ from turngate.store.outcomes import RecordedOutcome
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 
+async def test_damaged_outcome_is_explained(tmp_path: Path, chromium: Chromium) -> None:
+    data = tmp_path / "data"
+    page_kit.add_rollouts(data, 8)
+    with page_kit.open_builder(data) as builder:
+        builder._db.execute(
+            "UPDATE outcomes SET outcome=? WHERE session=(SELECT key FROM sessions WHERE id='r00001')", (b"{",)
+        )
+    async with page_kit.serve(data) as g, open_browser(g.root, g.app.admin_key, chromium=chromium) as web:
+        await web.go("#/rollout/r00001")
+        await web.wait_for(".banner.is-bad", "store: its outcome is damaged on disk")
+        await web.go("#/failures")
+        await web.wait_for(".panel-head", "cannot be read from the store")
+        assert await web.page.locator(".panel-head", has_text="damaged").locator("a").count() == 0
+
+
 async def test_rollout_without_session_can_be_opened(tmp_path: Path, chromium: Chromium) -> None:
     data = tmp_path / "data"
     page_kit.add_rollouts(data, 8)

@@ -20,6 +20,7 @@ const MEANS = {
   "invalid task": "The setup or the grader fails no matter what the agent does. Find the cause with turngate tasks check.",
   "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. It is never scored.",
   cancelled: "Cancelled by a user, replaced by another attempt, or too old for the current policy version.",
+  damaged: "The session or its outcome cannot be read from the store.",
 };
 
 /**
@@ -85,10 +86,11 @@ function drawn(got) {
         null,
         classBadge(one.class),
         el("strong", { text: plural(one.count, "rollout") }),
-        el("a", {
-          href: href(["rollouts"], one.class === "cancelled" ? { status: "cancelled" } : { class: one.class }),
-          text: "show all",
-        }),
+        one.class !== "damaged" && // the list has no filter for these
+          el("a", {
+            href: href(["rollouts"], one.class === "cancelled" ? { status: "cancelled" } : { class: one.class }),
+            text: "show all",
+          }),
         el("span.muted", { text: MEANS[one.class] ?? "" }),
       ),
       ...one.messages.map(failure),
