@@ -149,7 +149,7 @@ async def test_lists_that_are_being_filled_say_so(tmp_path: Path, chromium: Chro
         await web.page.route("**/page/api/overview", answer_as_shared_store)
         await web.login(g.app.admin_key)
         note = web.page.locator(".notice", has_text="The lists are being rebuilt")
-        await expect(note).to_contain_text("Some rollouts are still missing (5 rollouts so far).")
+        await expect(note).to_contain_text("Some rollouts are still missing (5 rollouts listed so far).")
         complete.set()
         await expect(note).to_have_count(0, timeout=scaled(20) * 1000)
         await web.wait_for(".list-row:has(a[title*=r00002])", "")
