@@ -5,7 +5,7 @@
 # make test-all   run all tests but the repetitions of `make soak`: about 25 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size, and repetitions (such as every agent in every sandbox)
 # make chaos      inject every kind of fault into live gateways and check that nothing is lost (FAST=1: a sample of them in three minutes; SEED=7; ROUNDS=3)
-# make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http)
+# make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http; RESULTS=FOLDER: all at the same time)
 # make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
@@ -111,7 +111,7 @@ chaos: $(READY)
 	@$(BIN)/python -m tests.chaos $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 fuzz: $(READY)
-	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS))
 
 # Peers are installed on first use, each into its own environment under $$TURNGATE_CACHE/gauntlet.
 gauntlet: $(READY)

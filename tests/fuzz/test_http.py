@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.__main__ import HISTORIES, run_examples
 from tests.fuzz.requests import FuzzRequest, list_operations, requests
+from tests.fuzz.rounds import HISTORIES, run_examples
 from tests.fuzz.world import DAMAGES, LATE_S, Damage, Finding, World
 from tests.speed import scaled
 

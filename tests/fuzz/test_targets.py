@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.fuzz.__main__ import CORPUS, read_corpus, run_examples
 from tests.fuzz.coverage_guided import CoverageGuidedFuzzer
+from tests.fuzz.rounds import CORPUS, read_corpus, run_examples
 from tests.fuzz.targets import SYNTAXES, TARGETS, Target, _content, _parse, check_agent_file, check_parser
 from turngate.agents.spec import parse_spec
 from turngate.common.validation import parse_toml
