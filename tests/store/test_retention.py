@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,24 @@ def test_a_session_that_changes_meanwhile_is_kept(store: Store) -> None:
     assert list(store.retention.remove(plan.removable)) == ["feed 'f' is still being filled with earlier outcomes"]
 
 
+def test_transactions_are_limited_by_nodes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "_REMOVED_NODES", 6)
+    for name, turns in (("a", 1), ("b", 2), ("c", 1), ("d", 5), ("e", 1)):  # a turn has two nodes
+        key = add_session(store, name)
+        store.commit([new_turn(key, number, name) for number in range(turns)])
+        store.close_session(key, "sealed", "", 2.0, event(name, "sealed", 2.0))
+    removed: list[list[str]] = []
+    remove = store.retention.remove
+
+    def remove_and_note(sessions: Sequence[retention.OldSession]) -> Counter[str]:
+        removed.append([session.id for session in sessions])
+        return remove(sessions)
+
+    monkeypatch.setattr(store.retention, "remove", remove_and_note)
+    assert prune(store, LATER).removed == 5
+    assert removed == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
 def test_dry_run_changes_nothing(store: Store, tmp_path: Path) -> None:
     finish_rollout(store, "a", "")
     done = prune(store, LATER, tmp_path / "archive", dry_run=True)
@@ -244,7 +263,7 @@ def test_a_crash_neither_loses_nor_duplicates(
 ) -> None:
     for number in range(5):
         finish_rollout(store, f"s{number}", "")
-    monkeypatch.setattr(pruning, "_REMOVED", 2)
+    monkeypatch.setattr(pruning, "_REMOVED_SESSIONS", 2)
     owner = store.retention if where == "remove" else pruning
     real, calls = getattr(owner, where), itertools.count(1)
 

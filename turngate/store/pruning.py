@@ -6,9 +6,11 @@ and cells can keep writing. After a crash, the next run does not write sessions 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -21,7 +23,9 @@ from turngate.store.score_cache import locate_store_cache, remove_orphans
 from turngate.store.session_archive import SessionArchive
 from turngate.store.store import Store
 
-_REMOVED = 10  # sessions per transaction
+_REMOVED_SESSIONS = 10  # per transaction
+_REMOVED_NODES = 500  # per transaction, unless a single session has more
+_PAUSE_S = 0.002  # between transactions, so that turns that wait for one can be written
 _FILE_SESSIONS = 1000
 _FILE_BYTES = 256_000_000  # no session is added to a file that has reached this size
 
@@ -113,14 +117,27 @@ class _Pruner:
                 yield found
 
     def remove(self, sessions: Sequence[OldSession]) -> None:
-        for start in range(0, len(sessions), _REMOVED):
-            if self._is_stopping():
-                return
+        left = deque(sessions)
+        while left and not self._is_stopping():
             self._store.retention.renew_claim()
-            chunk = sessions[start : start + _REMOVED]
+            chunk = self._take_chunk(left)
             kept = self._store.retention.remove(chunk)
             self.result.kept.update(kept)
             self.result.removed += len(chunk) - kept.total()
+            time.sleep(_PAUSE_S)
+
+    def _take_chunk(self, left: deque[OldSession]) -> list[OldSession]:
+        """Take the sessions for one transaction from `left`: at least one, and more only while they have few nodes together."""
+        candidates = list(islice(left, _REMOVED_SESSIONS))
+        sizes = self._reader.retention.count_nodes([session.key for session in candidates])
+        chunk: list[OldSession] = []
+        nodes = 0
+        for session in candidates:
+            nodes += sizes.get(session.key, 0)
+            if chunk and nodes > _REMOVED_NODES:
+                break
+            chunk.append(left.popleft())
+        return chunk
 
 
 def load_archive(archive: Path, store: Store, sessions: Sequence[str] = ()) -> tuple[int, int]:

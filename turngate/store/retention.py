@@ -125,6 +125,13 @@ class Retention:
             yield [(OldSession(*facts), _read_group(config, outcome)) for *facts, config, outcome in rows]
             after = rows[-1][0]
 
+    def count_nodes(self, keys: Sequence[int]) -> dict[int, int]:
+        """Return the number of nodes of each session, by key. Sessions without nodes are omitted."""
+        marks = ",".join("?" * len(keys))
+        with self._reading() as db:
+            query = f"SELECT session, count(*) FROM nodes WHERE session IN ({marks}) GROUP BY session"
+            return dict(db.execute(query, keys).fetchall())
+
     def remove(self, sessions: Sequence[OldSession]) -> Counter[str]:
         """Remove sessions in one transaction. Keep those that are needed again or have changed, and return their number by reason."""
         kept: Counter[str] = Counter()
