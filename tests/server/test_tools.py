@@ -96,6 +96,19 @@ async def test_every_path_calls_and_lists_tools(base: str) -> None:
         assert len(await calls(g, session)) == 1 and await calls(g, other) == []
 
 
+async def test_lists_of_tools_and_models_do_not_load_the_trace(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session = await g.open(tools=[ANSWER], model="m")
+        await g.ask(session.key, "Hi")
+    async with gateway(data=tmp_path) as g:
+        for base in ("", f"/s/{session.id}"):
+            listed = (await g.http(session.key).get(f"{base}/v1/tools")).json()
+            assert [tool["name"] for tool in listed["tools"]] == ["answer"]
+            models = (await g.http(session.key).get(f"{base}/v1/models")).json()
+            assert [model["id"] for model in models["data"]] == ["m"]
+        assert g.app.sessions.find_live(session.id) is None
+
+
 async def test_model_call_by_rollout_path() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()

@@ -23,12 +23,14 @@ from turngate.telemetry.logs import register_secrets
 if TYPE_CHECKING:  # the front process imports this module, and must not load heavy ones
     from turngate.gateway.api_keys import KeyRing
     from turngate.gateway.sessions import Sessions
-    from turngate.trace.session import Session
+    from turngate.trace.session import Session, SessionConfig
 
 METRICS_KEY = "TURNGATE_METRICS_KEY"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
 # A session's secret, which ends with the name of its project.
 SECRET = re.compile(rb"tg-[0-9a-f]{4}[\w-]{43}\.([a-z0-9-]{1,40})(?![\w-])", re.ASCII)
+
+_NO_SESSION_HAS_KEY = "Incorrect API key provided. Use the secret of an open session as the API key."
 
 
 def admin_key(data: Path) -> str:
@@ -129,15 +131,34 @@ class Auth:
         If the path names the session, the key must be the session's secret, the admin key, or an API key with a scope for model calls.
         Otherwise the key must be a secret, which identifies the session.
         """
+        if session_id is not None:
+            self._require_access(key, session_id)
+            return await self._sessions.find(session_id)
+        self._require_possible_secret(key)
+        session = await self._sessions.find_by_secret(key)
+        if session is None:
+            raise Unauthorized(_NO_SESSION_HAS_KEY)
+        return session
+
+    def session_config(self, key: str, session_id: str | None) -> SessionConfig:
+        """Return the settings of a session, without loading its trace. The key must be one that `session` accepts."""
         if session_id is None:
-            if not key:
-                raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
-            if self.is_admin(key):
-                raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
-            session = await self._sessions.find_by_secret(key)
-            if session is None:
-                raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
-            return session
+            self._require_possible_secret(key)
+            session_id = self._sessions.find_id_by_secret(key)
+            if session_id is None:
+                raise Unauthorized(_NO_SESSION_HAS_KEY)
+        else:
+            self._require_access(key, session_id)
+        return (self._sessions.find_live(session_id) or self._sessions.find_row(session_id)).config
+
+    def _require_possible_secret(self, key: str) -> None:
+        if not key:
+            raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
+        if self.is_admin(key):
+            raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
+
+    def _require_access(self, key: str, session_id: str) -> None:
+        """Require a key for the model calls of the session that the path names."""
         if not self.is_admin(key) and not self._sessions.is_secret_of(key, session_id):
             found = self.find_key(key)
             if found is None:
@@ -145,7 +166,6 @@ class Auth:
                     "Incorrect API key provided. Use this session's secret, the admin key, or an API key."
                 )
             require_scope(found, MODEL_CALLS)
-        return await self._sessions.find(session_id)
 
     def trusts(self, scope: Scope) -> bool:
         """Return whether a prime-rl client may omit the key. A loopback client may, if `open_loopback` is set.

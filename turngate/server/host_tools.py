@@ -58,10 +58,9 @@ class HostToolRoutes:
         """List the host tools of the session."""
         try:
             key = _chat.read_key(request.headers, {})
-            session = await self._auth.session(key, request.path_params.get("id"))
+            tools = self._auth.session_config(key, request.path_params.get("id")).tools
         except TurngateError as error:
             return error_response(error)
-        tools = session.config.tools
         return json_response(
             {"tools": [{"name": t.name, "description": t.description, "schema": t.schema} for t in tools]}
         )

@@ -111,5 +111,5 @@ class PublicRoutes:
     async def _model_names(self, key: str, request: Request) -> list[str]:
         name = self._model
         if not self._auth.is_admin(key) and self._auth.find_key(key) is None:
-            name = (await self._auth.session(key, request.path_params.get("id"))).config.model or name
+            name = self._auth.session_config(key, request.path_params.get("id")).model or name
         return [name] if name else [health.model for health in await self._engine_health() if health.model]
