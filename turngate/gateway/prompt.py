@@ -1,13 +1,16 @@
 """Build the prompt of a call: locate the call in the session's trace and render only its new messages.
 
-These are the `locate` and `render` steps of `turn.py`. They do no I/O; large prompts are rendered in a thread.
+These are the `locate` and `render` steps of `turn.py`. They do no I/O. Many new messages are compared with the trace in slices, and large
+prompts are rendered in a thread, so that other calls do not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 
@@ -15,6 +18,7 @@ import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest
+from turngate.gateway.loading import TimeSlicer
 from turngate.render import LastTurn, Renderer
 from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages, tools_digest
 from turngate.trace.session import Session
@@ -26,7 +30,7 @@ _MESSAGES_FIELD = {"responses": "input", "gemini": "contents"}  # `messages` in 
 _MAX_TOOL_SETS = 64  # decoded tool sets that are cached, over all sessions
 _MAX_TOOLS_SIZE = 256_000  # bytes; larger tool sets are not cached
 _MAX_INLINE_SIZE = 64_000  # bytes of new messages and tools; larger prompts are rendered in a thread
-_MAX_INLINE_MESSAGES = 256  # new messages; longer prompts are rendered in a thread
+_MAX_INLINE_MESSAGES = 256  # new messages; more are compared in slices and rendered in a thread
 
 
 class Preamble(msgspec.Struct, frozen=True):
@@ -75,7 +79,8 @@ class _ToolSet(msgspec.Struct):
 class PromptBuilder:
     """Builds prompts. It caches decoded tools, since agents send the same tools with every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, slicer: TimeSlicer | None = None) -> None:
+        self._slicer = slicer or TimeSlicer()
         # keyed by dialect, raw tools, and whether later tools replace earlier ones
         self._tool_sets: dict[tuple[str, bytes, bool], _ToolSet] = {}
 
@@ -86,7 +91,12 @@ class PromptBuilder:
             return session.trace.locate(RequestMessages(call.history, preamble.digest)), preamble
 
     async def build(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
-        location, preamble = self.locate(session, call, renderer)
+        preamble = self._build_preamble(session, call, renderer)
+        request = RequestMessages(call.history, preamble.digest)
+        with _reject_deep_nesting(call):
+            if len(request) > _MAX_INLINE_MESSAGES:
+                await self._compute_meanings(session, request)
+            location = session.trace.locate(request)
         new = call.history.raws[location.start :] if location.context is None else ()
         size = sum(map(len, new)) + (len(preamble.raw_tools) if location.node is None and new else 0)
         with _reject_deep_nesting(call):
@@ -94,6 +104,12 @@ class PromptBuilder:
                 # Tokenizing this much here would delay other sessions. In a thread, the tokenizers release the interpreter lock.
                 return await asyncio.to_thread(_render, session, location, preamble, renderer)
             return _render(session, location, preamble, renderer)
+
+    async def _compute_meanings(self, session: Session, request: RequestMessages) -> None:
+        """Compute the meanings of the messages that no recent request of the session has, in slices. The request keeps them."""
+        start = session.trace.count_repeated(request)
+        if len(request) - start > _MAX_INLINE_MESSAGES:
+            await self._slicer.run(partial(_compute_slice, request, iter(range(start, len(request)))))
 
     def _build_preamble(self, session: Session, call: Call, renderer: Renderer | None) -> Preamble:
         raw = call.tools.raw if call.tools is not None else b"[]"
@@ -140,6 +156,16 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
         if kind is not None and issubclass(kind, RecursionError):
             field = _MESSAGES_FIELD.get(self._call.dialect, "messages")
             raise BadRequest(f"{field} is nested too deeply; use fewer levels", param=field) from None
+
+
+def _compute_slice(request: RequestMessages, indexes: Iterator[int], seconds: float) -> bool:
+    """Compute the meanings of the next messages, for about this much CPU time. Return whether all of them are computed."""
+    end = time.thread_time() + seconds
+    for index in indexes:
+        request.meaning(index)
+        if time.thread_time() > end:
+            return False
+    return True
 
 
 def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:

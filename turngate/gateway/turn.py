@@ -31,6 +31,7 @@ from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavai
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
 from turngate.gateway.fair_shares import FairShares
 from turngate.gateway.fence import Fence
+from turngate.gateway.loading import TimeSlicer
 from turngate.gateway.prompt import Prompt, PromptBuilder, build_observed_prompt
 from turngate.gateway.quotas import ProjectQuota
 from turngate.gateway.recording import TurnRecorder
@@ -94,6 +95,7 @@ class TurnPipeline:
         relay: Relay | None = None,
         quota: ProjectQuota | None = None,
         shares: FairShares | None = None,
+        slicer: TimeSlicer | None = None,
     ) -> None:
         self._settings = settings
         self._recorder = recorder
@@ -104,7 +106,7 @@ class TurnPipeline:
         self._relay = relay
         self._quota = quota
         self._shares = shares
-        self._prompts = PromptBuilder()
+        self._prompts = PromptBuilder(slicer)
 
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.

@@ -233,6 +233,7 @@ class ProjectGateway:
             engine=self.engine,
             relay=self.relay,
             metrics=self.metrics,
+            slicer=self.slicer,
             quota=self.quota,
             shares=self.shares,
         )

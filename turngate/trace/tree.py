@@ -222,6 +222,10 @@ class Trace:
             return Location(node.parent, node.count - node.added, node, request)
         return Location(node, at, None, request)
 
+    def count_repeated(self, request: RequestMessages) -> int:
+        """Return how many messages of a request `locate` need not compare by meaning, because a recent request has the same bytes."""
+        return self._start_at_recent(request)[1]
+
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
         """Return the deepest node up to which the request repeats a recent one byte for byte, and its message count.
 
