@@ -100,7 +100,7 @@ class Agent:
         calls = message.get("tool_calls") or []
         if choice["finish_reason"] != "tool_calls" or len(calls) != 1 or calls[0]["function"]["name"] != "read_file":
             raise SystemExit(f"bench: the reply is not the tool call that was sampled: {choice}")
-        result = tool_result(self._seed, len(self.sizes))
+        result = self._run_tool()
         function = calls[0]["function"]
         call = ToolCall(calls[0]["id"], function["name"], function["arguments"])
         self.conversation += [
@@ -111,6 +111,9 @@ class Agent:
             message = {"role": "assistant", "content": message["content"], "tool_calls": calls}
         self._messages.append(_dumps(message))
         self._messages.append(_dumps({"role": "tool", "tool_call_id": call.id, "content": result}))
+
+    def _run_tool(self) -> str:
+        return tool_result(self._seed, len(self.sizes))
 
     def close(self) -> None:
         self._http.close()

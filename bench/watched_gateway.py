@@ -2,9 +2,10 @@
 
 SIGUSR1 starts the measurement. SIGUSR2 stops it and writes the file named by BENCH_STALLS. A timer is due every 2 ms, and its delay is the
 time that other work had to wait for the loop. The CPU time of the loop's thread during the delay is the gateway's own share of it; in the
-rest, other processes had the core, or the thread waited for a lock or the disk.
+rest, other processes had the core, or the thread waited for a lock or the disk. The CPU time of the whole process also includes other
+threads, for which the loop may have waited because they held the interpreter lock.
 
-Each delay over 50 ms is explained: the CPU time, the time that the thread waited for a core, the time of garbage collections, and what the
+Each delay over 50 ms is explained: the CPU times, the time that the thread waited for a core, the time of garbage collections, and what the
 thread was doing then.
 
 A delay may consist of the steps of many requests. So the CPU time of each step is measured too. A step is what a request, the
@@ -43,6 +44,7 @@ _MEASUREMENTS = (
 )
 # ms: wall time and CPU time of the loop's thread, alternating
 delays = array("f", bytes(8 * _MEASUREMENTS))
+process_cpu = array("f", bytes(4 * _MEASUREMENTS))  # ms: CPU time of all threads during each delay
 measured = 0  # number of delays
 steps: Counter[int] = Counter()  # by CPU time, in units of 0.1 ms
 stalls: list[dict[str, Any]] = []
@@ -66,17 +68,18 @@ class LoopWatch:
     async def run(self) -> None:
         while True:
             self._due, computed = self._loop.time() + _INTERVAL_S, time.thread_time()
-            queued, collected = self._queued_s(), self._collected_s
+            queued, collected, whole = self._queued_s(), self._collected_s, time.process_time()
             await asyncio.sleep(_INTERVAL_S)
             late, cpu = max(0.0, self._loop.time() - self._due), time.thread_time() - computed
             if watching:
-                _add_delay(late * 1000, min(late, cpu) * 1000)
+                whole = time.process_time() - whole
+                _add_delay(late * 1000, min(late, cpu) * 1000, min(late, whole) * 1000)
                 if late > _STALL_S:
-                    self._add_stall(late, cpu, self._queued_s() - queued, self._collected_s - collected)
+                    self._add_stall(late, cpu, whole, self._queued_s() - queued, self._collected_s - collected)
             self._stacks.clear()
 
-    def _add_stall(self, late: float, cpu: float, queued: float, collected: float) -> None:
-        times = {"late": late, "cpu": cpu, "queued": queued, "collected": collected}
+    def _add_stall(self, late: float, cpu: float, whole: float, queued: float, collected: float) -> None:
+        times = {"late": late, "cpu": cpu, "process_cpu": whole, "queued": queued, "collected": collected}
         stalls.append({**{name: round(s * 1000, 1) for name, s in times.items()}, "stacks": self._stacks[:3]})
 
     def _queued_s(self) -> float:
@@ -99,10 +102,10 @@ class LoopWatch:
                 self._stacks.append(" < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames))
 
 
-def _add_delay(late: float, cpu: float) -> None:
+def _add_delay(late: float, cpu: float, whole: float) -> None:
     global measured
     if measured < _MEASUREMENTS:
-        delays[2 * measured], delays[2 * measured + 1] = late, cpu
+        delays[2 * measured], delays[2 * measured + 1], process_cpu[measured] = late, cpu, whole
         measured += 1
 
 
@@ -165,7 +168,8 @@ def _stop_watching(*_: object) -> None:
     watching = False
     path = Path(os.environ["BENCH_STALLS"])
     pairs = list(zip(delays[: 2 * measured : 2], delays[1 : 2 * measured : 2], strict=True))
-    written = {"delays": pairs, "stalls": stalls, "steps": sorted(steps.items())}
+    written = {"delays": pairs, "process_cpu": list(process_cpu[:measured]), "stalls": stalls}
+    written["steps"] = sorted(steps.items())
     path.with_suffix(".part").write_text(json.dumps(written))
     path.with_suffix(".part").replace(path)
 

@@ -60,7 +60,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def run_examples(inputs: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int, number: int) -> None:
-    """Check random inputs. The number determines them."""
+    """Check random inputs, which depend only on `number`."""
 
     @seed(number)
     @settings(
