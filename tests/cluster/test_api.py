@@ -52,7 +52,7 @@ def write_rows(path: Path, replies: dict[str, str]) -> Path:
     return path
 
 
-@pytest.mark.full
+@pytest.mark.repeat  # test_ray_batch.py runs batches on a cluster, and tests/api/test_run.py those of the Python API
 @pytest.mark.needs("ray", "postgres")
 def test_batch_on_a_cluster(tmp_path: Path, postgres_server: PostgresServer, postgres_url: str) -> None:
     with start_ray("a", slots=1) as cluster:

@@ -157,7 +157,7 @@ async def step(agent: Agent, kind: str, turn: ScriptedTurn, text: str, rng: rand
     renderer_params(
         ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"],
         full={"llama3_1"},
-        repeat={"qwen2_5", "family:qwen3", "family:deepseek-v3"},  # like those of the same family
+        repeat={"qwen2_5", "smollm2", "family:qwen3", "family:deepseek-v3"},  # like others of their family or template
     ),
 )
 def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:

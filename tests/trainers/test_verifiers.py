@@ -32,6 +32,7 @@ def programs() -> Path:
     return parts.ensure(PART) / "bin"
 
 
+@pytest.mark.repeat  # vf-eval uses the same environment
 def test_inside_verifiers_tests_pass(programs: Path) -> None:
     """Run the tests of `inside_verifiers/` in its environment."""
     env = environment(EXAMPLES)
