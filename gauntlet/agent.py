@@ -23,7 +23,7 @@ from gauntlet.clients.base import (
     ReplyError,
     extra_tool,
 )
-from gauntlet.sampler import MODEL, UNSERVED_MODEL, Behaviour
+from gauntlet.sampler import MODEL, UNSERVED_MODEL, Behavior
 from gauntlet.scenario import (
     Answer,
     Call,
@@ -62,19 +62,19 @@ class AgentRun:
 
 
 def build_script(scenario: Scenario, rollout: str) -> dict[str, list[Json]]:
-    """Build the script for the engine: the behaviours of each step."""
+    """Build the script for the engine: the behaviors of each step."""
     steps = {}
     for n, call in enumerate(scenario.calls()):
-        steps[f"{rollout}.{n}"] = [asdict(_behaviour(attempt)) for attempt in call.attempts]
+        steps[f"{rollout}.{n}"] = [asdict(_behavior(attempt)) for attempt in call.attempts]
     return steps
 
 
-def _behaviour(attempt: Answer | Fault) -> Behaviour:
+def _behavior(attempt: Answer | Fault) -> Behavior:
     if isinstance(attempt, Fault):
         cut = attempt.cut_after or None
         text = attempt.answer.to_text()
-        return Behaviour(text, status=attempt.status, drop=attempt.drop, cut_after=cut, pace_s=0.01)
-    return Behaviour(
+        return Behavior(text, status=attempt.status, drop=attempt.drop, cut_after=cut, pace_s=0.01)
+    return Behavior(
         attempt.to_text(),
         attempt.odd,
         attempt.finish,

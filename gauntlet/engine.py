@@ -136,7 +136,7 @@ class Api:
         sample = reply.sample
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        paced = sample.behaviour.pace_s > 0 or sample.behaviour.cut_after is not None
+        paced = sample.behavior.pace_s > 0 or sample.behavior.cut_after is not None
         start = 0
         try:
             async for n in self._engine.sample_tokens(sample):

@@ -23,8 +23,8 @@ _TAIL = 256  # tokens at the end of the prompt that are searched for a cue first
 
 
 @dataclass(frozen=True)
-class Behaviour:
-    """The engine's behaviour for one attempt of one step."""
+class Behavior:
+    """The engine's behavior for one attempt of one step."""
 
     text: str = ""
     odd: bool = False  # encoded to tokens that a tokenizer would not choose
@@ -42,7 +42,7 @@ class Generation:
     """One call in the engine's log."""
 
     cue: str
-    attempt: int  # index of the step's behaviour
+    attempt: int  # index of the step's behavior
     prompt_tokens: int
     prompt_digest: int
     ids: list[int]
@@ -61,7 +61,7 @@ class Sample:
     ids: list[int]
     logprobs: list[float]
     finish: str
-    behaviour: Behaviour
+    behavior: Behavior
     generation: Generation
 
 
@@ -86,10 +86,10 @@ class ConnectionDropped(Exception):
 class Engine:
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._steps: dict[str, list[Behaviour]] = {}
+        self._steps: dict[str, list[Behavior]] = {}
         self._attempts: dict[str, int] = {}
         self._log: dict[str, list[Generation]] = {}
-        self._ids: dict[Behaviour, list[int]] = {}
+        self._ids: dict[Behavior, list[int]] = {}
         self._names: dict[int, str] = {}
         self._serial = itertools.count(1)
         self.extras = Extras()
@@ -100,8 +100,8 @@ class Engine:
     # -- the script and the log ----------------------------------------------------
 
     def add_steps(self, steps: dict[str, list[Json]]) -> None:
-        for cue, behaviours in steps.items():
-            self._steps[cue] = [Behaviour(**{**each, "sees": tuple(each.get("sees", ()))}) for each in behaviours]
+        for cue, behaviors in steps.items():
+            self._steps[cue] = [Behavior(**{**each, "sees": tuple(each.get("sees", ()))}) for each in behaviors]
 
     def log(self, rollout: str) -> list[Json]:
         return [asdict(generation) for generation in self._log.get(rollout, [])]
@@ -117,39 +117,39 @@ class Engine:
     def start_generation(self, prompt: list[int], max_tokens: int | None, temperature: float = 1.0) -> Sample:
         """Find the step, log the call, and return what will be sampled. Raise faults that occur before the first token."""
         cue, text = self._find_cue(prompt)
-        behaviours = self._steps.get(cue)
-        if behaviours is None:
-            return self._build_sample(prompt, Behaviour(text="Hello."), Generation("", 0, 0, 0, []), max_tokens)
+        behaviors = self._steps.get(cue)
+        if behaviors is None:
+            return self._build_sample(prompt, Behavior(text="Hello."), Generation("", 0, 0, 0, []), max_tokens)
         attempt = self._attempts.get(cue, 0)
         self._attempts[cue] = attempt + 1
-        attempt = min(attempt, len(behaviours) - 1)
-        behaviour = behaviours[attempt]
+        attempt = min(attempt, len(behaviors) - 1)
+        behavior = behaviors[attempt]
         generation = Generation(cue, attempt, len(prompt), proof.digest(prompt), [], temperature=temperature)
-        if behaviour.sees:
+        if behavior.sees:
             text = self.model.decode(prompt)
-            generation.unseen = [expected for expected in behaviour.sees if expected not in text]
+            generation.unseen = [expected for expected in behavior.sees if expected not in text]
         self._log.setdefault(cue.partition(".")[0], []).append(generation)
-        if behaviour.drop or behaviour.status:
+        if behavior.drop or behavior.status:
             generation.state = "refused"
-            raise ConnectionDropped if behaviour.drop else RequestRefused(behaviour.status)
-        return self._build_sample(prompt, behaviour, generation, max_tokens)
+            raise ConnectionDropped if behavior.drop else RequestRefused(behavior.status)
+        return self._build_sample(prompt, behavior, generation, max_tokens)
 
     def _build_sample(
-        self, prompt: list[int], behaviour: Behaviour, generation: Generation, max_tokens: int | None
+        self, prompt: list[int], behavior: Behavior, generation: Generation, max_tokens: int | None
     ) -> Sample:
-        ids, finish = self._encode_answer(behaviour), behaviour.finish
+        ids, finish = self._encode_answer(behavior), behavior.finish
         if max_tokens is not None and max_tokens < len(ids):
             ids, finish = ids[:max_tokens], "length"
-        return Sample(prompt, ids, proof.logprobs(prompt, ids), finish, behaviour, generation)
+        return Sample(prompt, ids, proof.logprobs(prompt, ids), finish, behavior, generation)
 
-    def _encode_answer(self, behaviour: Behaviour) -> list[int]:
-        known = self._ids.get(behaviour)
+    def _encode_answer(self, behavior: Behavior) -> list[int]:
+        known = self._ids.get(behavior)
         if known is None:
             encode = self.model.encode
-            known = self.model.encode_oddly(behaviour.text, behaviour.text) if behaviour.odd else encode(behaviour.text)
-            if behaviour.finish == "stop":
+            known = self.model.encode_oddly(behavior.text, behavior.text) if behavior.odd else encode(behavior.text)
+            if behavior.finish == "stop":
                 known = [*known, self.model.stop]
-            self._ids[behaviour] = known
+            self._ids[behavior] = known
         return known
 
     def _find_cue(self, prompt: list[int]) -> tuple[str, str]:
@@ -164,13 +164,13 @@ class Engine:
 
     async def sample_tokens(self, sample: Sample) -> AsyncIterator[int]:
         """Yield the indexes of the tokens as they are sampled, and log how the generation ended."""
-        generation, behaviour = sample.generation, sample.behaviour
+        generation, behavior = sample.generation, sample.behavior
         try:
             for n in range(len(sample.ids)):
-                pause = behaviour.delay_s if n == 0 else behaviour.pace_s
+                pause = behavior.delay_s if n == 0 else behavior.pace_s
                 if pause:
                     await asyncio.sleep(pause)
-                if behaviour.cut_after is not None and n >= behaviour.cut_after:
+                if behavior.cut_after is not None and n >= behavior.cut_after:
                     generation.state = "cut"
                     raise ConnectionDropped
                 await self.running.wait()

@@ -63,7 +63,7 @@ class MessagesClient(Client):
 
 
 def _encode_messages(conversation: Sequence[Message]) -> list[Json]:
-    """Encode messages, merging neighbours with the same role as the API requires."""
+    """Encode messages, merging neighbors with the same role as the API requires."""
     messages: list[Json] = []
     for message in conversation:
         role = "assistant" if message.role == "assistant" else "user"

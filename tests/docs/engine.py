@@ -18,7 +18,7 @@ from aiohttp import web
 
 from gauntlet import proof
 from gauntlet.engine import MAX_MODEL_LEN, Api
-from gauntlet.sampler import Behaviour, Engine, Generation, Sample
+from gauntlet.sampler import Behavior, Engine, Generation, Sample
 from gauntlet.tokens import Model
 from tests.docs.warm_tokenizer import load_engine_model
 
@@ -37,8 +37,8 @@ class SolvingEngine(Engine):
     def start_generation(self, prompt: list[int], max_tokens: int | None, temperature: float = 1.0) -> Sample:
         asked = self.model.decode(prompt)
         is_unsolved = '"name": "bash"' in asked and "s/a - b/a + b/" not in asked
-        behaviour = Behaviour(text=_SOLVING if is_unsolved else next(self._answers))
-        return self._build_sample(prompt, behaviour, Generation("", 0, 0, 0, []), max_tokens)
+        behavior = Behavior(text=_SOLVING if is_unsolved else next(self._answers))
+        return self._build_sample(prompt, behavior, Generation("", 0, 0, 0, []), max_tokens)
 
 
 class StandInApi(Api):

@@ -47,10 +47,10 @@ STEPS = ("go on", "go on", "retry", "back", "compact", "aborted", "truncated", "
 
 
 class Engine:
-    """Answers with random tokens. `behaviour` says how the next call goes."""
+    """Answers with random tokens. `behavior` says how the next call goes."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.behaviour = "go on"
+        self.behavior = "go on"
         self.replying = asyncio.Event()  # set once a reply that waits for a kill has begun
         self.reported: list[
             tuple[list[int], int]
@@ -59,20 +59,20 @@ class Engine:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
-        behaviour, self.behaviour = self.behaviour, "go on"
+        behavior, self.behavior = self.behavior, "go on"
         words = " ".join(self._rng.choice(("red", "green", "blue", "one", "two")) for _ in range(6))
         ids = list(kit.say(words).ids)
         first = event(generated(ids[:2], [-0.5, -0.5]))
-        if behaviour == "aborted":
+        if behavior == "aborted":
             return await answer_stream(first, cut=True)(request)
-        if behaviour == "killed in a reply":
+        if behavior == "killed in a reply":
             self.replying.set()
             return await answer_stream(first, asyncio.Event())(request)
-        ids = ids[:-2] if behaviour == "truncated" else ids
+        ids = ids[:-2] if behavior == "truncated" else ids
         start = body["sampling_params"].get("routed_experts_prompt_start", 0)
         file = io.BytesIO()
         np.save(file, route([*body["token_ids"], *ids])[start:-1])
-        finish = "length" if behaviour == "truncated" else "stop"
+        finish = "length" if behavior == "truncated" else "stop"
         last = generated(ids[2:], [-0.5] * (len(ids) - 2), finish)
         last["choices"][0][NAME] = base64.b64encode(file.getvalue()).decode()
         self.reported.append(([*body["token_ids"], *ids], start))
@@ -106,7 +106,7 @@ class Conversation:
         self.session, self._key = opened["id"], {"authorization": f"Bearer {opened['api_key']}"}
 
     async def step(self, kind: str) -> None:
-        self._engine.behaviour = kind
+        self._engine.behavior = kind
         match kind:
             case "aborted":
                 with pytest.raises(

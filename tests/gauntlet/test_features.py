@@ -19,7 +19,7 @@ from gauntlet.features import FEATURES, judge
 from gauntlet.gateways import GATEWAYS
 from gauntlet.gateways.base import Row
 from gauntlet.gateways.delivery import Absence, Delivery, Feature, Segment, Verdict
-from gauntlet.sampler import Behaviour, Generation, Sample
+from gauntlet.sampler import Behavior, Generation, Sample
 from gauntlet.table import format_table, set_column
 from gauntlet.tokens import Json
 
@@ -128,7 +128,7 @@ def test_versions_need_a_change_of_weights() -> None:
 
 
 def test_engine_reports_the_truth() -> None:
-    sample = Sample(PROMPT, FIRST, [], "stop", Behaviour(), Generation("", 0, 0, 0, []))
+    sample = Sample(PROMPT, FIRST, [], "stop", Behavior(), Generation("", 0, 0, 0, []))
     raw = encode_experts(sample, 1, "raw")
     assert isinstance(raw, dict) and raw["shape"] == [4, *proof.EXPERT_SHAPE]  # without the first and the last token
     np = pytest.importorskip("numpy")

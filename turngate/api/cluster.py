@@ -1,4 +1,4 @@
-"""Run a client's rollouts on a Ray cluster, as one batch."""
+"""Run a client's rollouts on a Ray cluster as one batch (`service/cluster_batch.py`), and convert its results."""
 
 from __future__ import annotations
 

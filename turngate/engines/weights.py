@@ -1,4 +1,4 @@
-"""The interface of engines whose weights can be changed while they serve.
+"""The interface of engines whose weights can be changed while they serve, and the version of each token that they report.
 
 `gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. The trainer
 itself updates an engine that runs in its own process.

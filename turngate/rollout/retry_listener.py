@@ -1,4 +1,4 @@
-"""Handle the retry requests of a batch: those that arrive while it is running, and those that arrived before."""
+"""Decide on the retry requests of a batch: those that arrive while it is running, and those that arrived before."""
 
 from __future__ import annotations
 

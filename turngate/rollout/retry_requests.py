@@ -1,4 +1,4 @@
-"""Requests to retry a rollout, and the replies to them, in the event stream of a batch.
+"""Read requests to retry a rollout from the event stream of a batch, and write the replies to it.
 
 The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event. It contains the
 request's position in the stream and says whether the request is accepted, rejected or postponed. A request that is neither accepted nor

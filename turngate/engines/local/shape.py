@@ -1,4 +1,4 @@
-"""The dimensions of the network, read from config.json in the model folder."""
+"""The type and dimensions of the network, read from config.json in the model folder. Only llama, qwen2 and qwen3 are supported."""
 
 from __future__ import annotations
 
