@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import compileall
 import importlib.metadata
 import importlib.util
+import io
 import py_compile
 import shutil
 import tarfile
@@ -89,11 +89,19 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 @cache
-def pack_deps() -> Path:
-    """Pack the installed pytest and its dependencies, compiled, into a tar file, because no sandbox has them."""
-    scratch = Path(tempfile.mkdtemp(prefix="tg-deps-"))
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    target = scratch / "deps"
+def pack_deps() -> bytes:
+    """Pack the installed pytest and its dependencies, compiled, as a tar file, because no sandbox has them."""
+    with tempfile.TemporaryDirectory(prefix="tg-deps-") as scratch:
+        target = Path(scratch, "deps")
+        _copy_deps(target)
+        compileall.compile_dir(target, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(target, arcname="deps")
+    return packed.getvalue()
+
+
+def _copy_deps(target: Path) -> None:
     target.mkdir()
     unneeded = shutil.ignore_patterns("__pycache__", "lexers", "*.pyi")
     for name in DEPS:
@@ -112,17 +120,13 @@ def pack_deps() -> Path:
     for name in ("pluggy", "pytest"):
         info = Path(str(importlib.metadata.distribution(name)._path))  # type: ignore[attr-defined]
         write_files(target / info.name, {"METADATA": (info / "METADATA").read_bytes()})
-    compileall.compile_dir(target, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    with tarfile.open(scratch / "deps.tar", "w") as tar:
-        tar.add(target, arcname="deps")
-    return scratch / "deps.tar"
 
 
 def repository_task(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
     """Make a SWE task with git and pytest. The grader's timeout is scaled to the speed of the machine."""
     grader = msgspec.structs.replace(grader, timeout_s=scaled(grader.timeout_s))
     write_files(folder / "files", files)
-    shutil.copy2(pack_deps(), folder / "files" / ".deps.tar")
+    (folder / "files" / ".deps.tar").write_bytes(pack_deps())
     return Task(id="shop", instruction="Mend total().", files=folder / "files", setup=SETUP, grader=grader)
 
 
