@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.tasks.task import Solution, Task
 
 FOLDER = Path(__file__).parents[2] / "examples" / "train" / "h200-coder"
@@ -75,11 +77,67 @@ def test_other_changes_are_of_the_same_function() -> None:
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    if a < b:", "    if a <= b:"),
+        ("    return a['é/y'][1:]", "    return a['é/y'][2:]"),
+        ("    x = a.b*c", "    x = a.b&c"),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_masked_changes_have_no_labels(old: str, new: str, again: bool) -> None:
+    moves, tokenizer = load_module("moves"), load_renderer(BUILTIN_TOKENIZER)[0].tokenizer
+    answer = moves.change_line("a.py", moves.Edit(17, old, new), "python3 -m pytest -q t.py", again=again)
+    wrong, right = (moves.escape(text) for text in moves.find_difference(old, new))
+    quoted = "'\"'\"'"
+    changed = ["17", old.strip(), new.strip(), "17", wrong.replace("'", quoted), right.replace("'", quoted)]
+    assert [answer[first:last] for first, last in moves.find_change(answer)] == changed
+    ids = tokenizer.encode(answer)
+    labels = moves.mask_change(ids, tokenizer)
+    assert all(label in (one, moves.NO_LABEL) for one, label in zip(ids, labels, strict=True))
+    kept = tokenizer.decode([label for label in labels if label >= 0])
+    assert kept.startswith("The tests still fail. Line " if again else "Line ")
+    assert kept.endswith("' a.py.orig > a.py && python3 -m pytest -q t.py 2>&1 | tail -n 3\n```")
+    hidden = "".join(tokenizer.decode([one]) for one, label in zip(ids, labels, strict=True) if label < 0)
+    assert len(hidden) <= sum(map(len, changed)) + 2 * len(
+        changed
+    )  # with a character before or after each part at most
+
+
+def test_only_changes_are_masked() -> None:
+    moves, tokenizer = load_module("moves"), load_renderer(BUILTIN_TOKENIZER)[0].tokenizer
+    for answer in (moves.read_function("a.py", 1, 3), moves.finish()):
+        ids = tokenizer.encode(answer)
+        assert moves.mask_change(ids, tokenizer) == list(ids)
+
+
+@pytest.mark.parametrize(
     ("patch", "expected"),
     [("--- a\n+++ b\n-x\n+y\n", True), ("--- a\n+++ b\n+x\n+y\n", False), ("-x\n-z\n+y\n", False)],
 )
 def test_small_tasks_change_one_line(patch: str, expected: bool) -> None:
     assert load_module("tasks").is_small({"solution": {"patch": patch}, "instruction": "Fix it."}) == expected
+
+
+def test_short_functions_come_first(tmp_path: Path) -> None:
+    def write(name: str, last: int) -> str:
+        row = {
+            "id": name,
+            "instruction": f"The bug is in `f` (lines 1 to {last}).",
+            "files": {"a.py": "x\n"},
+            "grader": {"type": "script", "command": ["true"]},
+            "solution": {"patch": "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-x\n+y\n"},
+            "metadata": {"package": name[0]},
+        }
+        return json.dumps(row) + "\n"
+
+    file = tmp_path / "train.jsonl"
+    lengths = {"a1": 30, "a2": 5, "b1": 12, "b2": 4, "b3": 45}
+    file.write_text("".join(write(name, last) for name, last in lengths.items()))
+    choose = load_module("tasks").choose_tasks
+    chosen = [task.id for task in choose(file, 10, max_lines=40, short_first=True)]
+    assert (set(chosen[:2]), chosen[2:]) == ({"a2", "b2"}, ["b1", "a1"])
+    assert {task.id for task in choose(file, 10)} == set(lengths)
 
 
 @pytest.mark.process

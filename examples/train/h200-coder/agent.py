@@ -21,7 +21,10 @@ from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 CONTEXT, REPLY = 8192, 320  # tokens
 STEPS = 10  # default of the maximum number of steps
+COMMAND_S = 8  # time limit of a command, in seconds; a change may make the tests hang
 MAX_OUTPUT = 6000  # characters of a command's output that the model sees
+# The agent needs to know whether the tests pass. Reports of failures take half of the CPU time of a run, and it sees only the last lines.
+TEST_OPTIONS = "-x --tb=no -p no:cacheprovider -p no:unraisableexception -p no:threadexception"
 SYSTEM = """\
 You repair Python code in a shell. Every answer is one sentence and then one bash block with one command, nothing else.
 
@@ -47,7 +50,7 @@ exit code {{{{ output.returncode }}}}
 def write_settings(steps: int, path: str) -> str:
     """Write the agent's settings as YAML, in which JSON is valid. `steps` is the maximum number of steps, `path` the PATH of commands."""
     # Python would run outdated code if a file changes twice in a second.
-    env = {"PYTHONDONTWRITEBYTECODE": "1"} | ({"PATH": path} if path else {})
+    env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": TEST_OPTIONS} | ({"PATH": path} if path else {})
     return rf"""
 agent:
   agent_class: default
@@ -56,7 +59,7 @@ agent:
   system_template: {json.dumps(SYSTEM)}
   instance_template: {json.dumps(QUESTION)}
 environment:
-  timeout: 15
+  timeout: {COMMAND_S}
   env: {json.dumps(env)}
 model:
   model_class: litellm_textbased

@@ -7,14 +7,18 @@ mutations of the same function, found in the same way as the bugs of the tasks.
 from __future__ import annotations
 
 import re
-import shlex
+from collections.abc import Sequence
 
 import msgspec
 
+from turngate.render.tokenizer import Tokenizer
 from turngate.tasks.repairs.mutations import find_mutations
 from turngate.tasks.task import Task
 
+NO_LABEL = -100
 _WORDS = re.compile(r"\w+|\s+|[=!<>]=|//|\*\*|[^\w\s]")
+_SIDE = r"((?:[^/\\\n]|\\.)*)"  # one side of sed's `s` command
+_CHANGE = re.compile(rf"Line (\d+), `(.*)`, should be `(.*)`\.\n\n```bash\nsed '(\d+)s/{_SIDE}/{_SIDE}/' ")
 
 
 class Edit(msgspec.Struct, frozen=True):
@@ -77,8 +81,8 @@ def read_function(path: str, first: int, last: int) -> str:
 def change_line(path: str, edit: Edit, tests: str, *, again: bool = False) -> str:
     wrong, right = find_difference(edit.old, edit.new)
     thought = f"Line {edit.line}, `{edit.old.strip()}`, should be `{edit.new.strip()}`."
-    script = shlex.quote(f"{edit.line}s/{escape(wrong)}/{escape(right)}/")
-    command = f"sed {script} {path}.orig > {path} && {tests} 2>&1 | tail -n 3"
+    script = f"{edit.line}s/{escape(wrong)}/{escape(right)}/".replace("'", "'\"'\"'")
+    command = f"sed '{script}' {path}.orig > {path} && {tests} 2>&1 | tail -n 3"
     return _answer(f"The tests still fail. {thought}" if again else thought, command)
 
 
@@ -109,3 +113,23 @@ def find_difference(old: str, new: str) -> tuple[str, str]:
 def escape(text: str) -> str:
     """Escape text for either side of sed's `s` command."""
     return re.sub(r"([\\/.*\[\]^$&])", r"\\\1", text)
+
+
+# ── what an answer changes ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_change(answer: str) -> list[tuple[int, int]]:
+    """Find the characters of an answer that say which line to change, and how. An answer that changes nothing has none."""
+    found = _CHANGE.search(answer)
+    return [found.span(group) for group in range(1, _CHANGE.groups + 1)] if found else []
+
+
+def mask_change(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the labels of an answer's tokens, without the tokens of its change. A token that is only partly in it has no label."""
+    spans = find_change(tokenizer.decode(ids))
+    ends = [len(tokenizer.decode(ids[: n + 1])) for n in range(len(ids))]
+    starts = [0, *ends[:-1]]
+    return [
+        NO_LABEL if any(start < last and max(end, start + 1) > first for first, last in spans) else one
+        for one, start, end in zip(ids, starts, ends, strict=True)
+    ]

@@ -25,7 +25,6 @@ from turngate.tasks.repairs.measure import build_test_command
 from turngate.tasks.repairs.package import Package, load_package
 
 _MAX_FUNCTION = 60  # lines
-_NO_LABEL = -100
 
 
 def write_review(package: Package, bug: Bug, control: random.Random | None = None) -> list[tuple[str, str]] | None:
@@ -62,12 +61,13 @@ def write_review(package: Package, bug: Bug, control: random.Random | None = Non
     ]
 
 
-def build_row(messages: list[tuple[str, str]], tokenizer: Any) -> dict[str, list[int]]:
-    """Tokenize messages in the model's chat format. Only the last one, the change, gets labels."""
+def build_row(messages: list[tuple[str, str]], tokenizer: Any, *, mask_changes: bool = False) -> dict[str, list[int]]:
+    """Tokenize messages in the model's chat format. Only the last one gets labels, and with `mask_changes`, not those of its change."""
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages[:-1])
     prompt = tokenizer.encode(f"{text}<|im_start|>assistant\n")
-    answer = tokenizer.encode(f"{messages[-1][1]}<|im_end|>")
-    return {"input_ids": [*prompt, *answer], "labels": [_NO_LABEL] * len(prompt) + list(answer)}
+    answer = list(tokenizer.encode(f"{messages[-1][1]}<|im_end|>"))
+    labels = moves.mask_change(answer, tokenizer) if mask_changes else answer
+    return {"input_ids": [*prompt, *answer], "labels": [moves.NO_LABEL] * len(prompt) + labels}
 
 
 def find_reviews(
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--per-package", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--control", action="store_true", help="make random changes, not the right ones")
+    parser.add_argument("--mask-changes", action="store_true", help="label the procedure, but not the change")
     parser.add_argument("sources", nargs="+", metavar="PACKAGE==VERSION")
     options = parser.parse_args()
     held_out, known = set(), set()
@@ -112,7 +113,7 @@ def main() -> None:
             raise SystemExit(f"{source} is held out, so the model must not see it; leave it out")
         found = list(find_reviews(package, options.per_package, options.seed, known, control))
         print(f"{package.name}: {len(found)} reviews", flush=True)
-        rows += [build_row(review, tokenizer) for review in found]
+        rows += [build_row(review, tokenizer, mask_changes=options.mask_changes) for review in found]
     random.Random(options.seed).shuffle(rows)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +39,8 @@ class RunnerConfig(GatewayAccess, frozen=True, kw_only=True):
     sandbox: str = "local"
     part: Part = "all"
     seed: int = 0  # of the order of the tasks
+    max_lines: int = 0  # of a task's function; 0: no limit
+    short_first: bool = False  # begin with the short functions
     steps: int = STEPS  # maximum number of the agent's steps
     timeout_s: float = 75.0
     fork: bool = True  # start agents and their tests from fork servers
@@ -59,7 +62,15 @@ def _install(spec: AgentSpec) -> tuple[AgentSpec, Installation]:
 
 
 async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -> BatchResult:
-    chosen = await asyncio.to_thread(tasks.choose_tasks, Path(config.tasks), config.count, config.part, config.seed)
+    chosen = await asyncio.to_thread(
+        tasks.choose_tasks,
+        Path(config.tasks),
+        config.count,
+        config.part,
+        config.seed,
+        max_lines=config.max_lines,
+        short_first=config.short_first,
+    )
     plan = BatchPlan(
         tasks=tuple(chosen),
         agent=spec,
@@ -79,5 +90,6 @@ async def _run(config: RunnerConfig, spec: AgentSpec, installed: Installation) -
 
 
 if __name__ == "__main__":
+    os.nice(10)  # if agents need all cores, sampling and training go first
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=RunnerConfig)
     print(msgspec.json.encode(build_report(asyncio.run(run_rollouts(config)))).decode())

@@ -151,6 +151,8 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
         tasks=str(options.tasks / TRAIN),
         part=options.part,
         seed=options.seed,
+        max_lines=options.max_lines,
+        short_first=options.short_first,
         count=options.train,
         n=options.n,
         rounds=options.rounds,
@@ -255,6 +257,10 @@ def main() -> None:
         choices=get_args(Part),
         help="training tasks to use; grpo: those whose solutions the expert did not show",
     )
+    parser.add_argument(
+        "--max-lines", type=int, default=0, help="train only on functions of at most this many lines (0: all)"
+    )
+    parser.add_argument("--short-first", action="store_true", help="in each pass, train on the short functions first")
     parser.add_argument("--rounds", type=int, default=4, help="passes over these tasks")
     parser.add_argument("--held-out", type=int, default=100, help="number of held-out tasks (0: no evaluations)")
     parser.add_argument("--samples", type=int, default=4, help="rollouts per held-out task")

@@ -3,7 +3,8 @@
     python3 fork_server.py serve SOCKET FOLDER MODULE IMPORT …   import the modules from FOLDER, then wait for callers
     python3 -I -S fork_server.py run SOCKET ARGUMENT …           run `python3 -m MODULE ARGUMENT …` in a fork of that process
 
-If FOLDER is empty, the modules are those of this Python, and the caller's working folder and PYTHONPATH are searched for others.
+If FOLDER is empty, the modules are those of this Python, and the caller's working folder and PYTHONPATH are searched for others. Modules
+that are found there are never kept for later runs.
 
 Starting mini-swe-agent takes three seconds of CPU time, nearly all of it for the import of litellm. That is more than the rest of a rollout
 of three short turns. Modules that the first run imports are also imported for all later runs. Modules imported before the fork must not
@@ -24,6 +25,7 @@ import signal
 import socket
 import sys
 import traceback
+from types import ModuleType
 
 MAX_REQUEST_BYTES = 1 << 20
 
@@ -68,21 +70,16 @@ def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
                     kill(pid)
         report_exits(callers)
         if first > 0 and first not in callers:
-            first = -1 if import_noted(notes, only_standard=not folder) else 0
+            first = -1 if import_noted(notes) else 0
 
 
-def import_noted(notes: int, *, only_standard: bool) -> bool:
-    """Import the modules that the first run imported, except those that fail. Return False if that run was killed.
-
-    With `only_standard`, import only those of the standard library: others may be from the caller's working folder.
-    """
+def import_noted(notes: int) -> bool:
+    """Import the modules that the first run noted, except those that fail. Return False if that run was killed."""
     try:
         names = os.read(notes, MAX_REQUEST_BYTES).decode().split()
     except BlockingIOError:
         return False
     for name in names:
-        if only_standard and name.partition(".")[0] not in sys.stdlib_module_names:
-            continue
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
@@ -129,11 +126,21 @@ def fork_agent(
         traceback.print_exc()
     finally:
         if pen:
-            names = [name for name in sys.modules if name not in before and not name.startswith("__")]
+            names = [
+                name
+                for name, loaded in sys.modules.items()
+                if name not in before and not name.startswith("__") and (own_path or is_installed(loaded))
+            ]
             os.write(pen, "\n".join(["", *names]).encode()[: select.PIPE_BUF * 15])
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 0xFF)
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Return whether a module is one of this Python, not one of the caller's working folder or PYTHONPATH."""
+    file = getattr(module, "__file__", None)
+    return file is None or file.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep))
 
 
 def report_exits(callers: dict[int, socket.socket]) -> None:
