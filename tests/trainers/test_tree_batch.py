@@ -22,7 +22,7 @@ from turngate.trainers.export.tree import ExportedTree
 from turngate.trainers.local.grpo import GrpoSettings, Learner, attend_densely, attend_flexibly
 from turngate.trainers.local.loss import LossTerms, Normalise, compute_divisor, compute_loss
 from turngate.trainers.local.packing import count_packed_tokens
-from turngate.trainers.tree_attention import make_block_mask, make_mask_mod
+from turngate.trainers.tree_attention import make_block_mask, make_dense_mask, make_mask_mod
 from turngate.trainers.tree_batch import list_rows, pack_trees, read_trees
 
 pytestmark = pytest.mark.needs("torch")
@@ -199,6 +199,28 @@ def test_flex_attention_equals_dense_mask() -> None:
     visible = [token for start, end in (*segment.attends, (segment.start, segment.end)) for token in range(start, end)]
     seen = batch.dense_mask()[segment.end - 1].nonzero()[:, 0].tolist()
     assert seen == visible, "a token attends to its ancestors and itself"
+
+
+@pytest.mark.parametrize("size", [63, 64, 192])
+def test_dense_attention_avoids_sizes_with_wrong_gradients(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's gradients can be NaN for 64 tokens more than a multiple of 128. The result is that of all tokens without padding."""
+    attention, sizes = torch.nn.functional.scaled_dot_product_attention, []
+
+    def record(q: torch.Tensor, *others: torch.Tensor, **settings: object) -> torch.Tensor:
+        sizes.append(q.shape[2])
+        return attention(q, *others, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    until = torch.tensor([size] * 20 + [40] * 20 + [size] * (size - 40))
+    inputs = [torch.randn(1, size, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    found = attend_densely(until)(0, *inputs)
+    assert sizes == [size + (size % 128 == 64)]
+    mask, turned = make_dense_mask(until), [x.transpose(1, 2) for x in inputs]
+    expected = attention(*turned, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    assert torch.allclose(found, expected, atol=1e-6)
+    weights = torch.randn_like(expected)
+    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected)), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 700])

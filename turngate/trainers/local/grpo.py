@@ -62,6 +62,9 @@ _MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the set
 # updates change it by a few nats. Beyond 20, either the token was almost impossible when it was sampled (one in 5·10⁸) and the record is
 # damaged, or its ratio is now practically 0 and the token has no effect.
 _MAX_DRIFT = 20.0
+# PyTorch 2.11 and later: with a mask, and half a tile more tokens than whole tiles, cuDNN's attention on Hopper GPUs can return gradients
+# that are NaN (https://github.com/pytorch/pytorch/issues/196678). It did with Qwen2.5 in bfloat16.
+_CUDNN_TILE = 128
 
 
 class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +86,9 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     flex_attention: bool = False  # use PyTorch's FlexAttention, which needs a CUDA device, instead of a dense mask
     bfloat16: bool = False  # run the layers in bfloat16; the weights, the scores and the loss stay as they are
     tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
-    reward_weight: float = (
-        1.0  # weight of the rollout's or turn's advantage in that of each token; 0: train only on the teacher's scores
-    )
-    teacher_kl: float = (
-        0.0  # weight of the reverse KL divergence from the feed's teacher in the advantage of each token
-    )
+    # Weights in the advantage of each token: of the rollout's or turn's, and of the reverse KL divergence from the feed's teacher.
+    reward_weight: float = 1.0  # 0: train only on the teacher's scores
+    teacher_kl: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("groups", "batch_tokens"):
@@ -142,9 +142,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
     largest: float | None
     refused: tuple[str, ...]  # why each rejected row was left out
     signal: bool  # whether any advantage is not 0
-    teacher_divergence: float | None = (
-        None  # reverse KL divergence from the teacher per token; None if `teacher_kl` is 0
-    )
+    # Reverse KL divergence from the teacher per token. None if `teacher_kl` is 0.
+    teacher_divergence: float | None = None
     # Differences between recomputed and recorded log-probabilities of all rows, by version lag, including rejected rows.
     mismatch: tuple[LagMismatch, ...] = ()
 
@@ -256,9 +255,8 @@ class Learner:
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
         with torch.no_grad():
-            entropy = torch.special.entr(likely.exp()).sum(
-                dim=-1
-            )  # 0 for masked ids, whose log-probability is infinite
+            # 0 for masked ids, whose log-probability is infinite
+            entropy = torch.special.entr(likely.exp()).sum(dim=-1)
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
     def _is_silent(self, row: Row) -> bool:
@@ -395,11 +393,15 @@ def is_of_version(row: Row, version: int) -> bool:
 
 def attend_densely(until: Tensor) -> Attend:
     """Return the attention over packed rows with a mask of n² bytes for n tokens."""
-    mask = make_dense_mask(until)
+    size = len(until)
+    extra = int(size % _CUDNN_TILE == _CUDNN_TILE // 2)
+    mask = make_dense_mask(F.pad(until, (0, extra), value=size + extra))  # no other token attends to the extra one
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        if extra:
+            q, k, v = (F.pad(x, (0, 0, 0, extra)) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[:, :, :size].transpose(1, 2)
 
     return attend
 
