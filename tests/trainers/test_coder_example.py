@@ -95,13 +95,18 @@ def test_masked_changes_have_no_labels(old: str, new: str, again: bool) -> None:
     ids = tokenizer.encode(answer)
     labels = moves.mask_change(ids, tokenizer)
     assert all(label in (one, moves.NO_LABEL) for one, label in zip(ids, labels, strict=True))
+    spans = moves.find_change(answer)
+    for n, label in enumerate(labels):
+        start, end = (len(tokenizer.decode(ids[:count])) for count in (n, n + 1))
+        assert label < 0 or not any(
+            start <= last and end > first for first, last in spans
+        )  # nor the token after a part
     kept = tokenizer.decode([label for label in labels if label >= 0])
     assert kept.startswith("The tests still fail. Line " if again else "Line ")
-    assert kept.endswith("' a.py.orig > a.py && python3 -m pytest -q t.py 2>&1 | tail -n 3\n```")
-    hidden = "".join(tokenizer.decode([one]) for one, label in zip(ids, labels, strict=True) if label < 0)
-    assert len(hidden) <= sum(map(len, changed)) + 2 * len(
-        changed
-    )  # with a character before or after each part at most
+    assert kept.endswith(" a.py.orig > a.py && python3 -m pytest -q t.py 2>&1 | tail -n 3\n```")
+    assert sum(label < 0 for label in labels) <= sum(
+        len(text) + 2 for text in changed
+    )  # one token before and after each part
 
 
 def test_only_changes_are_masked() -> None:

@@ -125,11 +125,17 @@ def find_change(answer: str) -> list[tuple[int, int]]:
 
 
 def mask_change(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the labels of an answer's tokens, without the tokens of its change. A token that is only partly in it has no label."""
+    """Return the labels of an answer's tokens, without the tokens of its change, and without the token after each part of it.
+
+    A token that is only partly in the change has no label. The token after a part ends it. If it had a label, the model would never see
+    that a change continues, and would learn to end it after one token.
+    """
     spans = find_change(tokenizer.decode(ids))
     ends = [len(tokenizer.decode(ids[: n + 1])) for n in range(len(ids))]
     starts = [0, *ends[:-1]]
-    return [
-        NO_LABEL if any(start < last and max(end, start + 1) > first for first, last in spans) else one
-        for one, start, end in zip(ids, starts, ends, strict=True)
+    hidden = [
+        any(start < last and max(end, start + 1) > first for first, last in spans)
+        for start, end in zip(starts, ends, strict=True)
     ]
+    after = [False, *hidden[:-1]]
+    return [NO_LABEL if here or before else one for one, here, before in zip(ids, hidden, after, strict=True)]
