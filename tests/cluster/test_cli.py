@@ -61,7 +61,9 @@ def test_wrong_flags_are_refused(given: dict[str, Any], config: ServeConfig, mes
 def test_choice_of_a_cluster() -> None:
     choice = choose_cluster(options(ray="h:1", ray_label=["pool=docker"]), SHARED)
     assert choice is not None and (choice.address, choice.labels) == ("h:1", {"pool": "docker"})
-    assert choose_cluster(options(), SHARED) is None
+    assert choose_cluster(options(gateway="http://cell"), SHARED) is None
+    with pytest.raises(ConfigError, match=r"also pass --ray, or the --gateway of a cell"):
+        choose_cluster(options(), SHARED)
 
 
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

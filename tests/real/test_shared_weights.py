@@ -116,7 +116,10 @@ async def test_two_cells_share_a_live_vllm(vllm: Servers, postgres_url: str, tmp
         crossing = [pair for pairs in await asyncio.gather(*answering) for pair in pairs]
         turns = [(await one.turns(session.id))[0] for one, session in crossing]
         for turn in turns:
-            runs = turn.get("version_runs", [[turn["version_start"], len(turn["ids"])]])
+            runs = turn.get("version_runs")
+            if runs is None:  # the version of each token is unknown; only their range is recorded
+                assert 0 <= turn["version_start"] <= turn["version_end"] <= 1
+                continue
             assert (turn["version_start"], turn["version_end"]) == (runs[0][0], runs[-1][0])
             assert sum(count for _, count in runs) == len(turn["ids"])
         assert [0, 1] in [[version for version, _ in turn.get("version_runs", ())] for turn in turns]

@@ -117,7 +117,7 @@ class ActionRoutes:
         seq = self._events.announce(stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt})
         answer = await self._events.wait_for(lambda: self._find_answer(stream, seq), _ANSWER_S, woken_by=stream)
         if answer is None:
-            message = "the batch has not answered; the retry request is stored, and the batch reads it when it is running again"
+            message = "the batch has not answered; the retry request is stored. If the batch is not running, start it again on its folder"
             return json_response({"asked": True, "taken": None, "message": message})
         return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 
