@@ -233,7 +233,7 @@ async def test_null_logprobs_stay_null() -> None:
     ("body", "expected"),
     [
         (output([5, 6], [[-0.1, 5, None]], 2, STOP), r"tokens: 1 instead of 2 \(all\) or 2 \(only the new ones\)"),
-        (output([5], [[-0.1, 6, None]], 1, STOP), "tokens that it did not sample"),
+        (output([5], [[-0.1, 6, None]], 1, STOP), "token ids do not match the sampled ids"),
         (output([5, 6, 7], [[-0.1, 5, None]], 1, STOP), r"tokens: 3 instead of 1 \(all\)"),
         (output(None, None, 1, STOP), "no token ids"),
         (output([5], [[-0.1, 5, None]], 1, {"type": "odd"}), "'odd'"),

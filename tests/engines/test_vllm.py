@@ -432,12 +432,19 @@ async def test_generate_api() -> None:
     assert second["structured_outputs"] == {"json_object": True}
 
 
-async def test_generate_api_rejects_mismatched_logprobs() -> None:
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([6], "token ids do not match the sampled ids"),
+        ([5, 6], r"different numbers of log-probabilities \(1\) and tokens \(2\)"),
+    ],
+)
+async def test_generate_api_rejects_mismatched_logprobs(ids: list[int], expected: str) -> None:
     body = generated([5], [-0.1], "stop")
-    body["choices"][0]["token_ids"] = [6]
+    body["choices"][0]["token_ids"] = ids
     server = StandIn(answer_with(body))
     async with serving(server), engine_of(server, api="generate") as engine:
-        with pytest.raises(EngineError, match="tokens that it did not sample"):
+        with pytest.raises(EngineError, match=expected):
             async with engine.generate(make_request(stream=False)) as chunks:
                 await collect(chunks)
 

@@ -22,7 +22,7 @@ from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import SandboxError
-from turngate.rollout import stage_reporting
+from turngate.rollout import agent_run, stage_reporting
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
@@ -254,6 +254,20 @@ async def test_failing_install_check_is_agent_fault(harness: Harness) -> None:
         *("agent", "launch"),
         "mine: install.check exited with code 7: too old",
     )
+
+
+async def test_checks_that_take_too_long_say_so(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = paced(0.5)
+    monkeypatch.setattr(agent_run, "_CHECK_S", limit_s)
+    slow = 'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["true"]\n[install]\ncheck = ["sleep", "6304"]'
+    assert fault(await harness.run(agent=parse_agent(slow))) == (
+        *("agent", "launch"),
+        f"mine: install.check took longer than {limit_s:g} s: no output",
+    )
+    monkeypatch.setattr(agent_run, "_FIND_PROGRAM", "sleep 6305")
+    boundary, stage, message = fault(await harness.run(agent=parse_agent(slow)))
+    assert (boundary, stage) == ("sandbox", "launch")
+    assert message.startswith(f"mine: could not look for true in the local sandbox within {limit_s:g} s")
 
 
 async def test_unknown_agent_option_is_agent_fault(harness: Harness) -> None:

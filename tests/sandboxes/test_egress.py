@@ -12,7 +12,7 @@ from tests.sandboxes.test_relay import node
 from tests.sandboxes.upstream import OK, Call, reply_with, upstream
 from tests.speed import scaled
 from turngate.errors import SandboxError
-from turngate.sandboxes import door
+from turngate.sandboxes import door, egress
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.egress import RELAY_FOLDER, connect_sandbox
 
@@ -119,6 +119,21 @@ async def test_node_relay_without_python(backend: Backend) -> None:
                 sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin"}  # type: ignore[attr-defined]
                 async with connect_sandbox(sandbox, opened_door):
                     pass
+    finally:
+        await sandbox.stop()
+
+
+async def test_slow_search_for_interpreter_does_not_ask_to_install_one(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(egress, "START_S", 0.3)
+    sandbox = await backend.create(SandboxSpec())
+    try:
+        await sh(sandbox, "mkdir bin && printf '#!/bin/sh\\nsleep 600\\n' >bin/python3 && chmod +x bin/python3")
+        sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin:/usr/bin:/bin"}  # type: ignore[attr-defined]
+        with pytest.raises(SandboxError, match="could not look for Python or Node"):
+            async with connect_sandbox(sandbox, "http://127.0.0.1:1"):
+                pass
     finally:
         await sandbox.stop()
 

@@ -17,6 +17,7 @@ from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, run_service
 from tests.speed import scaled
 from turngate.errors import DataFolderInUse, StoreError
+from turngate.service import final_state
 from turngate.service.result import RolloutEvent, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.service.storage import ServiceStorage
@@ -93,7 +94,9 @@ async def test_recorded_grade_survives_kill(tmp_path: Path) -> None:
             result, state = await service.rollouts.finalize(f"r{n}"), service.rollouts.state(f"r{n}")
             assert (result.status, result.kind, result.reward) == expected == (state.status, state.kind, state.reward)
             assert (result.error is not None) == (result.status == "error") and result.done
-            assert result.error is not None or "stopped before it wrote the result" in result.notes[0]
+            said = result.notes[0] if result.error is None else result.error.message
+            assert ("stopped before it wrote the result" if result.error is None else "lost: ") in said
+            assert said.endswith("its gateway has the turns recorded until then")
             assert result.wall_s == 2.0 + len(events)
             assert (await service.all_events(f"r{n}"))[-1].data["reward"] == expected[2]
 
@@ -111,6 +114,14 @@ def test_deletion_is_atomic(tmp_path: Path) -> None:
     storage.delete_rows(["a"])
     assert [state.rollout_id for state, _ in storage.read_states()] == ["b"] and storage.read_events("a", 0, 9) == []
     storage.close()
+
+
+def test_lost_rollout_without_session_has_no_turns_at_gateway() -> None:
+    state = final_state.from_events(running_state("r"), [RolloutEvent(cursor=1, time=100.0, kind="queued")])
+    assert state.error is not None and state.error.message == "lost: the service stopped before this rollout ended"
+    done = RolloutEvent(cursor=1, time=100.0, kind="stage", data=DONE[1])
+    (note,) = final_state.list_notes(final_state.from_events(running_state("r"), [done]))
+    assert note.endswith("were restored from the rollout's events")
 
 
 async def test_rollouts_of_killed_service_are_reported_lost(tmp_path: Path) -> None:

@@ -324,6 +324,17 @@ def test_damaged_sessions_are_not_archived_and_stay(store: Store, tmp_path: Path
     assert prune(store, LATER).removed == 1
 
 
+def test_values_of_the_wrong_type_are_not_archived(tmp_path: Path) -> None:
+    store = Store(tmp_path / "data")  # PostgreSQL does not store them
+    key = finish_rollout(store, "a", "")
+    with store.database.writing() as db:
+        db.execute("UPDATE nodes SET info='text' WHERE session=? AND id=1", (key,))
+    done = prune(store, LATER, tmp_path / "archive")
+    assert done.kept == {"it cannot be archived: node 1 is damaged on disk: a value has the wrong type": 1}
+    assert not done.files and ids(store) == ["a"]
+    store.close()
+
+
 def test_a_damaged_archive_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "data")
     finish_rollout(store, "a", "")

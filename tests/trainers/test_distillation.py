@@ -117,10 +117,11 @@ def test_invalid_settings(fields: dict[str, float], problem: str) -> None:
 def test_rows_without_scores_are_rejected(folder: Path) -> None:
     model = load(folder)
     settings = GrpoSettings(teacher_kl=1.0, tolerance=1e9)
-    with pytest.raises(MissingTeacherScores, match=r"no row has a teacher's scores .*it is too long"):
+    with pytest.raises(MissingTeacherScores, match=r"no row has usable teacher scores .*it is too long") as error:
         Learner(model, settings).gradients([make_row()], version=0)
+    assert error.value.param == "teacher_kl"
     measured = Learner(model, settings).gradients([make_row(), make_row([-0.5, -4.0])], version=0)
-    assert measured.refused == ("branch 1: no teacher scores: it is too long",) and measured.signal
+    assert measured.refused == ("branch 1: no usable teacher scores: it is too long",) and measured.signal
     assert measured.teacher_divergence == pytest.approx((-1 + 0.5 - 2 + 4) / 2)
     partial = msgspec.structs.replace(
         make_row(), side={"teacher_logprobs": SideColumn(((1, 2),), np.array([-1.0], np.float32))}

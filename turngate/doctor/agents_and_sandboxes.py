@@ -31,7 +31,9 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
     install = spec.install
     if not (install.npm or install.pip):
         fix = (
-            f"run: turngate agents check {spec.name}" if spec.check else "use a sandbox image that contains the program"
+            f"run: turngate agents check {spec.name}"
+            if spec.check
+            else "install the program on this machine (for bubblewrap, in /usr), or use a sandbox with an image that contains it"
         )
         return not_checked(f"{spec.name}: the program must be installed in the sandbox", fix)
     if install.npm and platform.libc_ver()[0] != "glibc":
@@ -127,6 +129,8 @@ async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckOutcome:
 
 async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandbox: Sandbox) -> CheckOutcome:
     ran = await sandbox.exec(["true"], timeout_s=30)
+    if ran.timed_out:
+        return failure(f"{name}: `true` did not end in the sandbox within 30 s", _suggest_fix(name))
     if ran.exit_code:
         return failure(f"{name}: `true` failed in the sandbox with exit code {ran.exit_code}", _suggest_fix(name))
     not_enforced = backend.not_enforced(spec)

@@ -389,7 +389,7 @@ class SGLang:
         if added is None:
             return ids, align_logprobs(self.name, ids, None)
         if [position.token_id for position in added] != ids:
-            raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
+            raise EngineError(f"{self.name} sent log-probabilities whose token ids do not match the sampled ids")
         return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
     def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:

@@ -414,18 +414,16 @@ class VLLM:
     def _logprobs(self, ids: Sequence[int | str], scores: _Logprobs | None) -> Sequence[float | None]:
         if scores is None:
             return [None] * len(ids)
-        if scores.content is not None:
-            values: Sequence[float | None] | None = [position.logprob for position in scores.content]
-            if [position.token_id for position in scores.content] != list(ids):
-                raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
-        else:
-            values = scores.token_logprobs
+        content = scores.content
+        values = scores.token_logprobs if content is None else [position.logprob for position in content]
         if values is None:
             return [None] * len(ids)
         if len(values) != len(ids):
             raise EngineError(
                 f"{self.name} sent different numbers of log-probabilities ({len(values)}) and tokens ({len(ids)})"
             )
+        if content is not None and [position.token_id for position in content] != list(ids):
+            raise EngineError(f"{self.name} sent log-probabilities whose token ids do not match the sampled ids")
         return values
 
 

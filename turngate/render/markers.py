@@ -20,6 +20,7 @@ from turngate.types import Message, ToolCall
 _MARKER = re.compile(r"<[|｜][^\s<>|｜]{1,60}[|｜]>")
 _ANY_MARKER = re.compile(r"<[^\s<>]{1,60}>|\[[^\s\[\]]{1,60}\]")
 
+_REPLACE = "put a different chat_template.jinja into this folder, or choose a different --tokenizer"
 _USER, _ANSWER = Message("user", "x"), Message("assistant", SENTINEL)
 _CALL = Message("assistant", tool_calls=(ToolCall(LONG_CALL_ID, "probe_tool", '{"k": "' + SENTINEL + '"}'),))
 _RESULT = Message("tool", "y", tool_call_id=LONG_CALL_ID, name="probe_tool")
@@ -82,12 +83,12 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
     except BadRequest as error:
         raise ConfigError(
             f"tokenizer {tokenizer.folder}: the chat template rejects a conversation of two questions and an answer "
-            f"({error.message.partition(': ')[2]}); choose another chat template",
+            f"({error.message.partition(': ')[2]}); {_REPLACE}",
             param="tokenizer",
         ) from None
     if SENTINEL not in text:
         raise ConfigError(
-            f"the chat template of tokenizer {tokenizer.folder} does not write the text of messages; choose a chat template that does",
+            f"tokenizer {tokenizer.folder}: the chat template does not write the text of messages; {_REPLACE}",
             param="tokenizer",
         )
     joined = "\n".join([text, *_write_features(template)])
@@ -103,7 +104,8 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
         raise ConfigError(
             f"tokenizer {tokenizer.folder}: the chat template writes {', '.join(map(repr, sorted(wrong)))}, but the vocabulary has no such "
             f"token and encodes {marker!r} as {len(tokenizer.encode(marker))} tokens of plain text; add every such token to added_tokens "
-            "in tokenizer.json, with the id that the model was trained with, or choose the chat template of this model",
+            "in tokenizer.json, with the id that the model was trained with, or put the chat template of this model into this folder, as "
+            "chat_template.jinja",
             param="tokenizer",
         )
 

@@ -464,9 +464,14 @@ def _find_call_syntax(template: Template) -> Syntax | None:
 
 def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str]:
     """Compile the chat template and, if there is one, the separate template for tools. If the latter cannot be used, also return why."""
-    if tokenizer.tool_template is None:
-        return Template(default, tokenizer.special_tokens), ""
-    template = Template(tokenizer.tool_template, tokenizer.special_tokens, source_without_tools=default)
+    source, without_tools = (default, None) if tokenizer.tool_template is None else (tokenizer.tool_template, default)
+    try:
+        template = Template(source, tokenizer.special_tokens, source_without_tools=without_tools)
+    except ConfigError as error:
+        fix = "correct it, or choose a different --tokenizer"
+        raise ConfigError(f"tokenizer {tokenizer.folder}: {error.message}; {fix}", param="tokenizer") from None
+    if without_tools is None:
+        return template, ""
     if not template.traits.native_tools:
         why = "it does not accept tools, calls and results in the format of OpenAI's API"
     else:

@@ -11,12 +11,13 @@ from turngate.agents.host_tools import add_tool_commands, describe_tools
 from turngate.agents.install import Installation
 from turngate.agents.launch import Launch, plan_launch
 from turngate.common.aio import run_to_completion
-from turngate.errors import AgentError, SandboxTooLarge, TurngateError
+from turngate.errors import AgentError, SandboxError, SandboxTooLarge, TurngateError
 from turngate.rollout.classify import DISK_LIMIT, SESSION_LIMITS, Ending
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Job, Sandbox
 
 GRACE_S = 30.0  # time for an agent to exit on its own after its session has reached a limit
+_CHECK_S = 60.0  # time limit of each check before the launch
 _FIND_PROGRAM = 'command -v -- "$1" >/dev/null'
 
 
@@ -38,9 +39,18 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 
 
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
-    """Raise `AgentError` if the agent's program is not in the sandbox or its `install.check` command fails."""
+    """Raise `AgentError` if the agent's program is not in the sandbox or its `install.check` command fails.
+
+    Raise `SandboxError` if the sandbox takes too long to find the program.
+    """
     name = spec.agent.name
-    lookup = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
+    find = ["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program]
+    lookup = await sandbox.exec(find, env=launch.env, timeout_s=_CHECK_S)
+    if lookup.timed_out:
+        raise SandboxError(
+            f"{name}: could not look for {launch.program} in the {spec.backend.name} sandbox within {_CHECK_S:g} s; the machine may "
+            "be overloaded"
+        )
     if lookup.exit_code:
         raise AgentError(
             f"{name}: {launch.program} not found in the {spec.backend.name} sandbox; "
@@ -48,13 +58,11 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
             param="command",
         )
     if launch.check:
-        result = await sandbox.exec(launch.check, env=launch.env, timeout_s=60)
+        result = await sandbox.exec(launch.check, env=launch.env, timeout_s=_CHECK_S)
         if result.exit_code:
+            ended = f"took longer than {_CHECK_S:g} s" if result.timed_out else f"exited with code {result.exit_code}"
             printed = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
-            raise AgentError(
-                f"{name}: install.check exited with code {result.exit_code}: {printed or 'no output'}",
-                param="install.check",
-            )
+            raise AgentError(f"{name}: install.check {ended}: {printed or 'no output'}", param="install.check")
 
 
 async def run_agent(

@@ -17,12 +17,15 @@ async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STE
     """Run a docker command and return its output. Raise `SandboxError` if it fails."""
     code, out, err = await try_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if code:
-        raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:]}")
+        raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:] or f'exit code {code}'}")
     return out
 
 
 async def try_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> tuple[int, str, str]:
-    """Run a docker command and return its exit code, output and error messages. Raise `SandboxError` after `timeout_s`."""
+    """Run a docker command and return its exit code, output and error messages.
+
+    Raise `SandboxError` if it cannot be started or takes longer than `timeout_s`.
+    """
     process = await spawn_docker(
         "docker",
         *arguments,
@@ -46,7 +49,7 @@ async def try_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STE
 async def spawn_docker(
     *command: str, env: Mapping[str, str], stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
-    """Start a docker command."""
+    """Start a docker command. Raise `SandboxError` if that fails."""
     try:
         return await asyncio.create_subprocess_exec(
             *command,

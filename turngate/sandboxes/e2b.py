@@ -64,7 +64,9 @@ class E2BBackend:
         try:
             await self._list_sandboxes({}, limit=1)
         except RequestLost as error:
-            raise SandboxUnavailable(f"cannot reach E2B: {error}") from None
+            raise SandboxUnavailable(
+                f"E2B is not available ({error}); check this machine's network connection, or try again later"
+            ) from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """List the parts of a spec that E2B does not apply."""
@@ -242,6 +244,7 @@ def _map_errors(action: str) -> Iterator[None]:
                 kind = ProcessNotFound
             case e2b.AuthenticationException():
                 kind = SandboxUnavailable
+                message += "; check E2B_API_KEY"
             case e2b.InvalidArgumentException() | e2b.NotEnoughSpaceException():
                 kind = SandboxError
             case _ if status is not None and 400 <= status < 500 and status != 429:

@@ -102,10 +102,14 @@ def _relay_target(sandbox: Sandbox, egress: GatewayDoor | Tunnel | str) -> str:
 async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) -> list[str]:
     """Copy the relay into the sandbox and return the command that runs it."""
     found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
+    if found.timed_out:
+        raise SandboxError(
+            f"could not look for Python or Node in the sandbox within {START_S:.0f} s; the machine may be overloaded"
+        )
     if found.exit_code:
         raise SandboxError(
             "the relay to the gateway needs Python 3.8 or newer, or Node, but the sandbox has neither; "
-            "install one of them in the image"
+            "install one of them in the image or, if the sandbox uses this machine's programs, on this machine"
         )
     kind, _, program = found.stdout.decode().strip().partition(" ")
     source = RELAY_SOURCES[kind]
@@ -118,9 +122,8 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
     if text.isdigit():
         return int(text)
     log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
-    raise SandboxError(
-        f"the relay to the gateway did not start in the sandbox: {log.stdout.decode(errors='replace').strip()[-300:]}"
-    )
+    reason = log.stdout.decode(errors="replace").strip()[-300:] or f"no port and no error within {START_S:.0f} s"
+    raise SandboxError(f"the relay to the gateway did not start in the sandbox: {reason}")
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:

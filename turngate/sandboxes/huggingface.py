@@ -92,7 +92,9 @@ class HuggingFaceBackend:
         try:
             await self._resolve_namespace(_create_api())
         except RequestLost as error:
-            raise SandboxUnavailable(f"cannot reach Hugging Face: {error}") from None
+            raise SandboxUnavailable(
+                f"Hugging Face is not available ({error}); check this machine's network connection, or try again later"
+            ) from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """List the parts of a spec that Hugging Face does not apply."""
@@ -325,6 +327,8 @@ def _map_errors(action: str) -> Iterator[None]:
                 kind = SandboxError
             case _:
                 kind = RequestLost
+        if kind is SandboxUnavailable:
+            message += "; check HF_TOKEN, and the rights and credit of its account"
         raise kind(message) from None
 
 

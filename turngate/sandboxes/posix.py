@@ -348,4 +348,5 @@ def _check_success(result: ExecResult, failure: str) -> None:
     if result.timed_out:
         raise SandboxError(f"{failure}: it took longer than {FILE_TIMEOUT_S:.0f} s")
     if result.exit_code:
-        raise SandboxError(f"{failure}: {result.stderr.decode(errors='replace').strip()[-300:]}")
+        reason = result.stderr.decode(errors="replace").strip()[-300:] or f"exit code {result.exit_code}"
+        raise SandboxError(f"{failure}: {reason}")

@@ -159,9 +159,16 @@ class ShellSandbox:
                     f"the {f'image {spec.image!r}' if spec.image else 'default image'} has no {output.strip()}, "
                     "which Turngate needs; use an image that has it"
                 )
-            if code or not re.fullmatch(r"/[\w./-]+\n", output, re.ASCII):  # our scripts use it without quotes
-                raise SandboxError(f"could not set up the new sandbox: {output.strip()[-300:]}")
-            sandbox = cls(connection, output.strip(), spec, ends)
+            root = output.removesuffix("\n")
+            if code or not root:
+                reason = root.strip()[-300:] or f"the setup script printed nothing (exit code {code})"
+                raise SandboxError(f"could not set up the new sandbox: {reason}")
+            if not re.fullmatch(r"/[\w./-]+", root, re.ASCII):  # our scripts use it without quotes
+                raise SandboxError(
+                    f"could not set up the new sandbox: the path {root[-300:]!r} contains characters other than letters, digits and "
+                    ". _ - /; use an image with a different HOME"
+                )
+            sandbox = cls(connection, root, spec, ends)
         except BaseException:
             with suppress(SandboxError):
                 await run_to_completion(retry(connection.remove))

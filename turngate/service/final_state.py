@@ -18,8 +18,11 @@ from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, Roll
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
-LOST = "lost: the service stopped before this rollout ended; its gateway has the turns recorded until then"
-UNREPORTED = "the service stopped before it wrote the result; the grade is known, and the gateway has the turns"
+_LOST = "lost: the service stopped before this rollout ended"
+_UNREPORTED = (
+    "the service stopped before it wrote the result; the status and any reward were restored from the rollout's events"
+)
+_TURNS_KEPT = "; its gateway has the turns recorded until then"
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
@@ -67,8 +70,9 @@ def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState
     """
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
-    is_opened = any(event.kind == "opened" for event in events)
+    is_opened = any(event.kind == "opened" for event in events)  # never in direct mode
     stage = stages[-1] if stages else state.stage
+    lost = ErrorInfo(boundary="gateway", stage=stage, message=_LOST + _TURNS_KEPT * is_opened)
     state = _apply_grade(_mark_done(state, status="error", kind="infrastructure fault", reward=None), events)
     return msgspec.structs.replace(
         state,
@@ -76,8 +80,13 @@ def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState
         sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
         wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
         session=state.rollout_id if is_opened else "",
-        error=ErrorInfo(boundary="gateway", stage=stage, message=LOST) if state.status == "error" else None,
+        error=lost if state.status == "error" else None,
     )
+
+
+def list_notes(state: RolloutState) -> tuple[str, ...]:
+    """Return the notes for the result of a rollout whose final state was built from its events."""
+    return () if state.error is not None else (_UNREPORTED + _TURNS_KEPT * bool(state.session),)
 
 
 def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:

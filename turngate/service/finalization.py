@@ -72,7 +72,7 @@ class Finalizer:
     async def _read_recording(self, active: ActiveRollout) -> tuple[TraceView | None, list[ConversationMessage]]:
         """Read the last events, the trace and the conversation from the rollout's gateway."""
         if active.following is not None:
-            await _cancel(active.following)
+            await _cancel(active.following, active.id)
         if active.connection is None or active.choice.mode == "direct":
             return None, []
         client, outcome = active.connection.client, active.outcome
@@ -135,8 +135,8 @@ async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any
     return default
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None], rollout: str) -> None:
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("following a rollout's events failed", exc_info=error)
+        log.error("rollout %s: following its events failed", rollout, exc_info=error)

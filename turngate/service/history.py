@@ -139,10 +139,8 @@ class RolloutHistory:
             state = final_state.from_result(result, state)
         else:
             state = final_state.from_events(state, events)
-            notes = () if state.error is not None else (final_state.UNREPORTED,)
-            result = report.build_result(
-                state, None, None, storage.artifacts_folder(rollout), self._config.clamp, notes
-            )
+            notes, folder = final_state.list_notes(state), storage.artifacts_folder(rollout)
+            result = report.build_result(state, None, None, folder, self._config.clamp, notes)
             await asyncio.to_thread(storage.write_result, result, ())
         if not events or events[-1].kind != "ended":
             events.append(

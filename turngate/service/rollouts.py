@@ -150,7 +150,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     # ── verbs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, request: AnyRequest) -> str:
-        """Start a rollout, and return its id at once. Raise `BadRequest` if an argument is invalid, and `Busy` if the queue is full."""
+        """Start a rollout, and return its id at once.
+
+        Raise `BadRequest` if an argument is invalid, `Busy` if the queue is full, and `Stopping` if the service is stopping.
+        """
         if self._closing:
             raise Stopping("the service is stopping")
         request = request.check()

@@ -57,13 +57,19 @@ class ArchivedSession(msgspec.Struct, frozen=True):
 
 
 def read_session(db: StoreConnection, key: int) -> ArchivedSession:
-    """Read a session with everything recorded for it. Raise `StoreError` if it was deleted or is damaged. Call this inside a snapshot."""
+    """Read a session with everything recorded for it. Call this inside a snapshot.
+
+    Raise `StoreError` if the session was deleted, or if a node does not match its checksum.
+    """
     session = db.execute(f"SELECT {_SESSION} FROM sessions WHERE key=?", (key,)).fetchone()
     if session is None:
         raise StoreError("it was deleted")
     nodes = db.execute(f"SELECT {', '.join(NODE_COLUMNS)} FROM nodes WHERE session=? ORDER BY id", (key,)).fetchall()
     for *cells, delivered, checksum in nodes:
-        expected = node_checksum(key, *cells)
+        try:
+            expected = node_checksum(key, *cells)
+        except TypeError:  # SQLite stores a value of any type in any column
+            raise StoreError(f"node {cells[0]} is damaged on disk: a value has the wrong type") from None
         if delivered not in (0, 1) or checksum != (expected if delivered else expected ^ UNDELIVERED):
             raise StoreError(f"node {cells[0]} is damaged on disk")
     tables = {

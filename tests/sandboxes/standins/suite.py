@@ -395,7 +395,7 @@ class RemoteSuite:
     async def test_missing_and_wrong_key_are_unavailable(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(remote.key, "wrong-and-secret")
         for refused in (remote.make().check(), remote.make().create(SandboxSpec())):
-            with pytest.raises(SandboxUnavailable) as error:
+            with pytest.raises(SandboxUnavailable, match=f"; check {remote.key}") as error:
                 await refused
             assert "wrong-and-secret" not in str(error.value)
             assert error.value.__cause__ is None
@@ -413,8 +413,17 @@ class RemoteSuite:
 
     async def test_unreachable_service_is_unavailable(self, remote: Remote) -> None:
         remote.standin.fail(Fault("", times=1000, status=503))
-        with pytest.raises(SandboxUnavailable):
+        with pytest.raises(SandboxUnavailable, match=r"is not available .*network connection, or try again later"):
             await remote.make().check()
+
+    async def test_error_for_unusable_home_names_it(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+        environ = Machine.environ
+        monkeypatch.setattr(
+            Machine, "environ", lambda machine, env: {**environ(machine, env), "HOME": f"{machine.folder}/jane doe"}
+        )
+        with pytest.raises(SandboxError, match=r"jane doe/turngate' contains characters other than .*different HOME"):
+            await remote.make().create(SandboxSpec())
+        assert not any(machine.alive for machine in remote.standin.machines.values())
 
     async def test_unknown_image_and_dockerfile_are_errors(self, remote: Remote) -> None:
         with pytest.raises(SandboxError, match="nothing"):

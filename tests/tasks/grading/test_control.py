@@ -122,7 +122,7 @@ async def test_unreadable_output_is_retried_before_work_is_blamed(isolated: Grad
 
 
 async def test_unexpected_error_blames_work_only_if_control_passes(
-    isolated: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    isolated: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder with 1400 levels once failed to pack in this way."""
     task = kit.script_task(tmp_path / "task")
@@ -137,9 +137,11 @@ async def test_unexpected_error_blames_work_only_if_control_passes(
     monkeypatch.setattr(archive, "pack", break_on_work)
     result = await kit.grade_and_check(task, work, isolated)
     assert (result.kind, result.reward) == ("graded", 0.0) and "RecursionError: too deep" in result.message
+    assert f"task {task.id}: unexpected error while grading" in caplog.messages
     monkeypatch.setattr(archive, "pack", lambda *_: [].index(1))  # it also fails for the control
     result = await kit.grade_and_check(msgspec.structs.replace(task, id="other"), work, isolated)
     assert (result.kind, result.reward) == ("infrastructure fault", None)
+    assert caplog.messages.count("task other: unexpected error while grading") == 2  # the work's and the control's
 
 
 async def test_control_runs_again_after_task_is_fixed(isolated: GradingEnvironment, tmp_path: Path) -> None:

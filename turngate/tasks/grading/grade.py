@@ -92,11 +92,11 @@ async def _grade_with(
                 kind="invalid task", message=f"{reason}; the grader also failed on the untouched task: {control_reason}"
             )
         except Exception as error:  # every failure becomes a grade
-            return _grade_failure(error)
+            return _grade_failure(task, error)
         broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke the grader"
         return Grade(kind="graded", reward=0.0, resolved=False if isinstance(grader, Swe) else None, message=broken)
     except Exception as error:  # every failure becomes a grade
-        return _grade_failure(error)
+        return _grade_failure(task, error)
 
 
 async def _run_with_retry(
@@ -129,7 +129,7 @@ async def _run_on_work(
     except (Undecided, TurngateError, OSError):
         raise
     except Exception as error:
-        logger.error("unexpected error while grading", exc_info=error)
+        logger.error("task %s: unexpected error while grading", task.id, exc_info=error)
         raise Undecided(f"grading failed with {type(error).__name__}: {str(error)[:500]}") from error
 
 
@@ -147,11 +147,11 @@ async def _run_grader(
             return await swe.run_grader(task, grader, work, environment, log, control)
 
 
-def _grade_failure(error: Exception) -> Grade:
+def _grade_failure(task: Task, error: Exception) -> Grade:
     if isinstance(error, TaskError):
         return Grade(kind="invalid task", message=error.message)
     if not isinstance(error, SandboxError | OSError):
-        logger.error("unexpected error while grading", exc_info=error)
+        logger.error("task %s: unexpected error while grading", task.id, exc_info=error)
     message = error.message if isinstance(error, TurngateError) else f"{type(error).__name__}: {error}"
     return Grade(kind="infrastructure fault", message=message)
 

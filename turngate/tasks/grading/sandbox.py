@@ -91,15 +91,15 @@ async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: f
         await staging.run_setup(sandbox, task)
         yield sandbox
     finally:
-        await run_to_completion(_stop_sandbox(sandbox))
+        await run_to_completion(_stop_sandbox(task, sandbox))
 
 
-async def _stop_sandbox(sandbox: Sandbox) -> None:
+async def _stop_sandbox(task: Task, sandbox: Sandbox) -> None:
     """Stop a sandbox. If that fails, log the error, but do not change the grade."""
     try:
         await sandbox.stop()
     except SandboxError as error:
-        log.warning("could not remove a grader's sandbox: %s", error.message)
+        log.warning("task %s: could not remove the grader's sandbox: %s", task.id, error.message)
 
 
 def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[str, str]:
@@ -193,5 +193,7 @@ async def run_step(sandbox: Sandbox, script: str, *words: str, stdin: bytes = b"
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *words], cwd="/", stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     if done.timed_out or done.exit_code:
         stderr = done.stderr.decode("utf-8", "replace").strip()[-300:]
-        raise SandboxError(f"could not prepare the grader's sandbox: {stderr or f'exit code {done.exit_code}'}")
+        failed = stderr or f"exit code {done.exit_code}"
+        reason = f"it took longer than {STEP_TIMEOUT_S:g} s" if done.timed_out else failed
+        raise SandboxError(f"could not prepare the grader's sandbox: {reason}")
     return done

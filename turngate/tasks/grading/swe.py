@@ -177,7 +177,9 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
             f"task: {task.id}: test_patch cannot be applied to the base commit: {output}", param="test_patch"
         )
     if done.exit_code or done.timed_out:
-        raise SandboxError(f"could not set up the tests: {output or f'exit code {done.exit_code}'}")
+        failed = output or f"exit code {done.exit_code}"
+        reason = f"it took longer than {grading_sandbox.STEP_TIMEOUT_S:g} s" if done.timed_out else failed
+        raise SandboxError(f"could not set up the tests: {reason}")
 
 
 class _TestFiles:

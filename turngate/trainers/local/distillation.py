@@ -17,7 +17,7 @@ from turngate.trainers.teacher import TEACHER_LOGPROBS
 
 
 def read_scores(row: Row) -> np.ndarray | str:
-    """Return the teacher's log-probabilities of the trained tokens of a row, or why there are none."""
+    """Return the teacher's log-probabilities of the trained tokens of a row, or why they are missing or unusable."""
     column = row.side.get(TEACHER_LOGPROBS)
     if column is None:
         return row.unscored or "the feed has no teacher; pass one to Feed.open"
@@ -28,12 +28,12 @@ def read_scores(row: Row) -> np.ndarray | str:
 
 
 def split_scored(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Return the rows with scores, and why each other row has none."""
+    """Return the rows with usable scores, and why each other row has none."""
     scored, unscored = [], []
     for row in rows:
         found = read_scores(row)
         if isinstance(found, str):
-            unscored.append(f"branch {row.branch}: no teacher scores: {found}")
+            unscored.append(f"branch {row.branch}: no usable teacher scores: {found}")
         else:
             scored.append(row)
     return scored, unscored

@@ -122,7 +122,7 @@ class NonFiniteGradient(TurngateError):
 
 
 class MissingTeacherScores(TurngateError):
-    """`teacher_kl` is set, but no row of an update has a teacher's scores."""
+    """`teacher_kl` is set, but no row of an update has usable teacher scores."""
 
     kind = "teacher_scores_missing"
 
@@ -192,7 +192,7 @@ class Learner:
         """Compute the gradients of the loss over `rows`. `version` is the policy version of the current weights.
 
         If the gradients are not finite, clear them and raise `NonFiniteGradient`. Raise `LogprobMismatch` if most rows that were sampled
-        with these weights have different log-probabilities, and `MissingTeacherScores` if `teacher_kl` is set and no row has scores.
+        with these weights have different log-probabilities, and `MissingTeacherScores` if `teacher_kl` is set and no row has usable scores.
         """
         settings, totals = self.settings, _UpdateTotals()
         if settings.advantages == "turn":
@@ -222,12 +222,13 @@ class Learner:
         return [row for row, why in zip(rows, obstacles, strict=True) if not why]
 
     def _select_scored(self, rows: Sequence[Row], totals: _UpdateTotals) -> Sequence[Row]:
-        """Return the rows that can be trained on. With `teacher_kl`, reject those without a teacher's scores."""
+        """Return the rows that can be trained on. With `teacher_kl`, reject those without usable teacher scores."""
         if not self.settings.teacher_kl or not rows:
             return rows
         scored, unscored = split_scored(rows)
         if not scored:
-            raise MissingTeacherScores(f"no row has a teacher's scores (rows: {len(rows)}, the first: {unscored[0]})")
+            problem = f"no row has usable teacher scores (rows: {len(rows)}); first row: {unscored[0]}"
+            raise MissingTeacherScores(f"teacher_kl is set, but {problem}", param="teacher_kl")
         totals.refused += unscored
         totals.mean_kl = compute_mean_kl(scored)
         return scored

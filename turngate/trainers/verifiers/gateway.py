@@ -271,7 +271,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             raise vf.TunnelError(watching.result())
         except asyncio.CancelledError:
             # Cancel at the gateway first, so that generation stops and no further call of the program becomes a turn.
-            await run_to_completion(_within(_END_S, rollouts.cancel(rollout)))
+            await run_to_completion(_cancel_rollout(rollouts, rollout))
             raise
         finally:
             watching.cancel()
@@ -362,9 +362,10 @@ async def _wait_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+async def _cancel_rollout(rollouts: RolloutApi, rollout: str) -> None:
     try:
-        async with asyncio.timeout(seconds):
-            await work
+        async with asyncio.timeout(_END_S):
+            await rollouts.cancel(rollout)
     except (vf.InterceptionError, TimeoutError) as error:
-        log.warning("could not cancel a rollout at the gateway: %s", error)
+        why = str(error) or f"no answer within {_END_S:g} s"
+        log.warning("rollout %s: could not cancel it at the gateway: %s", rollout, why)
