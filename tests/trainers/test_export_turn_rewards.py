@@ -19,7 +19,7 @@ from turngate.trainers.export.tree import decode_tree, rebuild_rows
 from turngate.trainers.tree_batch import read_trees
 
 REWARD = {"node": 2, "start": 0, "end": 1, "name": "", "value": 1.0, "kind": "extra"}
-LEFT_OUT = "the turn rewards of a rollout: it has no turn rewards"
+LEFT_OUT = "the turn rewards of a rollout: its outcome contains none"
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ Report = Callable[[str], None]
 
 
 class Installation(msgspec.Struct, frozen=True):
-    """The paths of an installed agent. All paths are empty if the agent is part of the sandbox's image."""
+    """The paths of an installed agent. All paths are empty if the agent is not installed by Turngate."""
 
     folder: str = ""
     program: str = ""

@@ -48,7 +48,7 @@ PLACEHOLDERS = {
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to install the agent: from npm, from PyPI, or not at all if it is part of the sandbox's image."""
+    """How to install the agent: from npm, from PyPI, or not at all if the sandbox already has it."""
 
     npm: str = ""  # a package on npm
     pip: str = ""  # a package on PyPI
@@ -57,7 +57,7 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
     python: str = ""  # pip: the Python version that the agent runs on, such as 3.11
     program: str = ""  # the program's path inside the installation
-    check: tuple[str, ...] = ()  # a command that succeeds if the agent is part of the image
+    check: tuple[str, ...] = ()  # a command that succeeds if the sandbox has the agent
 
 
 class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

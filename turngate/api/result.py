@@ -52,8 +52,9 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
     def show(self, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> None:
         """Display the result, as a page in a notebook or as text in a terminal.
 
-        `turns` lists the numbers of the turns to show; by default, as many as fit are shown. If `tokens` is set, sampled text is shown as
-        tokens, colored by their log-probability. If `full` is set, turns, files and logs are not truncated.
+        `turns` lists the numbers of the turns to show; by default, all. If `tokens` is set, sampled text is shown as tokens, colored by
+        their log-probability. Unless `full` is set, only the first and last 20 of more than 40 turns are shown, and long texts are
+        shortened. The contents of files and the logs are shown only in a notebook.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 

@@ -292,7 +292,7 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
 def _decode_path(wire: WireTreeRow, segments: Sequence[Segment], where: str) -> RowPath:
     if not 0 <= wire.last < len(segments):
         raise DamagedDelivery(
-            f"{where}: branch {wire.branch} ends in segment {wire.last}, which does not exist (segments, numbered from 0: {len(segments)})"
+            f"{where}: branch {wire.branch} ends in segment {wire.last}, which does not exist; the last segment is {len(segments) - 1}"
         )
     path: list[int] = []
     at: int | None = wire.last

@@ -84,7 +84,10 @@ class DeliveryTeacher(Protocol):
 
 
 class Feed(AbstractAsyncContextManager["Feed"]):
-    """An endless iterator over deliveries, which waits for new ones. Create it with `Feed.open`, and use it from one task at a time."""
+    """An async iterable over deliveries. It waits for new ones until it is closed.
+
+    Create it with `Feed.open`, and use it from one task at a time.
+    """
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     async def next(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery, or None if none arrives within `timeout_s` seconds. Cancelling the call loses no delivery.
 
-        Scoring by a teacher takes additional time.
+        `timeout_s` does not include the time that a teacher takes to score the delivery.
         """
         end = time.monotonic() + timeout_s
         backoff = Backoff()

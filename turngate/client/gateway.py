@@ -57,7 +57,10 @@ class GatewayClient(FeedClient):
         return await self._request("POST", "/admin/sessions", OpenedSession, body, headers=headers)
 
     async def check(self) -> None:
-        """Check that the gateway answers and accepts the key. Raise `ConfigError` if the server is not a gateway."""
+        """Check that the gateway answers and accepts the key.
+
+        Raise `GatewayUnreachable` if it does not answer, `Unauthorized` if it rejects the key, and `ConfigError` if it is not a gateway.
+        """
         await self.fence()
 
     async def fence(self) -> FenceView:

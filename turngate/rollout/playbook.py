@@ -1,7 +1,8 @@
 """A script for the scripted engine that chooses each reply by the content of the agent's prompt.
 
-A fixed list of replies is not enough, because an agent controls its own loop: it also makes calls for titles, sub-agents and retries. A
-scene is recognized by words in the prompt. The number of turns in the prompt determines which of its steps comes next.
+A fixed list of replies is not enough, because an agent controls its own loop: it also makes calls for titles, sub-agents and retries. The
+script consists of scenes. A scene is recognized by words in the prompt, and the number of turns in the prompt determines which step of the
+scene comes next.
 """
 
 from __future__ import annotations

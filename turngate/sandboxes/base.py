@@ -156,7 +156,10 @@ class Sandbox(Protocol):
         """Write a file. Create missing parent folders."""
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        """Read a file. Raise `SandboxFileMissing` if it does not exist, or `SandboxError` if it is larger than `limit` bytes."""
+        """Read a file.
+
+        Raise `SandboxFileMissing` if it does not exist, or `SandboxError` if it is not a file or is larger than `limit` bytes.
+        """
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
         """Copy the content of a host folder into `target`, except for the paths in `exclude`, which are relative to the folder."""

@@ -175,7 +175,7 @@ class SessionArchive:
         return ids
 
     def read(self, file: Path) -> Iterator[ArchivedSession]:
-        """Read the sessions of a file. Raise `StoreError` if a row is damaged."""
+        """Read the sessions of a file. Raise `ConfigError` if it cannot be read as an archive, and `StoreError` if a session is damaged."""
         with self._open(file) as opened:
             for number in range(opened.num_row_groups):
                 for record in opened.read_row_group(number).to_pylist():

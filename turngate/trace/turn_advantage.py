@@ -31,7 +31,7 @@ from turngate.trace.sample import RowSpan, Sample
 from turngate.trace.turn_rewards import TurnReward
 
 Compare = Literal["turn_index", "all_turns"]
-NO_TURN_REWARDS = "it has no turn rewards"
+NO_TURN_REWARDS = "its outcome contains no turn rewards"
 
 
 class TurnCredit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

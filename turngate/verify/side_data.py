@@ -58,29 +58,32 @@ class StoredSideArrays:
 
     def _join(self, turn: StoredTurn, facts: SideFacts) -> Values | str:
         if facts.dtype not in _TYPES:
-            return f"its {facts.name} have the unknown type {facts.dtype!r}"
+            return f"its side data {facts.name} has the unknown type {facts.dtype!r}"
         at, parts, sizes = facts.first, [], []
+        start = turn.length - len(turn.ids)  # of the reply, on the path
         for piece in self._pieces.get((turn.id, facts.name), ()):
             if not isinstance(piece.first, int) or piece.first != at or at >= facts.first + facts.count:
                 continue
             shape = "x".join(str(n) for n in facts.shape)
             if (piece.dtype, piece.shape) != (facts.dtype, shape):
                 stored = f"type {piece.dtype} and shape {piece.shape}"
-                return (
-                    f"its {facts.name} are stored with {stored}, but listed with type {facts.dtype} and shape {shape}"
-                )
+                return f"its side data {facts.name} is stored with {stored}, but listed with type {facts.dtype} and shape {shape}"
             found = _read_piece(piece.data, facts)
             if found is None:
-                return f"its {facts.name} at token {at} are not stored as whole values"
+                return (
+                    f"its side data {facts.name}, from token {start + at} of the path on, is not stored as whole values"
+                )
             assert isinstance(piece.data, bytes)
             label = f"{piece.node}/{piece.name}/{piece.first}/{piece.dtype}/{piece.shape}".encode()
             if zlib.crc32(label + piece.data) != piece.checksum:
-                return f"its {facts.name} at token {at} do not match their checksum"
+                return (
+                    f"its side data {facts.name}, from token {start + at} of the path on, does not match its checksum"
+                )
             sizes.append(found[0])
             parts.append(found[1])
             at += len(found[0])
         if at != facts.first + facts.count:
-            return f"it lists {facts.name} for a different number of tokens ({facts.count}) than are stored ({at - facts.first})"
+            return f"it lists side data {facts.name} for a different number of tokens ({facts.count}) than are stored ({at - facts.first})"
         values = np.concatenate(parts)
         if facts.shape == _LISTS:
             return RaggedArray.from_sizes(np.concatenate(sizes), values)
@@ -124,7 +127,9 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
                 values = stored.read(turn, facts)
                 check.expect(not isinstance(values, str), values if isinstance(values, str) else "", node=turn.id)
                 if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-                    check.expect(bool(np.isfinite(values).all()), f"its {facts.name} are not all finite", node=turn.id)
+                    check.expect(
+                        bool(np.isfinite(values).all()), f"its side data {facts.name} is not all finite", node=turn.id
+                    )
     if stored.unlisted:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
         results.note(
@@ -139,7 +144,7 @@ def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None
     inside = 0 <= first < last <= turn.length
     check.expect(
         inside,
-        f"its {facts.name} cover tokens {first} to {last - 1}, but its path has length {turn.length}",
+        f"its side data {facts.name} covers tokens {first} to {last - 1} of the path, which has length {turn.length}",
         node=turn.id,
     )
     for other in path(turn):
@@ -148,7 +153,7 @@ def _check_place(turn: StoredTurn, facts: SideFacts, check: VerifyCheck) -> None
                 continue
             begin = other.length - len(other.ids) + known.first
             apart = begin >= last or begin + known.count <= first
-            check.expect(apart, f"its {facts.name} overlap those of turn {other.id}", node=turn.id)
+            check.expect(apart, f"its side data {facts.name} overlaps that of turn {other.id}", node=turn.id)
 
 
 def check_columns(session: StoredSession, every: Sequence[RowWithSideData], results: CheckResults) -> None:
@@ -190,7 +195,9 @@ def _check_column(
         given[start:end] = True
     whole = int(given.sum()) == sum(end - start for start, end in column.spans) == len(values)
     if not check.expect(
-        whole, f"its {name} do not have one value per token (values: {len(values)}, spans: {column.spans})", node=leaf
+        whole,
+        f"its side data {name} does not have one value per token (values: {len(values)}, spans: {column.spans})",
+        node=leaf,
     ):
         return
     due, recorded = np.zeros((size, *values.shape[1:]), values.dtype), np.zeros(size, bool)
@@ -200,16 +207,19 @@ def _check_column(
             continue  # reported by the check of the structure
         found = _make_comparable(read)
         same = read.shape[1:] == column.values.shape[1:] and np.can_cast(read.dtype, column.values.dtype)
-        if not check.expect(same, f"its {name} do not have the type and shape of those of turn {turn.id}", node=leaf):
+        if not check.expect(
+            same, f"its side data {name} does not have the type and shape of that of turn {turn.id}", node=leaf
+        ):
             return
         begin = turn.length - len(turn.ids) + facts.first
         due[begin : begin + len(found)], recorded[begin : begin + len(found)] = found, True
     missing = np.flatnonzero(recorded != given)
-    text = f"token {missing[0] if len(missing) else 0} of its row has {name} that were not recorded, or lacks recorded ones"
+    first = missing[0] if len(missing) else 0
+    text = f"token {first} of its row has side data {name} that was not recorded, or lacks side data {name} that was"
     if check.expect(not len(missing), text, node=leaf):
         wrong = np.flatnonzero((due[given] != values).any(axis=tuple(range(1, values.ndim))))
         at = int(np.flatnonzero(given)[wrong[0]]) if len(wrong) else 0
-        check.expect(not len(wrong), f"token {at} of its row does not have the recorded {name}", node=leaf)
+        check.expect(not len(wrong), f"token {at} of its row does not have the recorded side data {name}", node=leaf)
 
 
 def _make_comparable(values: Values) -> np.ndarray:

@@ -1,4 +1,5 @@
 """Read models for people and APIs: sessions, traces, rollouts, groups and trends, read from the store.
 
-The servers, the command line and the trainers all read through these views.
+The servers, the service, the Python API, some trainers, and the commands `show` and `verify` use these views. Feeds and `turngate export`
+read the store themselves.
 """

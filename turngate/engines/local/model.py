@@ -46,11 +46,11 @@ class Model(nn.Module):
         return self.embedding.weight.dtype
 
     def forward(self, ids: Tensor, segments: Tensor | None = None, at: Tensor | None = None) -> Tensor:
-        """Compute scores (rows, length, vocabulary) for `ids` (rows, length).
+        """Compute the logits (rows, length, vocabulary) for `ids` (rows, length).
 
-        Rows may be padded at their end with any ids. `segments` (rows, length) separates samples packed into one row: tokens attend
-        only to their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; only their scores are
-        then computed, as (positions, vocabulary).
+        Rows may be padded at their end with any ids of the vocabulary. `segments` (rows, length) separates samples packed into one row:
+        tokens attend only to their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; then
+        only their logits are computed, as (positions, vocabulary).
         """
         hidden = self.compute_hidden(ids, segments)
         return self.scores(hidden if at is None else hidden[at])

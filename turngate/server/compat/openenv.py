@@ -74,7 +74,7 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvListQuery(msgspec.Struct, frozen=True):
-    """Query parameters. `before` is the key of the last session on the previous page."""
+    """Query parameters. `before` is the `key` of a session, as listed by `GET /admin/sessions`; only older sessions are listed."""
 
     before: Whole | None = None
     limit: Whole = 100

@@ -85,7 +85,8 @@ class ViewCache:
             except ConfigError as error:
                 tokenizer, why = None, f"the session's tokenizer cannot be read: {error.message}"
             if tokenizer is not None and tokenizer.digest != vocabulary:
-                tokenizer, why = None, "the session's tokenizer has changed since the session was recorded"
+                tokenizer = None
+                why = f"the tokenizer in {folder} has changed since the session was recorded; restore its files to see the texts"
             self._other = (vocabulary, tokenizer, why)
         return self._other[1], self._other[2]
 

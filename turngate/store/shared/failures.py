@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 # By SQLSTATE, or by its class (the first two characters).
 _BY_STATE = {
     "25006": "{name} is read-only; connect to the primary server, as a role that may write",
-    "28": "{name} refused the login ({error}); set PGPASSWORD, or PGPASSFILE to a file with the password",
+    "28": "{name} refused the login ({error}); check the role, its password (PGPASSWORD, or a .pgpass file that PGPASSFILE names), and "
+    "that pg_hba.conf allows the connection",
     "3D000": "{name} does not exist; create the database first, for example with createdb",
     "42501": "{name} refused access ({error}); grant the role the rights on this database",
     "53100": "{name} has no disk space left; free some on the database server",
     "53300": "{name} has no free connection; raise max_connections, or connect through PgBouncer",
     "55P03": "another process has held a lock in {name} for too long; try again",
     "57014": "{name} canceled a statement ({error}); try again, or raise statement_timeout on the server",
-    "57": "{name} is stopping or starting ({error}); it is used again as soon as it answers",
+    "57": "{name} is stopping or starting ({error}); gateways reconnect by themselves, and other commands can be repeated",
 }
 # libpq reports a failed connection without a SQLSTATE.
 _BY_TEXT = (

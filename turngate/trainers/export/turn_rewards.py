@@ -9,7 +9,6 @@ import numpy as np
 
 from turngate.trace.sample import Sample
 from turngate.trace.turn_advantage import (
-    NO_TURN_REWARDS,
     ScoredRollout,
     TurnAdvantages,
     compute_turn_advantages,
@@ -65,7 +64,7 @@ def count_missing_rewards(
 ) -> None:
     """Add to `exclusions` if a rollout lacks the turn rewards, or the turn advantages in `credited`, that were requested."""
     if (choices.turn_rewards or choices.credit) and rollout.turn_rewards is None:
-        exclusions.add(f"the turn rewards of a rollout: {NO_TURN_REWARDS}")
+        exclusions.add("the turn rewards of a rollout: its outcome contains none")
     elif credited and (missing := credited[rollout.id].missing):
         exclusions.add(f"the turn advantages of a rollout: {missing}")
 

@@ -148,7 +148,7 @@ class Teacher:
         self._raise_failure()
 
     def reset(self) -> None:
-        """Forget failures and rejected turns, so that they are tried again. First wait until all running calls have ended."""
+        """Wait until all running calls have ended, then forget failures and rejected turns, so that scoring can be tried again."""
         futures.wait(self._running)
         self._running = []
         self._failure = None

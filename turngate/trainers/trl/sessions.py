@@ -144,7 +144,11 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     """Creates sessions. Its event loop and its connection to the gateway stay open while any session is open."""
 
     def __init__(self, config: SessionsConfig, *, sampling: Mapping[str, float] | None = None) -> None:
-        """Create a factory. `sampling` contains the trainer's sampling settings, which apply to every session."""
+        """Create a factory.
+
+        `sampling` contains the trainer's sampling settings. They apply to every session, except those that `config.session` sets itself
+        or that the gateway does not know.
+        """
         self.config = config
         self._tasks = _read_by_instruction(config)
         self._sampling = _translate_sampling(sampling or {})

@@ -119,7 +119,9 @@ function trouble(error) {
 
 /** Show each stage with a bar for its duration. @param {Json[]} stages */
 function stages(stages) {
-  if (!stages?.length) return el("p.muted", { text: "No stages: the session was opened without a runner." });
+  if (!stages?.length) {
+    return el("p.muted", { text: "No stages: the session was opened without a runner, or its events were deleted." });
+  }
   const longest = Math.max(...stages.map((stage) => stage.seconds ?? 0), 0.001);
   const cells = stages.flatMap((stage) => {
     const bar = el("span");
