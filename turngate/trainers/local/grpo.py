@@ -216,8 +216,7 @@ class Learner:
 
     def _select_sampled(self, rows: Sequence[Row], totals: _UpdateTotals) -> list[Row]:
         """Return the rows whose log-probabilities the model can compute. The others would make the gradients of all rows non-finite."""
-        vocabulary = self.model.shape.vocabulary
-        obstacles = [find_obstacle(row, self.settings.temperature, vocabulary) for row in rows]
+        obstacles = [find_obstacle(row, self.settings.temperature, self.model.shape.vocabulary) for row in rows]
         totals.refused += [f"branch {row.branch}: {why}" for row, why in zip(rows, obstacles, strict=True) if why]
         return [row for row, why in zip(rows, obstacles, strict=True) if not why]
 
