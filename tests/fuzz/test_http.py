@@ -137,6 +137,16 @@ def test_memory_for_brackets_in_a_text(world: World, text: bytes) -> None:
     world.check(FuzzRequest("POST", path, (), headers, b'{"url": "' + text + b'"}', path), memory=True)
 
 
+@pytest.mark.full
+def test_memory_for_a_long_session(world: World) -> None:
+    """A reply with the trace and the rows of a session needs a multiple of its own size."""
+    opened = world.run(world.gateway.open())
+    for turn in range(40):
+        world.run(world.gateway.ask(opened.key, f"{turn} " + "word " * 2000))
+    path, operation = f"/sessions/{opened.id}/rollout", "/sessions/{id}/rollout"
+    world.check(FuzzRequest("GET", path, (), (("authorization", "Bearer $admin"),), b"", operation), memory=True)
+
+
 # ── the checks can fail ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -38,6 +38,7 @@ from turngate.verify.store_reader import SessionReader
 Json = Any
 LATE_S = 0.05  # the longest that a step of the event loop may compute
 MEMORY_FACTOR = 40  # bytes that a request may need per byte of its body …
+REPLY_FACTOR = 12  # … per byte of its reply: a reply with a recorded session is built from its trace …
 MEMORY_BASE = 3_000_000  # … and besides
 _ANSWER_S = 20.0  # a request that takes longer hangs
 _WAIT_S = 0.15  # how long to stay with a request that waits for something that never comes
@@ -167,8 +168,11 @@ class World:
             raise Finding(f"an error was logged: {self._log.records[0]}")
         if watch.longest > self.late_s:
             raise Finding(f"a step of the event loop computed for {watch.longest * 1000:.0f} ms: {watch.slowest}")
-        if memory and (used := peak()) > MEMORY_BASE + MEMORY_FACTOR * len(request.body):
-            raise Finding(f"a request of {len(request.body)} bytes needed {used} bytes of memory")
+        sizes = len(request.body), len(reply.body)
+        if memory and (used := peak()) > MEMORY_BASE + MEMORY_FACTOR * sizes[0] + REPLY_FACTOR * sizes[1]:
+            raise Finding(
+                f"a request of {sizes[0]} bytes with a reply of {sizes[1]} bytes needed {used} bytes of memory"
+            )
 
     async def _restore(self) -> None:
         """Undo what an earlier request has ended, so that the next one gets further."""
