@@ -1,6 +1,6 @@
 """Score given token ids: the log-probability of each token in its context, and the most likely tokens at its position.
 
-Scoring engines block, so that callers can run several calls in threads. Scores are those of the model's plain distribution, at
+Scoring calls block. To run several at the same time, make them from threads. Scores are those of the model's plain distribution, at
 temperature 1. `local/scoring.py` scores with a model in this process.
 """
 

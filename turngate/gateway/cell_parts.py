@@ -1,8 +1,9 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
-ends, only its own cell can use the place that becomes free at the engines. So a cell compares its projects by their parts in this cell, and
-not by their calls in all cells. It gives up places only while another cell runs fewer calls than its part. All functions here are pure.
+ends, only its own cell can use the place that becomes free at the engines. So a cell chooses its next call by comparing the calls of each
+project that run in this cell with the cell's part, not the project's calls in all cells with its whole share. A cell gives up places only
+while another cell runs fewer calls than that other cell's part. All functions here are pure.
 """
 
 from __future__ import annotations

@@ -83,7 +83,10 @@ class Evictor:
         return evicted
 
     def _choose(self, now: float) -> list[Session]:
-        """Return the sessions in memory that have been idle for too long or exceed the memory limit, the least recently used first."""
+        """Return the sessions to evict, the least recently used first.
+
+        These are the sessions that have been idle for too long, and as many more as it takes to get below the memory limit.
+        """
         loaded = [session for session in self._sessions.live() if not session.is_evicted]
         size = sum(session.trace.estimate_bytes() + session.estimate_call_bytes() for session in loaded)
         chosen = []

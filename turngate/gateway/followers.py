@@ -37,7 +37,7 @@ async def wait_for_followers(table: FenceTable, epoch: int) -> None:
     late = [row.name for row in rows if row.epoch < epoch and row.seen + row.ttl > since]
     if late:
         log.warning(
-            "cells that did not answer: %s; each of them holds calls until it reaches the shared store again",
+            "cells that have not confirmed a change: %s; each of them holds calls until it reaches the shared store again",
             ", ".join(late),
         )
     await asyncio.to_thread(table.prune, _PRUNE_S)

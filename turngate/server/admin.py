@@ -86,7 +86,7 @@ class SessionListQuery(msgspec.Struct, frozen=True):
 class SamplesQuery(msgspec.Struct, frozen=True):
     """Query parameters. With `all`, rows without trained tokens are included.
 
-    With `masks`, the rows are those of a trainer that also receives sampling masks. The reply does not contain the masks.
+    With `masks`, turns that can be trained only with their sampling masks also count as trained. The reply does not contain the masks.
     """
 
     all: bool = False

@@ -220,7 +220,7 @@ class Session:
         return self._call_bytes * _CALL_COPIES
 
     def begin_call(self, task: asyncio.Task[object], size: int) -> None:
-        """Count a call in flight. `size` is the size of its body in bytes."""
+        """Count a call as in flight. `size` is the size of its body in bytes."""
         self.in_flight += 1
         self._call_bytes += size
         self.engine_silence.begin()

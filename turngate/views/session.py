@@ -79,7 +79,7 @@ class SessionView(msgspec.Struct, frozen=True):
     ) -> list[Sample]:
         """Return the training rows. `side` is the side data to add to them, by node id.
 
-        With `masks`, they are the rows of a trainer that receives sampling masks, although they do not contain any.
+        With `masks`, turns that can be trained only with their sampling masks also count as trained. The rows do not contain the masks.
         """
         policy = policy or self.session.config.policy
         rows = build_samples(self.session.trace, policy, keep_empty=keep_empty, side=side, masks=masks)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from turngate.render.tokenizer import Tokenizer
+from turngate.render import Tokenizer
 from turngate.tasks.repairs.mutations import find_mutations
 from turngate.tasks.task import Task
 

@@ -91,7 +91,7 @@ def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]
 
 
 def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
-    """Yield each branch with the nodes of its turns to imitate, each turn only once.
+    """Yield each branch that has turns to imitate, with the nodes of these turns. A shared turn is yielded only once.
 
     Such a turn must be complete, but may lack log-probabilities or have been sampled with a bias.
     """

@@ -253,8 +253,8 @@ async def _open_feed(
     if goal.feed is None and await _is_without_masks(gateway, goal.feed_name, config):
         config = msgspec.structs.replace(config, side=msgspec.UNSET)
         note(
-            "this run began before sampling masks could be delivered, so its turns with top-p, top-k or min-p are still not trained; "
-            "choose another --out folder to train them"
+            "the feed of this run was created without sampling masks, so turns with top-p, top-k or min-p are still not trained; "
+            "to train such turns, start a new run with another --out folder"
         )
     try:
         return await Feed.open(gateway, goal.feed_name, config, after=state.number, mark=state.mark, form=form)
