@@ -69,7 +69,7 @@ async def end_agent(gateway: Gateway, agent: ShortAgent, reward: float) -> None:
     await _admin(gateway, "PUT", f"/admin/sessions/{agent.session}/outcome", 200, orjson.dumps(outcome))
 
 
-async def record_sessions(bench: Bench, gateway: Gateway) -> list[str]:
+async def record_sessions(gateway: Gateway) -> list[str]:
     """Record the long session and the templates of the copies. Return the ids of the templates."""
     agents = [await open_agent(gateway, seed) for seed in range(TEMPLATES)]
     for _ in range(TURNS):
@@ -183,7 +183,7 @@ def fill(bench: Bench, data: Path, turns: int) -> None:
     data.parent.mkdir(parents=True, exist_ok=True)
     gateway = Gateway(data.parent, bench.engine, bench.tokenizer, data.name)
     try:
-        templates = uvloop.run(record_sessions(bench, gateway))
+        templates = uvloop.run(record_sessions(gateway))
     finally:
         gateway.stop()
     copies = add_copies(data, templates, turns)

@@ -75,7 +75,7 @@ def test_round_that_is_killed_has_left_its_figures(monkeypatch: pytest.MonkeyPat
     plant(monkeypatch, check, "call-forms")
     monkeypatch.setattr(rounds, "_REPORT_S", -1.0)
     together.make_folders(tmp_path)
-    for _ in range(2):  # the second process goes on with the next round
+    for _ in range(2):  # the second process continues with the next round
         with pytest.raises(KeyboardInterrupt):
             together.fuzz_in_rounds(tmp_path, "call-forms", time.time() + MINUTE, MINUTE, 1)
     first, second = together.read_rounds(tmp_path, "call-forms")

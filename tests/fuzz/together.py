@@ -57,7 +57,7 @@ def fuzz_together(folder: Path, names: Iterable[str], seconds: float, round_s: f
                 del running[name]
                 if process.returncode and end - time.time() > _LEAST_S:
                     running[name] = _start(folder, name, end, round_s, number)
-        if time.time() > end + 60:  # each has written how far it came
+        if time.time() > end + 60:  # each has recorded its progress
             for process in running.values():
                 process.kill()
 

@@ -42,7 +42,8 @@ def choose_tasks(
 def count_lines(row: dict[str, Any]) -> int:
     """Return the number of lines of the function that the instruction names."""
     lines = re.search(r"\(lines (\d+) to (\d+)\)", row["instruction"])
-    assert lines is not None
+    if lines is None:
+        raise SystemExit(f"{row['id']} does not name its function; make the tasks with --hint function")
     return int(lines[2]) - int(lines[1]) + 1
 
 
