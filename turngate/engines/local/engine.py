@@ -339,9 +339,8 @@ class LocalGeneration:
         self._masks: list[Ids] = []
         self._sampled = 0  # tokens in earlier chunks
         self._versions: tuple[int | None, int | None] = (None, None)
-        self._runs: list[
-            tuple[int | None, int]
-        ] = []  # (version or None if unknown, number of tokens) of all tokens so far
+        # (version, number of tokens) of all tokens so far; None is an unknown version
+        self._runs: list[tuple[int | None, int]] = []
         self._end: End | None = None
         self._done = False  # whether the last chunk was returned
         self._waiter: asyncio.Future[None] | None = None
