@@ -85,6 +85,15 @@ async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyW
         assert seen.ok == (not wrong) and wrong in seen.detail
 
 
+async def test_vllm_that_fails_to_report_weights_is_down() -> None:
+    """Its weights are unknown, not wrong: loading them again would not help."""
+    documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}, "/weight_info": 500}
+    async with serving(StandIn(None, documents)) as server, started(VLLM(server.url, "m")) as engine:
+        engine.expect(MODEL)
+        [seen] = await engine.health()
+        assert not seen.ok and not seen.wrong and seen.detail
+
+
 @pytest.mark.parametrize("mark", [{}, {"weight_version": "default"}])  # old versions of SGLang report none
 async def test_sglang_update_requests(mark: dict[str, str]) -> None:
     info = {"/get_model_info": {"model_path": "/m/0", **mark}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 import time
 from pathlib import Path
@@ -205,6 +206,12 @@ async def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "weight: Expected `float` > 0" in await asyncio.to_thread(run_rejected, *weightless)
         assert "1,000,000" in await run("projects", "list")
         assert "2" in await run("projects", "change", "acme", "--weight", "2")
+        for changed, quotas in (
+            (("--live-sessions", "50"), {"tokens_per_day": 1_000_000, "live_sessions": 50}),
+            (("--stored-bytes", "7", "--live-sessions", "0"), {"tokens_per_day": 1_000_000, "stored_bytes": 7}),
+        ):
+            [project] = json.loads(await run("projects", "change", "acme", *changed, "--json"))["projects"]
+            assert project["quotas"] == quotas and project["weight"] == 2
         out = tmp_path / "key"
         create = ("keys", "create", "--project", "acme", "--scope", "traces", "--out", str(out))
         printed = await run(*create)

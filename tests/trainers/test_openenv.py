@@ -65,6 +65,23 @@ async def test_session_lifecycle_by_session_id() -> None:
         assert (await g.admin.get(f"/sessions/{session['session_id']}")).status_code == 404
 
 
+async def test_list_counts_only_its_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.server.compat.openenv._MAX_LISTED", 3)
+    async with gateway(WORK) as g:
+        old = [(await open_session(g))["id"] for _ in range(2)]
+        others = [(await g.open()).id for _ in range(4)]
+
+        async def list_ids(**query: Json) -> list[str]:
+            listed = (await g.admin.get("/sessions", params=query)).json()["sessions"]
+            return [row["session_id"] for row in listed]
+
+        assert len(others) == 4 and await list_ids(limit=1) == old[1:]
+        assert await list_ids() == [old[1], old[0]]
+        new = (await open_session(g))["id"]
+        assert await list_ids(limit=2) == [new, old[1]]
+        assert await list_ids(limit=3) == [new, old[1], old[0]]
+
+
 async def test_public_id_is_not_a_key() -> None:
     async with gateway(WORK) as g:
         session = await open_session(g, session_id="rollout-1")

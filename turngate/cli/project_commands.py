@@ -52,7 +52,7 @@ def create_project(
     from turngate.cli.projects import ask, parse_quotas, print_projects
 
     quotas = parse_quotas(live_sessions=live_sessions, tokens_per_day=tokens_per_day, stored_bytes=stored_bytes)
-    settings = {"weight": 1.0 if weight is None else weight, "quotas": quotas or {}}
+    settings = {"weight": 1.0 if weight is None else weight, "quotas": quotas}
     new = or_exit(lambda: ask(gateway, lambda client: client.create_project(name, **settings)))
     print_projects([new], as_json)
 
@@ -67,12 +67,12 @@ def change_project(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Change the weight of a project, or replace its quotas. If you pass one quota, the others are removed."""
-    from turngate.cli.projects import ask, parse_quotas, print_projects
+    """Change the weight or quotas of a project. What you do not pass stays as it is."""
+    from turngate.cli import projects
+    from turngate.cli.projects import ask, print_projects
 
-    quotas = parse_quotas(live_sessions=live_sessions, tokens_per_day=tokens_per_day, stored_bytes=stored_bytes)
-    settings = {"weight": weight, "quotas": quotas}
-    changed = or_exit(lambda: ask(gateway, lambda client: client.change_project(name, **settings)))
+    quotas = {"live_sessions": live_sessions, "tokens_per_day": tokens_per_day, "stored_bytes": stored_bytes}
+    changed = or_exit(lambda: ask(gateway, lambda client: projects.change_project(client, name, weight, **quotas)))
     print_projects([changed], as_json)
 
 

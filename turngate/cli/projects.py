@@ -33,11 +33,18 @@ def ask(gateway: str, request: Callable[[ProjectClient], Awaitable[T]]) -> T:
     return asyncio.run(send())
 
 
-def parse_quotas(**given: int | None) -> dict[str, int] | None:
-    """Return the quotas that the flags set, or None if no flag was passed. A value of 0 removes the limit."""
-    if all(value is None for value in given.values()):
-        return None
+def parse_quotas(**given: int | None) -> dict[str, int]:
+    """Return the quotas that the flags of a new project set. A value of 0 means no limit."""
     return {name: value for name, value in given.items() if value}
+
+
+async def change_project(client: ProjectClient, name: str, weight: float | None, **given: int | None) -> ProjectView:
+    """Change the weight and quotas of a project. What is None stays as it is. A quota of 0 removes the limit."""
+    if all(value is None for value in given.values()):
+        return await client.change_project(name, weight=weight)
+    old = next((msgspec.structs.asdict(one.quotas) for one in await client.projects() if one.name == name), {})
+    new = {quota: old.get(quota) if value is None else value or None for quota, value in given.items()}
+    return await client.change_project(name, weight=weight, quotas=new)
 
 
 def print_projects(projects: Sequence[ProjectView], as_json: bool) -> None:

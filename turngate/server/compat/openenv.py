@@ -54,6 +54,7 @@ _ENGINE_FIELDS = (
     "provider",
 )  # in OpenEnv, these fields let a session choose the engine; here, it cannot
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
+_MAX_LISTED = 1000  # sessions in a list
 _METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
 
@@ -157,11 +158,19 @@ class OpenEnvRoutes:
         )
 
     async def listing(self, request: Request, query: OpenEnvListQuery) -> Response:
-        """List the sessions that were opened through this API."""
-        listed = await self._directory.list_sessions(before=query.before, limit=min(query.limit or 100, 1000))
-        shapes = await self._session_views.shapes(listed[-1].key, listed[0].key) if listed else {}
-        opened_here = [row for row in listed if _METADATA_KEY in row.config.metadata]
-        return json_response({"sessions": [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]})
+        """List the newest sessions that were opened through this API."""
+        limit, before = min(query.limit or 100, _MAX_LISTED), query.before
+        found: list[dict[str, Json]] = []
+        while len(found) < limit:
+            page = await self._directory.list_sessions(before=before, limit=_MAX_LISTED)
+            opened_here = [row for row in page if _METADATA_KEY in row.config.metadata][: limit - len(found)]
+            if opened_here:
+                shapes = await self._session_views.shapes(opened_here[-1].key, opened_here[0].key)
+                found += [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]
+            if len(page) < _MAX_LISTED:
+                break
+            before = page[-1].key
+        return json_response({"sessions": found})
 
     async def show(self, request: Request) -> Response:
         """Return the state of a session."""
