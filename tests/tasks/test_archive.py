@@ -254,7 +254,7 @@ def test_task_cannot_refer_to_files_outside_its_archive(
     task = Task(id="t", instruction="x", **fields)
     with pytest.raises(ArchiveError, match="which is outside its archive"):
         cache.open_task(PackedTask(task=task, archive=packed.archive), {})
-    with pytest.raises(ArchiveError, match="its order has no archive"):
+    with pytest.raises(ArchiveError, match="the rollout's order names no archive"):
         cache.open_task(PackedTask(task=task), {})
 
 

@@ -3,8 +3,8 @@
 An archive is deterministic: the same files give the same bytes, whatever their owner, age or location. A symbolic link stays a link. As
 when files are uploaded into a sandbox, devices, pipes and sockets are left out. `archive_cache.py` stores archives and unpacks them.
 
-Values that a task's file took from a variable of this machine (`${NAME}` in a Harbor task) are not packed. The machine that unpacks the
-task reads the variables from its own environment.
+Values that a task takes from this machine's environment variables (`${NAME}` in a Harbor task) are not packed. The machine that unpacks
+the task reads the variables from its own environment.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def unreadable(task: Task, error: OSError) -> TaskError:
 def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
     """Assign a path in the archive to each of the task's files. Return the task with these paths, and the files.
 
-    A grading function in the task's own folder may read other files in that folder, so the archive then contains the whole folder.
+    If a grading function is in the task's folder, the archive contains the whole folder, because the function may read other files in it.
     """
     files = ArchiveFiles()
     folder = Path(task.source).absolute() if task.source else None
@@ -141,7 +141,7 @@ def lay_out(task: Task) -> tuple[Task, ArchiveFiles]:
 def move_paths(task: Task, move: Callable[[Path, str], Path], move_function: Callable[[str, str], str]) -> Task:
     """Return the task with its paths changed by `move`, and the names of its grading functions changed by `move_function`.
 
-    Both also receive a name for the path in the archive.
+    The second argument of both functions is a name for the path in the archive.
     """
 
     def move_script(script: Script, name: str) -> Script:

@@ -1,15 +1,15 @@
 """Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
 
-Each project has archives of its own, in `projects/<name>/`. An order names its archive only by the SHA-256, and a project that knows this
-name but not the content must not get the content.
+Each project has archives of its own, in `projects/<name>/`. A rollout's order names the archive only by its SHA-256, and a project
+that knows the SHA-256 but not the content must not get the content.
 
 Files are written under a temporary name and renamed, so that no process sees an incomplete one. Everything is checked before it is read: an
 archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in it.
 An archive is refused if it is too large or contains a link that points outside it. The cache folder may be removed while no rollout is
 running.
 
-If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: a rollout
-of any process holds a lock on `<sha256>.lock`. The modification time of this file is the time of the last use.
+If the cache is larger than `TURNGATE_ARCHIVE_CACHE_GB`, the least recently used archives are removed. Archives in use are kept: a rollout,
+in whichever process it runs, holds a lock on `<sha256>.lock`. The modification time of the lock file is the time of the last use.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ArchiveCache:
 
         def move(path: Path, _: str) -> Path:
             if root is None:
-                raise ArchiveError(f"task {task.id} refers to {path}, but its order has no archive")
+                raise ArchiveError(f"task {task.id} refers to {path}, but the rollout's order names no archive")
             if path.is_absolute() or ".." in path.parts:
                 raise ArchiveError(f"task {task.id} refers to {path}, which is outside its archive")
             return root / path
@@ -367,8 +367,8 @@ def _set_modes(file: IO[bytes], folder: Path) -> None:
 def _read_state(folder: Path) -> bytes | None:
     """Return a hash of a folder's state, without reading its files. Every change in the folder changes the hash.
 
-    Return None if the folder cannot be read or has just changed. The hash includes the change time of each file (`ctime`). Programs cannot
-    set this time, but its clock may be coarse.
+    The hash includes the change time of each file (`ctime`), which programs cannot set. The clock of this time may be coarse, so a change
+    right after another may not be visible. Therefore return None if the folder has just changed, and also if it cannot be read.
     """
     settled_ns = time.time_ns() - _SETTLED_NS
     state = hashlib.sha256()

@@ -40,7 +40,7 @@ def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
     """Return the commands that apply a solution in a sandbox. Raise `TaskError` if the solution cannot be turned into commands."""
     if solution.env:
         raise TaskError(
-            "the task's solution needs environment variables, which a trace must not contain", param="solution"
+            "the task's solution needs environment variables, whose values must not get into a trace", param="solution"
         )
     folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
     files = dict(_read_files(solution))

@@ -4,9 +4,9 @@ Without a probe, one sandbox is used. The work is copied into it, then /tests, a
 processes that it left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so it can
 overwrite the reward file while the tests run. This setup stops common cheats, but not determined ones.
 
-With a probe, two sandboxes are used. In the first, the probe runs the work, and only `tests/run.sh` and `tests/inputs/` are present. The
-second sandbox, the judge's, receives the tests and the files that the probe left in /logs/probe, but not the work. The agent's code
-therefore never runs in the sandbox that contains the answers and decides the reward.
+With a probe, two sandboxes are used. In the first, the probe runs the work. Of the tests, this sandbox contains only `tests/run.sh` and
+`tests/inputs/`. The second sandbox, the judge's, receives all tests and the files that the probe left in /logs/probe, but not the work. The
+agent's code therefore never runs in the sandbox that contains the answers and decides the reward.
 """
 
 from __future__ import annotations

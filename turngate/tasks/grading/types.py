@@ -1,7 +1,7 @@
 """Types for grading: the agent's work as it was copied to the host, and its grade.
 
-A reward is a number that a grader returned, or 0 if the work broke the grader. If there is none, the reward is None, and the outcome class
-states what was at fault.
+A reward is a number that a grader returned, or 0 if the work broke the grader. In all other cases, the reward is None, and the outcome
+class states what was at fault.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ captures the current state of the parts of pytest and Python that it needs, and 
 passed if the witness saw no exception, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
 reported. A process that ends early leaves no end record.
 
-Code in the same process can in principle tamper with the witness too: it makes cheating hard, not impossible (docs/grading.md). Therefore
-everything that runs after the start uses only names that were captured in closures, not module globals that other code could replace.
+Code in the same process can in principle tamper with the witness too: the witness makes cheating hard, not impossible (docs/grading.md).
+All of its code that runs after the start uses only names that were captured in closures, not module globals that other code could replace.
 
 It needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run. Without a key, it does nothing.
 """

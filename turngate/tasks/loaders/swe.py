@@ -189,7 +189,7 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return the object in a field, which may be encoded as JSON, as a row. The row's field names start with `field` and a dot."""
+        """Return the object in a field as a row, whose field names start with `field` and a dot. The object may be encoded as JSON."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:

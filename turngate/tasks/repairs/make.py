@@ -87,7 +87,7 @@ class Repair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackageRepairs(msgspec.Struct, frozen=True, kw_only=True):
-    """The repairs of one package, and the number of tried bugs with each fate."""
+    """The repairs of one package, and how many of the tried bugs had each fate."""
 
     package: Package
     repairs: tuple[Repair, ...]
@@ -120,7 +120,7 @@ def list_bugs(package: Package, seed: int) -> list[Bug]:
 async def make_repairs(
     package: Package, backend: Backend, settings: RepairSettings, report: Callable[[str], None] = lambda text: None
 ) -> PackageRepairs:
-    """Try bugs until there are `settings.per_package` repairs, but at most `TRIES_PER_TASK` times as many bugs.
+    """Try bugs until there are `settings.per_package` repairs. Try at most `TRIES_PER_TASK` bugs for each of these repairs.
 
     Raise `TaskError` if the package's tests do not run.
     """
