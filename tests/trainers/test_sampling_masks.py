@@ -221,7 +221,7 @@ async def test_untruncated_turns_have_no_masks(tmp_path: Path) -> None:
             Learner(engine.model, GrpoSettings(temperature=1.0)).gradients(rows, version=0)
     scored = msgspec.structs.replace(rows[0], side={"teacher_logprobs": rows[0].side.get("x") or _make_scores(rows[0])})
     assert read_scores(scored) == (
-        "its tokens were not sampled at temperature 1 from the whole vocabulary, as the teacher's scores assume"
+        "the teacher's scores assume sampling at temperature 1 from the whole vocabulary, but the row was sampled differently"
     )
 
 

@@ -53,6 +53,6 @@ def make_block_mask(until: Tensor) -> BlockMask:
 
 
 def _list_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of chosen blocks of keys, and their indices before all others."""
+    """Return for each block of queries the number of chosen blocks of keys, and the indices of all blocks, chosen ones first."""
     indices = (~chosen).to(torch.int32).argsort(dim=1, stable=True).to(torch.int32)
     return chosen.sum(1, dtype=torch.int32)[None, None], indices[None, None]

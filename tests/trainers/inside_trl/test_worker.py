@@ -314,7 +314,7 @@ async def test_plan_without_rewards_is_abandoned(tmp_path: Path) -> None:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
             with pytest.raises(
                 RuntimeError,
-                match=r"the last rollouts cannot be trained \(rollouts in a row: \d+\); .* has no reward: ",
+                match=r"none of the last \d+ rollouts can be trained on; .* has no reward: ",
             ):
                 worker.check_health(scaled(5))
 

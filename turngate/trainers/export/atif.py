@@ -40,7 +40,7 @@ class Atif:
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return (
-            "images and other parts that are not text, and the log-probabilities of turns in which some are missing",
+            "images and other parts that are not text, and all log-probabilities of a turn that lacks some of them",
         )
 
     def find_scored_session(self, record: Record) -> str:
@@ -68,7 +68,7 @@ def _build_record(rollout: RecordedRollout, choices: ExportChoices) -> Record:
 def _build_trajectory(
     rollout: RecordedRollout, row: Sample, written: set[int], choices: ExportChoices
 ) -> dict[str, Json]:
-    """Build the trajectory of a branch. `written` contains the ids of the nodes in earlier branches. Add those of this branch to it."""
+    """Build the trajectory of a branch. Add the ids of its nodes to `written`, which contains those of earlier branches."""
     spans = {span.node: span for span in row.spans}
     nodes = {node.id: node for node in path_to(rollout.nodes[row.branch])}
     steps: list[dict[str, Json]] = []

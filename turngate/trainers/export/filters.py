@@ -16,8 +16,8 @@ def select_trainable(
 ) -> Iterator[RecordedRollout]:
     """Yield the selected rollouts with a valid outcome and at least one trainable row. Count the other rollouts in `exclusions`.
 
-    Rollouts that a scripted model replayed are left out. With `allow_untrained`, also yield rollouts without trainable rows. With
-    `uses_reward`, leave out rollouts whose reward is too large to compute with.
+    Rollouts in which a scripted model replayed a reference solution are left out. With `allow_untrained`, also yield rollouts without
+    trainable rows. With `uses_reward`, leave out rollouts whose reward is too large to compute with.
     """
     for rollout in group.selected:
         if replayed := rollout.metadata(REPLAYED):

@@ -71,7 +71,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name_filters(self) -> dict[str, tuple[str, str]]:
-        """The flag and the pattern of each filter by name, by their text on the command line."""
+        """The flag and the pattern of each filter for names. The keys are the filters as written on the command line."""
         names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return {f"--{flag} {pattern}": (flag, pattern) for flag, patterns in names for pattern in patterns}
 
@@ -103,9 +103,9 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedRollout:
-    """A session with its trace and its outcome. `teacher` has scores of its rows, if the export has a teacher.
+    """A session with its trace and its outcome. `teacher` has the scores of its rows, if the export has a teacher.
 
-    `masks` says whether the export includes sampling masks, so that turns that need them are trained.
+    With `masks`, the export includes sampling masks, so turns that need them are trained.
     """
 
     def __init__(

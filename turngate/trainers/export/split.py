@@ -35,6 +35,6 @@ def split_row(row: Sample) -> SplitRow:
 
 
 FILLED_LOGPROBS = (
-    "which log-probabilities are missing: the format requires numbers, so unsampled tokens have 0.0 and are masked"
+    "the difference between a missing log-probability and 0.0: tokens that were not sampled have 0.0, and are masked"
 )
 ROW_WEIGHTS = "equal weighting of rollouts that have several rows: the trainer must apply the `weight` of each row"

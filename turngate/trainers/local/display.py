@@ -173,8 +173,8 @@ def print_result(result: TrainingResult, console: Console) -> None:
         rejected = sum(len(step.measured.refused) for step in result.steps)
         say(
             console,
-            f"Rows recomputed with the weights that sampled them: {rows}; their log-probabilities differ by "
-            f"{sum(gaps) / len(gaps):.1e} on average. Rows of any version rejected: {rejected}",
+            f"Rows recomputed with the weights that sampled them: {rows}; their log-probabilities differ from the "
+            f"recorded ones by {sum(gaps) / len(gaps):.1e} on average. Rejected rows (of any version): {rejected}",
         )
     if alarmed := [step.step for step in result.steps if step.alarms]:
         count = f"{len(alarmed)} of {len(result.steps)} steps"

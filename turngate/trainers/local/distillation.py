@@ -22,7 +22,7 @@ def read_scores(row: Row) -> np.ndarray | str:
     if column is None:
         return row.unscored or "the feed has no teacher; pass one to Feed.open"
     if (list_temperatures(row) != 1).any() or has_masks(row):
-        return "its tokens were not sampled at temperature 1 from the whole vocabulary, as the teacher's scores assume"
+        return "the teacher's scores assume sampling at temperature 1 from the whole vocabulary, but the row was sampled differently"
     scores = column.fill(row.ids.size, np.nan)[row.mask]
     return scores if np.isfinite(scores).all() else "the teacher did not score all trained tokens"
 

@@ -175,7 +175,7 @@ class Learner:
         if settings.flex_attention and model.device.type != "cuda":
             raise ConfigError(
                 f"flex_attention needs a CUDA device, but the model is on {model.device}, where PyTorch's FlexAttention has no backward "
-                "pass; leave it out, and the dense attention mask gives the same gradients",
+                "pass; leave it out: the dense attention mask gives the same gradients",
                 param="flex_attention",
             )
         self.model = model
@@ -560,7 +560,7 @@ class Trainer:
     async def _compute_gradients(
         self, rows: Sequence[Row], deliveries: Sequence[Delivery], feed: Feed
     ) -> tuple[UpdateMetrics, tuple[MismatchAlarm, ...]]:
-        """Compute the gradients of a step, and report its differences between log-probabilities. Return the alarms that they cause.
+        """Compute gradients, and report how recomputed and recorded log-probabilities differ. Return the metrics, and alarms.
 
         If this fails, the fence is still open, so no call is waiting, and nothing was committed.
         """

@@ -76,8 +76,8 @@ class _TeacherCall(msgspec.Struct, frozen=True):
 class Teacher:
     """Scores rows. `submit` starts the calls for the rows of a rollout, `wait` waits for all calls, and `columns` returns the scores.
 
-    If the teacher cannot be reached, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a row, or its reply is invalid, only the
-    rows with those turns have no scores.
+    If the teacher cannot be reached, `submit` and `wait` raise `TeacherUnavailable`. If it rejects a call, or its
+    reply is invalid, only the rows with the turns of that call have no scores.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return []
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        return ToolResult(error=f"{name}: the agent runs its own tools, in its sandbox")
+        return ToolResult(error=f"{name} cannot be called: the agent runs its own tools in its sandbox")
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
         """Wait until the agent has ended and its work is graded. Return the agent's exit code, or -1 if it was stopped.

@@ -1,8 +1,8 @@
 """Limit how far a plan runs ahead of TRL's trainer. A `Batch` calls the throttle before it starts a group.
 
 Groups are identified by name, because a feed and a plan count them differently. A feed may contain deliveries of an earlier plan or of
-another runner. A plan may have groups from before the feed was created, which are never delivered. Groups also may not finish in the order
-in which they started.
+another runner. A plan may have groups from before the feed was created, which are never delivered. Groups may finish in a different
+order than they started.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class _RewardWatch:
             lack = "no reward" if finished.reward is None else "no trained tokens"
             why = finished.message if finished.reward is None else "; ".join(finished.warnings)
             raise NoRewards(
-                f"the last rollouts cannot be trained (rollouts in a row: {self._unusable}); {finished.rollout}, the last one, "
+                f"none of the last {self._unusable} rollouts can be trained on; {finished.rollout}, the last one, "
                 f"has {lack}: {why}"
             )
 
