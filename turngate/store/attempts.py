@@ -73,7 +73,7 @@ class AttemptTable:
         return next(iter(self._select("rollout=? AND attempt=?", (rollout, attempt))), None)
 
     def list_attempts(self, rollout: str) -> list[AttemptRow]:
-        """Return the attempts at a rollout, lowest first."""
+        """Return the attempts at a rollout, lowest number first."""
         return self._select("rollout=? ORDER BY attempt", (rollout,))
 
     def _select(self, where: str, values: Sequence[object]) -> list[AttemptRow]:
@@ -122,9 +122,9 @@ class AttemptTable:
     def supersede(self, rollout: str, attempt: int, session: str) -> tuple[AttemptRow, RecordedOutcome | None]:
         """Give up an attempt, unless it already has an outcome. Return the attempt, and its outcome if there is one.
 
-        `session` is the id that was chosen for the attempt's session. It is used if the attempt was never opened, or if the client that
-        opened it does not name its rollouts. If the returned attempt is `superseded`, its outcome does not count. Raise `Gone` if the
-        attempt's outcome counts, but was removed with its session because of its age.
+        `session` is the id that was chosen for the attempt's session. An attempt that was never opened is registered with this id. If a
+        session with this id was opened without naming its rollout, it is superseded too. If the returned attempt is `superseded`, its
+        outcome does not count. Raise `Gone` if the attempt's outcome counts, but was removed with its session because of the session's age.
         """
         now = time.time()
         with self._writing() as db:
@@ -154,7 +154,7 @@ class AttemptTable:
 
 
 def _read_outcome(db: StoreConnection, session: str) -> tuple[RecordedOutcome | None, str]:
-    """Return the outcome and the status of a session, or None and an empty string. A damaged outcome is treated as missing."""
+    """Return a session's outcome and status, or (None, "") if it has no outcome. A damaged outcome is treated as missing."""
     query = (
         "SELECT CAST(outcome AS BLOB), status FROM sessions JOIN outcomes ON outcomes.session=sessions.key WHERE id=?"
     )
@@ -171,8 +171,8 @@ def register_attempt(
 ) -> None:
     """Register an attempt when its session is opened, and supersede earlier attempts.
 
-    Raise `Conflict` if the attempt was superseded or opened before, if the session's id belongs to a superseded attempt, or if the rollout
-    already has an outcome that counts.
+    Raise `Conflict` if the attempt was superseded or was already opened, if the session's id belongs to a superseded attempt, or if the
+    rollout already has an outcome that counts.
     """
     query = "SELECT rollout, attempt FROM attempts WHERE session=? AND state='superseded'"
     if (dead := db.execute(query, (session,)).fetchone()) is not None:

@@ -39,13 +39,13 @@ class EncodedArray(msgspec.Struct, frozen=True):
 
 
 def encode_text(value: str | bytes) -> bytes:
-    """Encode a string, or the UTF-8 of one, as an element of a text array."""
+    """Encode a string, given as `str` or as UTF-8 bytes, as an element of a text array."""
     data = value.encode() if isinstance(value, str) else value
     return _length(len(data)) + data
 
 
 def make_text_array(elements: Sequence[bytes], count: int) -> EncodedArray:
-    """Build a text array of `count` encoded elements. Each item of `elements` may contain several of them."""
+    """Build a text array of `count` encoded elements. An item of `elements` may be several encoded elements joined."""
     return EncodedArray(b"".join((_array_start(1, 0, _TEXT, count, 1), *elements)), _ARRAYS[_TEXT])
 
 

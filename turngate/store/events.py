@@ -127,8 +127,8 @@ class EventTable:
     def prune(self, before: float) -> Iterator[int]:
         """Remove events older than the time `before`, in short transactions. After each, yield how many events it removed.
 
-        Events of sessions in the outbox are kept. Each transaction continues after the last old event that the previous one examined. The
-        first one that finds no old event ends the iteration.
+        Events of sessions in the outbox are kept. Each transaction starts after the last old event that the previous transaction found. The
+        iteration ends when a transaction finds no old event.
         """
         after = 0
         while True:

@@ -35,7 +35,8 @@ class FeedEntry(msgspec.Struct, eq=False):
 class FeedGroups:
     """The entries of a feed that new outcomes may affect, and the changes that the outcomes make.
 
-    `entries` must include all entries of the incomplete groups that get new outcomes, and all entries with the same sessions or rollouts.
+    `entries` must include all entries of the incomplete groups that get new outcomes, and all entries that have the session or the rollout
+    of a new outcome.
     """
 
     def __init__(self, n: int, prefix: str, newest: int, entries: Iterable[FeedEntry]) -> None:

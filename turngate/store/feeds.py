@@ -256,9 +256,9 @@ class FeedLog:
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
     def add_report(self, feed: int, report: str, result: str, event: NewEvent) -> str | None:
-        """Write the event of a trainer's report, and keep the report's result. `report` is the report's id.
+        """Store the result of a trainer's report, and write the report's event. Return None. `report` is the report's id.
 
-        If a report with this id was already written, write nothing, and return its result.
+        If a report with this id is already stored, write nothing, and return the stored result.
         """
         name = f"{_REPORTS}{feed}"
         with self._writing() as db:
@@ -277,7 +277,7 @@ class FeedLog:
     def enter(self, db: StoreConnection, entries: Sequence[NewEntry]) -> list[NewEvent]:
         """Add outcomes to every feed that accepts their groups. Call this in the transaction that records or replaces the outcomes.
 
-        Return the events that announce the groups completed by them. The caller must write these events.
+        Return the events that announce the groups that these outcomes complete. The caller must write these events.
         """
         db.execute(LOCK_FEEDS)
         query = f"SELECT {_OPEN}, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key ORDER BY key"
@@ -379,7 +379,7 @@ def make_entry(
 
 
 def _add_entries(db: StoreConnection, feeds: Sequence[_OpenFeed], entries: Sequence[NewEntry]) -> list[NewEvent]:
-    """Add outcomes to feeds that the caller has locked. Return the events that announce the groups completed by them."""
+    """Add outcomes to feeds that the caller has locked. Return the events that announce the groups that these outcomes complete."""
     events: list[NewEvent] = []
     if not feeds or not entries:
         return events

@@ -58,7 +58,7 @@ class Journal:
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls that have the same conversation as a call that has now been answered. `name` is the session's id."""
+        """Mark refused calls as repeated if their conversation is that of a call that has now been answered. `name` is the session's id."""
         return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:

@@ -178,7 +178,7 @@ class ProjectTable:
             insert_audit_entry(db, entry)
 
     def replace_key(self, old: str, key: ApiKey, old_expires: float, entry: NewAuditEntry) -> None:
-        """Add a new key, and let the old one expire at `old_expires` or, if that is earlier, at its own expiry time."""
+        """Add a new key. The old key expires at `old_expires`, or at its own expiry time if that is earlier."""
         with self._writing() as db:
             _insert_key(db, key)
             query = "UPDATE api_keys SET expires=? WHERE prefix=? AND (expires IS NULL OR expires>?)"

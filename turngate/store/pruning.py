@@ -127,7 +127,7 @@ class _Pruner:
             time.sleep(_PAUSE_S)
 
     def _take_chunk(self, left: deque[OldSession]) -> list[OldSession]:
-        """Take the sessions for one transaction from `left`: at least one, and more only while they have few nodes together."""
+        """Take the sessions for one transaction from `left`: one, and more while their total number of nodes is small enough."""
         candidates = list(islice(left, _REMOVED_SESSIONS))
         sizes = self._reader.retention.count_nodes([session.key for session in candidates])
         chunk: list[OldSession] = []

@@ -157,7 +157,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events among the next 20,000 after number `after`, at most `limit` + 1 of them."""
+        """Return the ids of at most `limit` + 1 sessions that have one of the next 20,000 events with numbers above `after`."""
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"
@@ -204,7 +204,7 @@ class RolloutQueries:
     def versions(self, key: int) -> tuple[int, int] | None:
         """Return the policy versions at the start of the first turn and at the end of the last.
 
-        Return None if the session has no turns, or one of these two is damaged.
+        Return None if the session has no turns, or if the first or the last turn is damaged.
         """
         query = "SELECT CAST(info AS BLOB) FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:

@@ -40,7 +40,7 @@ class QuotaTable:
     ) -> int:
         """Resize a holder's part of a quota to `wanted`, or to as much of `limit` as the other holders leave. Return its size.
 
-        A part of a daily quota never shrinks, because it may already have been used. A part of the live sessions may shrink.
+        A part of a daily quota never shrinks, because it may already have been used. A part of the quota for live sessions may shrink.
         """
         where = (project, quota, period)
         with self._writing() as db:

@@ -28,10 +28,11 @@ class Refusals:
         self._has_tables = has_tables  # False: a read-only file of an older version, without this table
 
     def add(self, session: int, name: str, status: int, message: str, request: bytes | None) -> RefusedCalls | None:
-        """Add a refused call and its event. Return a summary of the refused calls that were not repeated. `name` is the session's id.
+        """Add a refused call and its event. `name` is the session's id.
 
-        Once `MAX_CALLS` such calls are stored, another call is stored only if no stored call has the same conversation or an unknown one.
-        It is then stored without the digest of its conversation, so it can never be marked as repeated.
+        Return a summary of the refused calls that were not repeated successfully. Once there are `MAX_CALLS` of these, another call is
+        added only if their conversations are all known and differ from its own. It is then added without its conversation, so it can never
+        be marked as repeated.
         """
         with self._writing() as db:
             exists = db.execute(f"SELECT 1 FROM sessions WHERE key=? {FOR_UPDATE}", (session,)).fetchone() is not None
@@ -45,9 +46,9 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark the refused calls that have the same conversation as a call that has now been answered.
+        """Mark refused calls as repeated if their conversation is that of a call that has now been answered.
 
-        Return a summary of the refused calls that were not repeated, or None if there are none.
+        Return a summary of the refused calls that were not repeated successfully, or None if there are none.
         """
         where = "session=? AND request=? AND repeated=0"
         with self._writing() as db:

@@ -172,7 +172,7 @@ class Retention:
 
 
 def _judge_age(session: OldSession, before: float) -> str:
-    """Return why a session is kept, or an empty string if it ended early enough."""
+    """Return why a session must be kept (damaged, open or too new), or an empty string if it ended before the time `before`."""
     if session.is_damaged:
         return DAMAGED
     if session.status == "open":

@@ -1,8 +1,8 @@
 """A cache of the scores that a teacher gave to recorded turns, in a SQLite file of its own next to the store.
 
-Scores can be computed again, so they are not part of the recording: exports only read the store, and never compete with a gateway for its
-lock. A turn is identified by its own ids and those of its context, so a turn that several rows share has one entry. An entry belongs to a
-session, and is removed with it.
+Scores can be computed again, so they are not kept in the store. Exports that compute scores therefore only read the store, and never
+compete with a gateway for its lock. A turn is identified by its own ids and those of its context, so a turn that several rows share has one
+entry. An entry belongs to a session, and is removed with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REMOVE_BUSY_S = 1.0  # a gateway may be waiting
 
 
 class ScoreKey(msgspec.Struct, frozen=True):
-    """Identifies the teacher that computed the scores, and how many of the most likely tokens have a score."""
+    """Identifies the teacher that computed the scores, and the number of most likely tokens scored at each position."""
 
     model: str
     version: str

@@ -114,7 +114,7 @@ class ShipmentBatch(msgspec.Struct):
 def open_shipping_reader(store: Store) -> Store:
     """Open a cell's store for `read_shipments`.
 
-    Its cache is small, because most pages are read once, and reading is cheaper if the cache fits into the processor's own.
+    The store's page cache is small: most pages are read only once, and reading is cheaper if the page cache fits into the processor's.
     """
     reader = store.open_reader()
     with reader.database.reading() as db:

@@ -339,7 +339,7 @@ class Store:
         return loading.session
 
     def continue_loading(self, loading: SessionLoading, seconds: float) -> bool:
-        """Load more nodes of a session, for about this much CPU time but at least one node. Return whether all nodes are loaded.
+        """Load more nodes of a session for about `seconds` of CPU time, but at least one node. Return whether all nodes are loaded.
 
         Raise `StoreError` if the trace is damaged.
         """
@@ -409,7 +409,7 @@ class Store:
             db.execute(_SET_SETTING, (name, change(None if is_new else old)))
 
     def probe(self) -> None:
-        """Write as much data as a large turn has. Raise `StoreError` if the store cannot be written to."""
+        """Raise `StoreError` if the store cannot be written to. To find out, write as much data as a large turn has."""
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 

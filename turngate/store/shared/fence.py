@@ -94,7 +94,7 @@ class FenceTable:
         return self.read()
 
     def list_calls(self, follower: str, age: float) -> list[str]:
-        """Return the calls of the other followers. A report older than `age` times its follower's ttl is left out."""
+        """Return the calls that the other followers reported, except in reports older than `age` times the follower's ttl."""
         query = f"SELECT calls FROM fence_followers WHERE id<>? AND calls<>'' AND {_NOW} < seen + ttl * ? ORDER BY id"
         with self._reading() as db:
             return [calls for (calls,) in db.execute(query, (follower, age)).fetchall()]

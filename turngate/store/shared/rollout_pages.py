@@ -278,7 +278,7 @@ class RolloutPages:
             return [version for (version,) in db.execute(query, values).fetchall()]
 
     def find_first_ended(self, prefix: str, versions: Sequence[int], most: int) -> list[tuple[int, str, int]]:
-        """Return version, id and session key of the oldest ended rollouts that started with each version, at most `most` of each."""
+        """Return version, id and session key of the oldest ended rollouts that started with these versions, up to `most` per version."""
         where, values = _starting_with(prefix)
         query = (
             "SELECT version_start, id, key FROM (SELECT version_start, id, key, opened,"

@@ -268,8 +268,8 @@ class ShipmentWriter:
         old = {s.id for s in shipments if s.id in known and known[s.id].newest > s.newest_event}
         if old:
             log.warning(
-                "this cell shipped states that are older than those in the shared store (sessions: %d, such as %s), so they are ignored; "
-                "check whether the cell is running on an old copy of its folder",
+                "ignoring shipped sessions of which the shared store has a newer state (sessions: %d, such as %s); "
+                "check whether their cell is running on an old copy of its folder",
                 len(old),
                 min(old),
             )
@@ -389,7 +389,7 @@ class _AttemptNames:
 
 
 def _is_replaced(rollout: str, attempt: int, others: Sequence[tuple[str, int, str]]) -> bool:
-    """Return whether the rollout has a higher attempt or another settled one. `others` are attempts that are not superseded."""
+    """Return whether `others`, attempts that are not superseded, include a later or a settled attempt at the same rollout."""
     return any(
         name == rollout and other != attempt and (other > attempt or state == "settled")
         for name, other, state in others

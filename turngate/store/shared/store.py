@@ -34,7 +34,7 @@ class SharedStore(Store):
     def open_again(self, *, read_only: bool = False) -> SharedStore:
         """Open the same store with new connections. Interrupting this store also interrupts the new one.
 
-        If this store limits the time to answer and the new one is read-only, the new one has a longer limit. Otherwise, it has none.
+        The new store limits the time to answer only if this store does and the new one is read-only. Its limit is longer.
         """
         limit_s = self._answer_s * _READER_PATIENCE if read_only and self._answer_s is not None else None
         try:

@@ -87,7 +87,7 @@ def prepare(db: Connection, where: str, schema: str = "") -> None:
 def _refuse_deleted(db: Connection, schema: str) -> None:
     """Raise `ConfigError` if the project was deleted.
 
-    Otherwise, a gateway that does not know yet that it was deleted could create its tables again.
+    Without this check, a gateway that does not know yet about the deletion could create the project's tables again.
     """
     project = schema.removeprefix("project_")
     if db.execute("SELECT 1 FROM settings WHERE name=%s", (f"{DELETED}{project}",)).fetchone() is not None:
@@ -95,7 +95,7 @@ def _refuse_deleted(db: Connection, schema: str) -> None:
 
 
 def _prepare_tables(db: Connection, where: str, own_tables: str) -> None:
-    """Create or migrate the tables of the current schema. `own_tables` is SQL for those that differ between schemas."""
+    """Create or migrate the tables of the current schema. `own_tables` is SQL that creates those that differ between schemas."""
     version = read_version(db)
     check_version(version, where)
     if version == SHARED_VERSION:
