@@ -1,4 +1,4 @@
-"""Draft the TOML description of an agent from one watched run (`agent_watch.py`), with the tool that runs shell commands. No I/O."""
+"""Draft an agent's TOML description from one watched run (`agent_watch.py`), and find its tool for shell commands. No I/O."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, doe
 
 
 def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
-    """Write the [env] table. It contains `env`, the variables that the agent read, and the model variables of the same providers."""
+    """Write the [env] table: the variables that the agent read, the model variables of the same providers, and those in `env`."""
     used = {name: VARIABLES[name] for name in VARIABLES if name in run.variables}
     providers = {name.partition("_")[0] for name in used if name in URL_VARIABLES or name in KEY_VARIABLES}
     used |= {name: value for name, value in MODEL_VARIABLES.items() if name.partition("_")[0] in providers}

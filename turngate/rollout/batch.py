@@ -1,4 +1,4 @@
-"""Run a batch: n rollouts of each task, each of which ends in exactly one class. A batch survives failures, crashes and Ctrl-C.
+"""Run a batch: n rollouts of each task. Every rollout ends in exactly one class. A batch survives failures, crashes and Ctrl-C.
 
     result = await run_batch(plan, gateway, connector)
 

@@ -167,7 +167,7 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
 
 
 def _was_engine_silent(ending: Ending, status: Status) -> bool:
-    """Return whether the agent spent most of its time waiting for an engine that sent no tokens, until it failed or timed out."""
+    """Return whether the agent failed or timed out after it had waited most of its time for an engine that sent no tokens."""
     if ending.silent_s <= SILENT_SHARE * (ending.ran_s or 0.0):
         return False
     return status == "timed out" or (status == "failed" and ending.silent_s > PATIENCE_S)

@@ -75,7 +75,7 @@ class OrderResolver(Protocol):
 
     @property
     def backends(self) -> Collection[Backend]:
-        """The sandbox backends that all orders so far have needed, and any that are known to be needed later."""
+        """The sandbox backends that the orders so far have needed, and any that are known to be needed later."""
 
 
 class LocalExecutor:

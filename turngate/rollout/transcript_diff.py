@@ -78,7 +78,10 @@ def _compare_files(
 def _compare_subagents(
     written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
 ) -> list[Difference]:
-    """Compare each sub-agent's transcript with the most similar recorded conversation, since its name and order do not identify one."""
+    """Compare each sub-agent's transcript with the most similar recorded conversation.
+
+    The name and the position of a transcript do not identify its conversation.
+    """
     conversations = _group_conversations(recorded, "subagent")
     differences: list[Difference] = []
     for turns in written:

@@ -133,7 +133,7 @@ class CellActor:
     async def _read_replies(self) -> None:
         assert self._process is not None and self._process.stdout is not None and self._ready is not None
         decode = msgspec.json.Decoder(RunnerReply).decode
-        failed = RunnerFailed(f"its process exited; see its log, {self._settings.folder}/runner.log")
+        failed = RunnerFailed(f"the cell's process exited; see its log, {self._settings.folder}/runner.log")
         while line := await self._process.stdout.readline():
             match reply := decode(line):
                 case RunnerReady():

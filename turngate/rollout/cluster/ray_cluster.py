@@ -170,13 +170,13 @@ class RayCluster:
                     self.note(f"cell on {node.name} is ready (slots: {slots})")
                     return
                 case RunnerReady(version=version):
-                    problem = f"it has Turngate {version}, but the driver has {turngate.__version__}; install the same version on both"
+                    problem = f"the node has Turngate {version}, the driver {turngate.__version__}; install the same version on both"
                 case RunnerFailed():
                     problem = reply.message
                 case _:
                     problem = f"unexpected reply {reply!r}"
         except TimeoutError:
-            problem = f"it did not start within {_START_S:.0f} s"
+            problem = f"the cell did not start within {_START_S:.0f} s"
         except CallFailed as error:
             problem = error.message
         except asyncio.CancelledError:
@@ -193,7 +193,7 @@ class RayCluster:
     async def _poll(self, cell: PlacedCell) -> None:
         """Read the progress of a cell's orders, and pass it to their callbacks. If the call fails, the next poll repeats it.
 
-        If the actor has died, remove the cell. Otherwise, an idle cell would get orders that can only fail.
+        If the actor has died, remove the cell, so that it gets no more orders. They could only fail.
         """
         try:
             async with asyncio.timeout(_POLL_S):

@@ -99,7 +99,7 @@ class SharedAttempts:
         self._gateway = gateway
 
     async def find_outcome(self, order: RolloutOrder) -> Literal["", "counts", "excluded"]:
-        """Return whether the outcome of an attempt counts or is excluded, or "" if the shared store does not have it yet.
+        """Return `counts` or `excluded` for the outcome of an attempt, or "" if the shared store does not have the outcome yet.
 
         An outcome is excluded if the cell was taken over before the outcome arrived.
         """
