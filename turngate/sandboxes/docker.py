@@ -2,11 +2,12 @@
 
 It uses the `docker` command, which respects the user's setup (contexts, rootless mode, podman as a replacement) and needs no Python
 package. The official SDK is not used, because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime.
-Docker then removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
+When it ends, Docker removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
 
-A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited, and
-its memory and CPU if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but
-the smallest images have. The Docker daemon measures the container's disk space, and limits it if its file system supports quotas.
+A container has no privileges and cannot gain any. It has no network unless one is requested. The number of its processes is limited. Its
+memory and CPU are limited if requested. Commands run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which
+all but the smallest images have. The Docker daemon measures the container's disk space, and limits it if Docker's file system supports
+quotas.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class DockerSandbox(PosixSandbox):
         return [other for other in self._jobs if other is not job and other.is_running]
 
     async def has_unreported_end(self) -> bool:
-        """Return whether a command has ended, but its docker command was not notified and would wait forever.
+        """Return whether a command has ended, but its `docker exec` was not notified and would wait forever.
 
         Docker misses the end of a command if containerd is restarting at that moment. The processes are counted outside of the container,
         where an agent cannot forge them. If that is not possible, return False.
@@ -312,7 +313,7 @@ class DockerJob:
         return code if code >= 0 else KILLED
 
     async def _wait_for_exit(self) -> int:
-        """Wait for the docker command. Raise `SandboxError` if the command has ended, but Docker has not reported it."""
+        """Wait until `docker exec` has ended, and return its exit code. Raise `SandboxError` if Docker does not report a command's end."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(END_CHECK_S):
@@ -352,7 +353,7 @@ class DockerJob:
         self._sandbox.discard_job(self)
 
     async def wait_for_client(self) -> None:
-        """Wait until the docker command notices that its container has ended. Kill the docker command if it does not."""
+        """Wait until `docker exec` notices that its container has ended. Kill `docker exec` if it does not."""
         try:
             await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:

@@ -2,14 +2,14 @@
 
 `warm_start.py` runs it as `python fork_server.py FD`, with the agent's Python. FD is one end of a socket pair. The first message says what
 to import. The server refuses to serve if an import has an effect that forked processes would share or lack: threads, open files, signal
-handlers, child processes, output, files, or traces of the server's own HOME, TMPDIR and working folder. It reports which environment
+handlers, child processes, output, files, or stored paths of the server's own HOME, TMPDIR and working folder. It reports which environment
 variables the imports have read, so that only processes with the same values are forked. Then it forks on request:
 
 - {"do": "supervise"}: another supervisor for a local sandbox; its guards can run the agent without an exec
 - {"do": "guard"}: a guard inside the namespaces of a bubblewrap sandbox; the sandbox's supervisor becomes its parent
 - {"do": "hold"}: no process; until the other end of the passed descriptor closes, the server does not exit when it is idle
 
-The server itself never reads the orders of commands; only the forked processes do. It exits when the other end of FD closes, or when it has
+The server itself never reads which command to run; only the forked processes do. It exits when the other end of FD closes, or when it has
 been idle for too long.
 
 Standard library only, Python 3.8 and newer, one thread.
@@ -177,7 +177,7 @@ def _forget_folders() -> None:
 def _find_traces(scratch: str) -> List[str]:
     """Find every text in memory that contains a path below `scratch`. Return descriptions of the faults among them.
 
-    A trace in a variable of a module is not a fault, because the variable can be changed in the forked process.
+    A module's variable whose whole value is such a path is not a fault, because the forked process changes the variable.
     """
     modules = {id(vars(one)): one for one in list(sys.modules.values()) if isinstance(one, types.ModuleType)}
     expected = {id(scratch), id(os.environ._data)}  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, including those of programs executed later. Entering a user namespace grants them."""
+    """Drop all capabilities, which were granted on entering the user namespace. Programs executed later have none, too."""
     number = 0
     while LIBC.prctl(CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1

@@ -46,7 +46,7 @@ POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses between polls of a command; 
 
 
 class NotFoundError(SandboxError):
-    """The service returned status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between them."""
+    """The service returned status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between the two."""
 
 
 class HuggingFaceBackend:

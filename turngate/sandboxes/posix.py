@@ -182,7 +182,7 @@ class PosixSandbox(ABC):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. If `into` is set, standard output is written to that file instead of the result."""
+        """Run a command to its end. If `into` is set, standard output is written to that file and is not in the result."""
         if into:
             out, err = CapturedOutput(into, FOLDER_LIMIT), CapturedOutput(limit=STDERR_LIMIT, cut=True)
         elif keep is None:
