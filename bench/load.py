@@ -189,7 +189,7 @@ def report(load: Load, agents: list[LoadAgent], turns: int, wall: float, cpu: fl
     faults = ", ".join(f"{count} × {kind}" for kind, count in load.faults.items())
     print(f"{len(agents):,} sessions, {made:,} turns in {wall:.0f} s, {cpu * 1000 / made:.2f} ms of CPU per turn")
     print(
-        f"faults: {faults or 'none'}; {load.failed:,} calls failed or were dropped ({load.dropped:,}), and were repeated"
+        f"faults: {faults or 'none'}; {load.failed:,} calls failed, {load.dropped:,} of them dropped by agents; all were repeated"
     )
     print(f"{recorded:,} turns recorded; none of the {made:,} received answers is missing")
     latencies = sorted(s * 1000 for agent in agents for s in agent.latencies)
@@ -234,9 +234,11 @@ def print_stalls(stalls: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Load the gateway with many live sessions while things fail.")
     parser.add_argument("--sessions", type=int, default=2000)
-    parser.add_argument("--turns", type=int, default=25, help="of each session")
+    parser.add_argument("--turns", type=int, default=25, help="turns of each session")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--max-loaded-mb", type=float, default=48.0, help="traces that the gateway keeps in memory")
+    parser.add_argument(
+        "--max-loaded-mb", type=float, default=48.0, help="MB of traces that the gateway keeps in memory"
+    )
     parser.add_argument("--fault-s", type=float, default=3.0, help="seconds between faults; 0: no faults")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

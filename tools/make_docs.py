@@ -25,8 +25,8 @@ from turngate.telemetry.metrics import FAMILIES
 ROOT = Path(__file__).parents[1]
 # Folders with modules that are not part of the package.
 BESIDE_THE_PACKAGE = {
-    "tools": "Programs of the Makefile and for maintainers.",
-    "tests": "What the tests share. Each folder of tests is named after what it tests.",
+    "tools": "Programs that the Makefile and maintainers run.",
+    "tests": "Code that the tests share. Each folder of tests is named after what it tests.",
     "tests/chaos": "`make chaos`: faults that are injected into live gateways.",
     "tests/fuzz": "`make fuzz`: random and damaged input.",
     "bench": "Measurements of speed and memory. `make bench` runs `overhead.py`.",

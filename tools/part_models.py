@@ -46,8 +46,8 @@ def _save_smollm2(gguf: Path, new: Path) -> None:
 def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> None:
     """Write the tokenizer as the model's authors did.
 
-    They first split off every digit. A GGUF file calls that "smollm", which transformers ignores, so it would tokenize spaces before
-    digits differently.
+    Their tokenizer first splits off every digit. The GGUF file records this only as the type "smollm", which transformers ignores. Without
+    this rule, spaces before digits would be tokenized differently.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -82,7 +82,7 @@ class PartError(Exception):
 class Part:
     """How to build one part.
 
-    If `recipe` changes, the part is built again. It contains pinned versions, and a number to increase when `build` changes.
+    `recipe` contains pinned versions, and a number to increase when `build` changes. If the recipe changes, the part is built again.
     """
 
     place: str

@@ -385,7 +385,7 @@ async def record(name: str, agent: AgentSpec, scenes: Scenes | None) -> Json:
 
 def _without_secrets(text: str, heard: list[Heard]) -> None:
     keys = {key for call in heard for _, value in call.headers for key in _KEY.findall(value)}
-    assert keys, "every agent presents a key"
+    assert keys, "no call of the agent has a key"
     if any(key in text or key[3:] in text for key in keys) or re.search(r"tg-[0-9A-Za-z_-]{20}", text):
         raise NotRecorded("the recording would contain a session's key")
 

@@ -76,7 +76,7 @@ MORE_PARTS = [
 
 @dataclass(frozen=True)
 class Tier:
-    """Which tests to run, the commands that install their parts, and how many sessions to verify (one in N)."""
+    """Which tests to run, the commands that install their parts, and the share of sessions to verify (one in `verify_every`)."""
 
     description: str
     marks: str
@@ -85,7 +85,7 @@ class Tier:
     check: bool = False  # run `make check` while the parts are installed
     complete: bool = False  # fail unless every heavy part and every promise has a test
     soak: bool = False  # run the stress tests at full size
-    more_workers: int = 1  # more than the machine has cores, because many tests wait
+    more_workers: int = 1  # pytest workers in addition to one per core, because many tests wait
 
     @property
     def uses_docker(self) -> bool:

@@ -1,7 +1,8 @@
 """Measure the costs that the model of a cluster needs, and write them to `costs.json`: `python -m bench.scale.measure`.
 
 It takes about five minutes, and needs PostgreSQL, psycopg, Ray and bubblewrap. `--reuse FOLDER` keeps the results of the two longest
-benchmarks there.
+benchmarks in a folder, and uses those that are already there.
+
 All figures are CPU time, bytes or counts, except `flush_s` and `sqlite_write_s`.
 """
 
@@ -332,7 +333,11 @@ def describe_machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reuse", type=Path, help="folder for the results of the longest benchmarks")
+    parser.add_argument(
+        "--reuse",
+        type=Path,
+        help="keep the results of the longest benchmarks in this folder, and use those already there",
+    )
     parser.add_argument("--output", type=Path, default=COSTS)
     parser.add_argument("--only", nargs="*", help="measure only these parts, and keep the rest of the file")
     args = parser.parse_args()

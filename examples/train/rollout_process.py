@@ -156,7 +156,7 @@ async def run_rollouts(program: Path, config: msgspec.Struct) -> RunnerReport:
 async def train_beside(
     process: asyncio.subprocess.Process, trainer: Trainer, feed: Feed, *, steps: int, minutes: float
 ) -> RunnerReport:
-    """Train on the rollouts of a runner. Start no step after this many minutes. Then stop the runner."""
+    """Train on the rollouts of a runner for `steps` steps, but start no step after `minutes`. Then stop the runner."""
     began = time.monotonic()
     reporting = asyncio.create_task(read_report(process))
     try:

@@ -56,7 +56,7 @@ class Catalog:
         return len(self.faults) + len(self.training) + len(self.rollouts) + len(self.ray)
 
     def sample(self, count: int, rng: random.Random) -> None:
-        """Keep about `count` kinds, in proportion and at least one of each group, but none in Docker or on Ray, which take too long."""
+        """Keep about `count` kinds: the same share of every group, and at least one. Keep none in Docker or on Ray, which take too long."""
         self.ray = []
         self.rollouts = [name for name in self.rollouts if ROLLOUT_FAULTS[name].sandbox != "docker"]
         share = min(1.0, count / max(1, len(self)))

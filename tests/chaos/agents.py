@@ -194,7 +194,7 @@ def is_error(dialect: str, body: Any) -> bool:
 
 
 def is_intact(message: Message) -> bool:
-    """Return whether a message is exactly one answer of the engine. A damaged one, sent back, would be an edited history."""
+    """Return whether a message is exactly one answer of the engine. If the agent sent a damaged one back, it would edit the history."""
     try:
         serials = read_answer(message)
     except ValueError:

@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "read_file", "parameters": {"ty
 
 
 def ask(messages: list[dict[str, Any]], attempt: int) -> Any:
-    """Send a call, and return the message of the reply. A bare socket, because an HTTP client takes long to import."""
+    """Send a call, and return the message of the reply. Uses a bare socket, because an HTTP client takes long to import."""
     body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": messages, "tools": [TOOL]})
     host, _, port = os.environ["TURNGATE_BASE_URL"].rpartition("/")[2].partition(":")
     head = ["POST /v1/chat/completions HTTP/1.1", "host: x", "connection: close", "content-type: application/json"]

@@ -1,8 +1,8 @@
 """The control: damage a store on purpose, and check that the suite notices.
 
 Rollouts are recorded by a real gateway in this process. Then the store is edited behind its back: a turn is lost, a turn is recorded twice,
-an id is changed (with a valid checksum), a reward is changed. Each must show up in its own column. The same is done to the store of a
-batch, for which there is more evidence: the runner's ledger, and the output of the agents.
+an id is changed (with a valid checksum), a reward is changed. Each kind of damage must show up in its own column. The same is done to the
+store of a batch, for which there is more evidence: the runner's ledger, and the output of the agents.
 """
 
 from __future__ import annotations

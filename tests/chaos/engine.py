@@ -74,7 +74,7 @@ def _write_reply(serial: int) -> str:
 
 
 class CallInProgress:
-    """One call at the engine, with methods to answer it."""
+    """One call to the engine, with methods to answer it."""
 
     def __init__(self, request: web.Request, body: Json, generation: Generation) -> None:
         self.request, self.body, self.generation = request, body, generation

@@ -30,7 +30,7 @@ Inject = Callable[[Site, float], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault and the kind of gateway that it is injected at."""
+    """A fault and the kind of gateway that it is injected into."""
 
     name: str
     place: Place
@@ -327,7 +327,7 @@ async def _kill_behind_fence(site: Site, seconds: float) -> None:
 
 
 def list_faults() -> list[Fault]:
-    """Return every fault that is injected while agents work at a gateway, place by place."""
+    """Return every fault that is injected while agents use a gateway, place by place."""
     client = [
         Fault(f"client: {name}", "single", _disturb("client_side", how), keep_alive=not how.repeat)
         for name, how in _NETWORK.items()

@@ -103,7 +103,7 @@ class SandboxRun(BatchRun):
                     return pid
 
     def _find(self, program: str) -> list[int]:
-        """Return the processes that run a program, in random order. Those in a namespace are descendants of one that is not."""
+        """Return the processes that run a program, in random order. Those in a namespace descend from a process outside it."""
         outer = self.daemon.processes() if self.daemon else sandbox_processes(self.root)
         found = []
         for pid in {*outer, *supervisor.descendants(*outer)}:

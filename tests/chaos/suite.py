@@ -88,12 +88,15 @@ async def run_fault(site: Site, fault: Fault, pace: Pace, rng: random.Random, na
         for n in range(pace.agents)
     ]
     async with _at_work(agents) as is_over:
-        await _wait(lambda: all(agent.last_answer for agent in agents), "no agent got a first answer")
+        await _wait(lambda: all(agent.last_answer for agent in agents), "not every agent got a first answer")
         await asyncio.sleep(rng.random() * 0.2)
         try:
             await fault.inject(site, pace.seconds)
             ended = time.monotonic()
-            await _wait(lambda: all(agent.last_answer > ended for agent in agents), "the agents got no answer again")
+            await _wait(
+                lambda: all(agent.last_answer > ended for agent in agents),
+                "not every agent got an answer after the fault",
+            )
             row.recovery_s = time.monotonic() - ended
         except TimeoutError as error:  # the row fails, but other faults can still be injected
             row.notes.append(str(error))

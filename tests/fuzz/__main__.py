@@ -2,8 +2,8 @@
 
 Targets are fuzzed one after the other, or with --results all at the same time.
 
-Each finding is printed with its target, its seed and the input, and makes the exit code 1. Inputs of the coverage-guided fuzzer that reach
-new lines are kept in `tests/fuzz/corpus` with --keep.
+Each finding is printed with its target, its seed and the input, and makes the exit code 1. With --keep, inputs of the coverage-guided
+fuzzer that reach new lines are kept in `tests/fuzz/corpus`.
 """
 
 from __future__ import annotations

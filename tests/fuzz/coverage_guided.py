@@ -1,7 +1,7 @@
 """A small coverage-guided fuzzer: mutate inputs that reached new lines of the package, and keep those that reach more.
 
-Atheris has no wheel for every platform and needs a clang with libFuzzer to build. The code under test is plain Python, so line events
-are enough as feedback.
+Atheris does not have wheels for all platforms, and building it needs a clang with libFuzzer. The code under test is plain Python, so line
+events are enough as feedback.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def bodies(draw: Callable[..., Any], documents: st.SearchStrategy[Json]) -> byte
 
 
 def encode(value: Json) -> bytes:
-    """Encode a value, also one that is nested deeper than Python's encoder allows."""
+    """Encode a value, even one that is nested deeper than Python's encoder allows."""
     try:
         return json.dumps(value).encode()
     except RecursionError:

@@ -51,7 +51,7 @@ class Found(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The same for all findings that seem to have one cause: the error without its numbers, and where it was raised."""
+        """A digest that findings with the same cause should share: of the error without its numbers, and of where it was raised."""
         text = re.sub(r"\d+", "", self.error[:100] + self.place.rpartition("  File")[2])
         return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 

@@ -139,7 +139,7 @@ def test_memory_for_brackets_in_a_text(world: World, text: bytes) -> None:
 
 @pytest.mark.full
 def test_memory_for_a_long_session(world: World) -> None:
-    """A reply with the trace and the rows of a session needs a multiple of its own size."""
+    """A reply with the trace and the rows of a session needs several times its own size in memory."""
     opened = world.run(world.gateway.open())
     for turn in range(40):
         world.run(world.gateway.ask(opened.key, f"{turn} " + "word " * 2000))

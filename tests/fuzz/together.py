@@ -44,7 +44,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def fuzz_together(folder: Path, names: Iterable[str], seconds: float, round_s: float, number: int) -> None:
-    """Run a process per target until `seconds` have passed. Start one that died again."""
+    """Run a process per target until `seconds` have passed. If a process dies, start another one for its target."""
     make_folders(folder)
     end = time.time() + seconds
     running = {name: _start(folder, name, end, round_s, number) for name in names}
