@@ -349,7 +349,7 @@ async def test_unsupported_content_raises() -> None:
         {"inlineData": {"data": "aGk="}},
         {"functionCall": {"name": "f", "willContinue": True}},
     ):
-        with pytest.raises(EngineError, match="which is not supported"):
+        with pytest.raises(EngineError, match="unsupported content"):
             await relay_answer(make_relay, stream(chunk(part, finish="STOP")), foreign_call(HI))
 
 

@@ -55,7 +55,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     sampling_mask: bool = False  # return the ids that were left to sample from at each token, if the engine can
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode the prompt as the JSON field `field`, followed by `others`. The prompt ids are never converted to Python integers."""
+        """Encode a JSON object: the prompt as field `field`, then the fields `others`. The ids are never converted to Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
@@ -129,7 +129,7 @@ class Engine(Protocol):
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
     def release(self, session: str) -> None:
-        """Forget which replica served a session, once the session has ended."""
+        """Forget which replica served a session. Called when the session has ended."""
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):

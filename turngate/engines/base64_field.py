@@ -68,7 +68,7 @@ class Base64Field:
         self._parts, self.size, self._rest = [], 0, b""
 
     def _find_content(self, data: bytes, at: int) -> tuple[int, int | None]:
-        """Return where the data to keep ends, and where to continue, or None if that depends on the next read."""
+        """Return where the data to keep ends, and where to continue. The latter is None if more data is needed to decide."""
         found = data.find(self._mark, at)
         if found < 0:
             sizes = range(min(len(self._mark) - 1, len(data) - at), 0, -1)

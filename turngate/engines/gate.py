@@ -220,7 +220,7 @@ class Gate:
         finish: GateFinish | None,
         version: int | None = None,
     ) -> None:
-        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Sending the last part again has no effect."""
+        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Resending the latest part has no effect."""
         check_piece(ids, logprobs)
         digest = digest_piece(lease, at, ids, logprobs, finish)
         with self._lock:

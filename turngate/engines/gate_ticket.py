@@ -1,4 +1,4 @@
-"""The state of one call at the gate, and whether its answer, already converted to arrays, fits the request."""
+"""The state of one call at the gate, and the checks that its answer (already converted to arrays) fits the request."""
 
 from __future__ import annotations
 

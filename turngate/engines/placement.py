@@ -1,13 +1,13 @@
 """The rule that chooses a lane for a session's call, and decides when a lane is crowded. `pool.py` explains lanes.
 
 - A session stays in its lane, where its prefix is cached, unless that lane is *crowded*.
-- A lane is crowded if its KV cache is at least 90 % full and a call is waiting for it, or if its queue is long: at least 4 calls
+- A lane is crowded if its KV cache is at least 90 % full and at least one call is waiting, or if its queue is long: at least 4 calls
   are waiting, and at least one for every 4 that are running.
 - A session leaves a crowded lane only for one that is not crowded and has at most half as many calls, because the new lane must compute
-  the whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
-- Calls that this gateway has begun since the last report count as waiting once the engine is full, so a burst between two reports can
-  crowd a lane. The number of calls that fill an engine is the number that it ran when it last reported a crowded lane. If the engine later
-  runs more calls without being crowded, the number is unknown again.
+  the session's whole prefix again. Between two reports, a gateway moves at most its own share of the waiting calls.
+- Calls that this gateway has begun since the last report count as waiting once the lane is full, so a burst between two reports can
+  crowd a lane. A lane is full at the number of calls that it was running when it was last reported as crowded. If it later runs more
+  calls without being crowded, that number is unknown again.
 - A new session goes to a lane that is not crowded, if there is one. Among these, it goes to the one with the fewest calls, then with the
   fewest sessions of this gateway.
 
@@ -40,7 +40,7 @@ class LaneLoad(msgspec.Struct):
     report: EngineLoad | None = None
     in_flight_then: int = 0  # the value of `in_flight` when the report was made
     moves_left: int = 0  # sessions that may still leave the lane before the next report
-    # How many calls fill the engine: as many as it ran when it last reported a crowded lane. None if unknown.
+    # How many calls fill the lane: as many as it was running when it was last reported as crowded. None if unknown.
     full_at: int | None = None
 
     def update(self, report: EngineLoad | None) -> None:
@@ -62,7 +62,7 @@ class LaneLoad(msgspec.Struct):
 
     @property
     def room(self) -> float:
-        """The number of calls that can begin before the lane is crowded. It is infinite if it is unknown how many calls fill the engine."""
+        """The number of calls that can begin before the lane is crowded. It is infinite if it is unknown how many calls fill the lane."""
         if self.report is None:
             return inf
         if is_crowded(self.report):

@@ -94,7 +94,7 @@ class Pool:
 
     @property
     def room(self) -> float:
-        """The number of calls that can begin before all engines are saturated. It is infinite if that is not known."""
+        """The number of calls that can begin before all engines are saturated. It is infinite if this number is unknown."""
         return 0 if self.waiting else sum(lane.load.room for lane in self._lanes if lane.accepts_calls)
 
     @property

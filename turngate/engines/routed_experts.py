@@ -94,7 +94,7 @@ class RoutedExpertsReply:
         return np.frombuffer(data, "<i4").reshape(-1, *self._shape)
 
     def _narrow(self, values: np.ndarray) -> np.ndarray:
-        """Convert to uint8 if all expert numbers fit, or else to uint16. Values that have one of these types are unchanged."""
+        """Convert to uint8 if all expert numbers fit, or else to uint16. An array that already has one of these types is unchanged."""
         if values.dtype in (np.uint8, np.uint16):
             return values
         low, high = int(values.min()), int(values.max())

@@ -5,7 +5,7 @@ A trainer needs them to compute the log-probability of a token under new weights
 - local: the kept ids for every token, whatever the settings.
 - vLLM 0.32 (`--return-sampling-mask`, Model Runner V2): lists in the `generate` API, but none in the `completions` API. The server rejects
   calls without `top_k`. It requires `--logprobs-mode processed_logprobs`, so its log-probabilities are over the kept ids.
-- SGLang 0.5: lists for calls with `top_k`, up to `--sampling-mask-max-tokens`. Its usual log-probabilities are over the
+- SGLang 0.5: lists for calls with `top_k` of at most `--sampling-mask-max-tokens`. Its usual log-probabilities are over the
   whole vocabulary, so it returns those over the kept ids separately.
 """
 
@@ -24,7 +24,7 @@ MAX_KEPT = 4096  # a token for which more ids were kept has no mask, so its turn
 def build_masks(
     engine: str, first: int, ids: Sequence[int], kept: Sequence[Sequence[int] | np.ndarray]
 ) -> tuple[SideArray, ...]:
-    """Build the side data of the tokens `ids` of a reply, from the ids that were kept for each. `first` is the index of the first token.
+    """Build the side data for tokens `ids` of a reply. `kept` has the ids kept for each token, and `first` is the first token's index.
 
     Raise `EngineError` if the number of masks differs from the number of tokens, or if a mask excludes its own token or repeats an id.
     """

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # rounding may make a log-probability slightly greater than 0
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
-    """The scores of consecutive tokens. With `top_k` = 0, the last two arrays have no columns."""
+    """The scores of consecutive tokens. With `top_k` = 0, `top_ids` and `top_logprobs` have no columns."""
 
     logprobs: Logprobs
     top_ids: Ids  # tokens × k: the most likely tokens in the same context, most likely first

@@ -102,7 +102,7 @@ class _Candidates(msgspec.Struct):
 class _TopLogprobs(msgspec.Struct):
     """The most likely tokens at each position.
 
-    The `completions` API sends them by name in `top_logprobs`, and the `generate` API sends them in `content`.
+    The `completions` API sends them in `top_logprobs`, under names such as "token_id:123". The `generate` API sends them in `content`.
     """
 
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -396,7 +396,7 @@ class VLLM:
         return [dict(sorted(each.items(), key=lambda item: -item[1])[:count]) for each in found]
 
     def masks(self, batch: Sequence[bytes]) -> list[list[int]]:
-        """Return the ids that were left to sample from at each token in the events. Empty if the server does not send them."""
+        """Return the ids that were left to sample from at each token in the events, or an empty list if the server does not send them."""
         choices = [choice for event in self._client.decode_all(_decode_masks, batch) for choice in event.choices]
         return [mask for choice in choices for mask in choice.sampling_mask or ()]
 
@@ -482,7 +482,7 @@ class VLLMGeneration:
         return chunk
 
     async def _read_usage(self, chunk: Chunk) -> Chunk:
-        """Read the usage at the end of the reply, and add it to the last chunk. These bytes would have to be read anyway."""
+        """Read the usage at the end of the reply, and add it to the last chunk. Only after this can the connection be reused."""
         with suppress(TurngateError, TimeoutError):  # the generation is complete
             async with asyncio.timeout(http.DRAIN_S):
                 while (batch := await self._reply.batch()) is not None:

@@ -1,4 +1,4 @@
-"""The interface of engines whose weights can be changed while they serve, and the version of each token that they report.
+"""The interface of engines whose weights can be changed while they serve, and how their weight labels become policy versions.
 
 `gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. The trainer
 itself updates an engine that runs in its own process.
@@ -52,7 +52,7 @@ class UpdatableReplica(Protocol):
         """Resume sampling. Do nothing if sampling is not paused."""
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load these weights. With `frozen`, calls in flight are paused and keep their cache.
+        """Load these weights. Set `frozen` if calls in flight are paused: the engine then keeps its cache, which they need.
 
         If loading a whole model fails, the engine must not be used, and its health says so.
         """

@@ -1,7 +1,7 @@
 """The cache: keys and values of current and earlier calls.
 
 A *slot* contains one sequence, which is kept after its call has ended. The conversation's next turn can then continue in the slot, and
-other calls can copy a common prefix from it instead of computing it. Calls with different salts (policy versions) share nothing.
+other calls can copy a common prefix from the slot instead of computing it. Calls with different salts (policy versions) share nothing.
 """
 
 from __future__ import annotations

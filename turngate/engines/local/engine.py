@@ -414,9 +414,10 @@ class LocalGeneration:
         return None if last is None else (self._request.version if first is None else first, last)
 
     def _list_runs(self) -> VersionRuns | None:
-        """Return the policy versions of all tokens so far, if the weights changed and all versions are known and ascending.
+        """Return the policy versions of all tokens so far, or None if the weights have not changed since the first token.
 
-        If only the first is unknown, use the request's version, as in `_span`.
+        As in `_span`, the request's version replaces an unknown first version. The result is also None if a later version is unknown, or
+        if the versions are not ascending.
         """
         if len(self._runs) < 2:
             return None

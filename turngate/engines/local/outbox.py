@@ -19,8 +19,8 @@ End = Literal["stop", "length"] | EngineError
 class SampledBatch(msgspec.Struct, frozen=True):
     """Tokens sampled since the last batch, sorted by call, and the calls that have ended.
 
-    `version` is the policy version of the weights, if it is known. `masks` has the ids that were left to sample from at each token of the
-    calls that requested them, by call.
+    `version` is the policy version of the weights, if it is known. `masks` maps each call that requested sampling masks to the ids that
+    were left to sample from at each of its tokens.
     """
 
     serials: Places
@@ -35,7 +35,7 @@ Deliver = Callable[[SampledBatch], None]
 
 
 class Outbox:
-    """A buffer of results. It delivers them at most every `flush_s` seconds, or immediately when a call has ended."""
+    """A buffer of results. It delivers them at most once every `flush_s` seconds, but immediately when a call has ended."""
 
     def __init__(self, deliver: Deliver, flush_s: float) -> None:
         self.ends: dict[int, End] = {}

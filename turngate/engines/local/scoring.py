@@ -22,7 +22,7 @@ _PLACES = 256  # tokens per matrix of scores, to limit its size
 
 
 class LocalScoring:
-    """Scores with a model folder. Calls from several threads run one after the other."""
+    """Scores token ids with the model in a folder. Calls from several threads run one after the other."""
 
     name = "local"
 

@@ -388,7 +388,7 @@ class _Answer:
         foreign = (part.inline_data, part.executable_code, part.code_execution_result, part.tool_call)
         if any(is_present(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
             raise EngineError(
-                f"{self._client.engine} sent content other than text and complete tool calls, which is not supported"
+                f"{self._client.engine} sent unsupported content: only text and complete tool calls are supported"
             )
         if part.function_call is not None:
             return self._call(part.function_call, part.thought_signature or "")

@@ -161,7 +161,7 @@ class OpenAIRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower limit on the answer."""
+        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower token limit."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
         while True:
@@ -201,7 +201,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
     usage: bool = True  # whether a stream requests `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Return a smaller request if the rejection names a part of this one, or None if it names none."""
+        """Return a request without the data that a rejection names, or None if it names none. The level may change only if `adapts`."""
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)
         if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):

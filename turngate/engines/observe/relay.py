@@ -39,7 +39,7 @@ async def stream_answer(
 ) -> AsyncGenerator[RelayChunk, None]:
     """Yield the answer in chunks. The events of one read are merged.
 
-    If an event fails, the output that precedes it is yielded before the error is raised.
+    If an event is an error or is invalid, the output that precedes it is yielded before the error is raised.
     """
     async for batch in batches:
         chunks: list[RelayChunk] = []
@@ -126,7 +126,7 @@ class StreamingRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower limit on the answer."""
+        """Send the call. If it is rejected, send it again without the rejected optional fields, or with a lower token limit."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:

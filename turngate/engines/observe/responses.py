@@ -4,8 +4,8 @@ A `responses` call is forwarded as the agent sent it, except for the settings th
 and for the changes below. Calls of other dialects are translated, and the provider is asked not to store them. Text is recorded, and with
 `capture="logprobs"` also its log-probabilities. The key is sent only in the `Authorization` header.
 
-In a `responses` call, items that it refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that
-the gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are
+Items that a `responses` call refers to by id are sent in full, because the provider does not know the gateway's ids. Item ids that the
+gateway created are removed, and encrypted items get back the id that the provider gave them. Tools that run at the provider are
 removed, because the gateway cannot forward their items. Encrypted reasoning is requested unless the endpoint has rejected that.
 """
 

@@ -160,7 +160,7 @@ def list_unsupported(call: Call, *supported: str) -> list[str]:
 
 
 def shrink_to_fit(request: RelayRequest, body: RelayBody, error: ContextOverflow) -> RelayRequest | None:
-    """Lower the limit on the answer so that the call fits the context. Return None if that is not possible.
+    """Lower the answer's token limit so that the call fits the context. Return None if that is not possible.
 
     The limit may be too high because an agent of a different dialect chooses it for its own provider's models.
     """
@@ -206,7 +206,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
-    """Select the agent's headers to forward, if the endpoint speaks the call's dialect. Keys are never forwarded."""
+    """Return the agent's headers to forward. There are none if the endpoint speaks a different dialect. Keys are never forwarded."""
     if request.call.dialect != dialect:
         return {}
     return {
