@@ -165,7 +165,7 @@ class Gateway(ProjectGateway):
         self.engine_changes = self.change_engines(self.updates, self.local_engines)
 
     def create_updates(self, barrier: Barrier) -> WeightUpdates:
-        """Create the weight updates for `barrier` or, on the shared store, for the fence of all cells. A cell refuses updates."""
+        """Create `WeightUpdates` that use `barrier` or, on the shared store, the fence of all cells. In a cell, they refuse all updates."""
         parts = (self.fence, self.fence_state, self.events, self.replicas)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList):
             shared = SharedBarrier(self.barrier, self.fence, self.fence_state, self.replicas, self.store.fence)
@@ -192,7 +192,7 @@ class Gateway(ProjectGateway):
         return cell.create_follower(self.fence, self.barrier, self.fence_state, self.replicas, engines, calls)
 
     def change_engines(self, updates: WeightUpdates, group: EngineGroup | None) -> EngineChanges:
-        """Create the engine changes for `group` or, on the shared store, for all cells. A cell refuses changes."""
+        """Create `EngineChanges` for the engines of `group` or, on the shared store, of all cells. In a cell, they refuse all changes."""
         local, parts = self.local_engines, (updates, self.replicas, self.fence, self.events)
         if isinstance(self.store, SharedStore) and isinstance(self.engine_list, SharedEngineList) and local is not None:
             return SharedEngineChanges(local, self.engine_list, self.store.fence, *parts)
@@ -265,8 +265,8 @@ class Gateway(ProjectGateway):
         self.store.close()
 
     def _interrupt_stores(self) -> None:
-        """Interrupt all requests to the shared store, because stopping takes too long and one of them may be the reason."""
-        log.warning("stopping takes too long; interrupting all requests to the shared store")
+        """Interrupt all requests to the shared store. Called when stopping takes too long, because one of them may be the reason."""
+        log.warning("the gateway takes too long to stop; interrupting all requests to the shared store")
         for project in (self, *self.hosted):
             if isinstance(project.store, SharedStore):
                 project.store.database.interrupt()

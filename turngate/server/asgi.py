@@ -91,7 +91,7 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
 
 
 class HangUp:
-    """Records whether the client has disconnected, which explains why the task that serves the client was cancelled."""
+    """Records whether the client has disconnected, to tell this cause of a cancelled request from others."""
 
     disconnected = False
 

@@ -139,7 +139,7 @@ def _wrong(name: str, expected: str, text: str) -> BadRequest:
 
 
 def find_too_deep(raw: bytes) -> str | None:
-    """Return the name of the top-level field of a JSON body that is nested deeper than `MAX_DEPTH`.
+    """Return the name of the top-level field of a JSON body whose value is nested deeper than `MAX_DEPTH`.
 
     Return "" if the nesting is not inside a named field, and None if no value is nested too deeply. The check runs before decoding, because
     the depth that a decoder can handle depends on the call stack.

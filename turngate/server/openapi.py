@@ -25,7 +25,7 @@ _dialects: dict[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 _DESCRIPTION = (
     "Turngate records every token of the model calls of coding agents. Model calls need the secret of a session or, if the path names "
     "the session, the admin key or an API key; most other routes need the admin key or an API key with one of the listed scopes. "
-    "All documents of the native API are JSON unless another media type is listed. In msgpack, binary values are not encoded as text."
+    "Bodies of the native API are JSON unless another media type is listed. In msgpack, binary values are raw bytes, not text."
 )
 
 

@@ -106,7 +106,9 @@ async def refuse_upgrade(send: Send, dialect: Dialect, error: TurngateError) -> 
 
 async def refuse_path(scope: Scope, send: Send) -> None:
     """Refuse a WebSocket at a path that does not support WebSockets."""
-    error = UpgradeRefused("this path has no WebSocket; send the request over HTTP, or connect to /v1/responses")
+    error = UpgradeRefused(
+        "this path does not support WebSockets; send the request over HTTP, or connect to /v1/responses"
+    )
     await refuse_upgrade(send, dialect_of(HTTPConnection(scope)), error)
 
 

@@ -246,7 +246,8 @@ def _trace_view(view: SessionView) -> TraceView:
 def _encode_entries(view: SessionView) -> bytes:
     if _capture_kind(view.session)["rollout_type"] == "eval":
         raise Conflict(
-            "this session is an evaluation, or its tokens were not captured, so it has no entries to train on; use /rollout"
+            "this session is an evaluation, or its tokens were not captured, so it has no entries to train on; "
+            "use /rollout to read it"
         )
     entries = []
     for turn in training_turns(_trace_view(view)):

@@ -1,7 +1,7 @@
 """Forward a request that reached the wrong worker to the worker that owns the session.
 
 The front assigns most connections to the right worker, based on their first request. It cannot do so for connections that serve several
-sessions, for secrets without a slot, and for requests that open sessions. These requests are forwarded unchanged over the owner's private
+sessions, for secrets without a slot, or for requests that open sessions. These requests are forwarded unchanged over the owner's private
 Unix socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A WebSocket is forwarded frame
 by frame. A request that arrived over a private socket is not forwarded again.
 """
@@ -151,8 +151,8 @@ class PeerWorkers:
     async def _wait_for_worker(self, connect: Callable[[], Awaitable[T]]) -> T:
         """Connect to a worker, and wait for it if it is restarting.
 
-        Raise `Stopping` if the worker does not run in time, or if it stops before it answers. A refused WebSocket means that the worker is
-        running, so that error is raised unchanged.
+        Raise `Stopping` if the worker does not start in time, or if it stops before it answers. A refused WebSocket means that the worker
+        is running, so that error is raised unchanged.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTART_WAIT_S

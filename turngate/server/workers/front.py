@@ -159,7 +159,7 @@ class Front:
             self._pending.add(PendingConnection(connection, self))
 
     def assign(self, pending: PendingConnection, head: bytes) -> None:
-        """Assign a connection to the worker that owns its session, or to the next worker in turn if the head names no session."""
+        """Assign a connection to the worker that owns its session, or to the next worker in turn if the request names no session."""
         self._pending.discard(pending)
         slot = slot_from_head(head)
         worker = next(self._next) if slot is None else self._workers[slot % len(self._workers)]
