@@ -1,6 +1,6 @@
 /**
  * What training changed: rewards by kind of task, entropy, and the task that improved most, with a rollout from before and one from after.
- * `turngate/views/improvement.py` chooses them.
+ * `turngate/views/improvement.py` chooses the task and the rollouts.
  */
 
 import { chart } from "./chart.js";

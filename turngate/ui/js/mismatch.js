@@ -1,4 +1,4 @@
-/** What trainers reported about log-probabilities: alarms, and the differences from the engine's as histograms. */
+/** What trainers reported about log-probabilities: alarms, and histograms of the differences from the engine's log-probabilities. */
 
 import { chart } from "./chart.js";
 import { el } from "./dom.js";

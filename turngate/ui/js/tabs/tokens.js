@@ -1,5 +1,5 @@
 /**
- * Every token of a branch, colored by its probability, and whether it was sampled and trained. Only visible lines are elements, so that
+ * Every token of a branch: its probability as a color, and whether it was sampled and trained. Only visible lines are elements, so that
  * a hundred thousand tokens scroll smoothly.
  */
 

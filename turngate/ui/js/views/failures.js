@@ -16,9 +16,9 @@ import { block, plain } from "../text.js";
 const MEANS = {
   "agent failed":
     "The agent failed, timed out, reached a limit, or left nothing to grade. " +
-    "The batch's options decide whether it scores 0 or is excluded.",
+    "The batch's options decide whether the rollout scores 0 or is excluded.",
   "invalid task": "The setup or the grader fails no matter what the agent does. Find the cause with turngate tasks check.",
-  "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. It is never scored.",
+  "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. The rollout is never scored.",
   cancelled: "Cancelled by a user, replaced by another attempt, or too old for the current policy version.",
   damaged: "The session or its outcome cannot be read from the store.",
 };

@@ -51,7 +51,7 @@ const COLUMNS = [
     name: "version",
     label: "Policy",
     sort: "version",
-    title: "Policy versions that sampled it",
+    title: "Policy versions that sampled the rollout's tokens",
     cell: versions,
     num: true,
   },
