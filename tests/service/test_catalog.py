@@ -74,7 +74,7 @@ def test_default_mode_and_aliases(catalog: Catalog) -> None:
         (("anthropic://claude", "exact"), "mode", "must be one of observe for anthropic://claude, not exact"),
         (("vllm://q", "direct"), "mode", "use observe"),
         (("hf-router://m", "black_box"), "mode", "must be one of observe for hf-router://m, not direct"),
-        (("scripted://m", "", True), "thinking", "omit it"),
+        (("scripted://m", "", True), "thinking", "omit the argument"),
         (("vllm://q", "observe", False), "thinking", "omit it in observe mode"),
     ],
 )

@@ -283,8 +283,8 @@ class Catalog:
             )
         if thinking is not None and not endpoint.thinking:
             raise BadRequest(
-                f"'thinking' is not supported by {endpoint.key}, because this server's configuration does not set `thinking` for the "
-                "endpoint; omit it, or set it there if the chat template has enable_thinking",
+                f"{endpoint.key} does not support 'thinking', because the server's settings do not enable it for this endpoint; omit "
+                "the argument, or set `thinking` for the endpoint if its chat template has enable_thinking",
                 param="thinking",
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):
@@ -336,7 +336,7 @@ class Catalog:
 
 
 def key_is_set(endpoint: Endpoint) -> bool:
-    """Return whether the endpoint's secret key is set in the environment, or none is needed."""
+    """Return whether the endpoint needs no secret key, or its key is set in the environment."""
     try:
         return not endpoint.key_env or bool(read_key(endpoint.key_env))
     except ConfigError:

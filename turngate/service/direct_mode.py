@@ -53,7 +53,10 @@ _FORWARDED_HEADERS = ("content-type", "retry-after", "request-id", "x-request-id
 
 
 class Forwarder:
-    """Forwards model calls to one endpoint. `answered` counts completed generations. `last_error` is set if the latest one failed."""
+    """Forwards model calls to one endpoint.
+
+    `answered` counts completed generations. `last_error` is set if the latest generation failed.
+    """
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
@@ -63,7 +66,7 @@ class Forwarder:
         self.engine_silence = EngineSilence()
 
     def target_url(self, path: str) -> str:
-        """Return the endpoint's URL for a path. If the base URL has a path of its own, it replaces a leading /v1, as in observe mode."""
+        """Return the endpoint's URL for a path. A path in the base URL replaces a leading /v1, as in observe mode."""
         own = urlsplit(self._base).path
         for version in ("/v1beta", "/v1"):
             if own.endswith(version) and path.startswith(f"{version}/"):

@@ -59,7 +59,7 @@ class _RunningGateway:
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:
-                log.error("one of the service's gateways failed", exc_info=error)
+                log.error("the service's gateway %s failed", self.choice.gateway_name, exc_info=error)
         elif error is None:
             self.ready.cancel()
         else:

@@ -37,8 +37,8 @@ ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "setup_shell": "Shell commands to run in the working folder before the agent starts.",
     "upload_files": 'Files for the working folder: relative path → text, or {"base64": "…"} for binary content.',
     "thinking": "Whether the model thinks before it answers. Default: the chat template's default.",
-    "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (also transparent_proxy: calls are relayed to a "
-    "hosted endpoint), gate (also interception_gate: a trainer answers) or direct (also black_box: only the agent's logs). Default: the "
+    "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (alias transparent_proxy: calls are relayed to a "
+    "hosted endpoint), gate (alias interception_gate: a trainer answers) or direct (alias black_box: only the agent's logs). Default: the "
     "endpoint's default mode.",
     "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
     "sampling": "How the model is sampled: neutral (temperature 1, so that the turns can be trained), agent "

@@ -112,7 +112,7 @@ def build_rollout_spec(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    """Build the spec of a rollout from its request and task, the chosen endpoint, the service's settings, and the parts of this machine."""
+    """Build the spec of a rollout from its request, its task, the chosen endpoint and the service's settings."""
     if choice.mode == "direct" and agent.transcript is not None:
         # Without a trace to compare it with, the transcript is only a log.
         logs = (agent.transcript.path, agent.transcript.subagents)

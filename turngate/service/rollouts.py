@@ -296,7 +296,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         choice = self._catalog.choose(state.model_key, state.mode)
         if self._parts.history.gateway_of(rollout) != choice.gateway_name:
             raise NotFound(
-                f"the gateway of rollout {rollout} is no longer in the catalog; add its endpoint again",
+                f"rollout {rollout} used an endpoint_url, so its gateway cannot be opened again; use the rollout's result",
                 param="rollout_id",
             )
         async with self._parts.gateways.connect(choice) as connection:

@@ -48,7 +48,7 @@ class RolloutRunner:
         self._supervisors: set[asyncio.Task[None]] = set()
 
     def start(self, active: ActiveRollout, on_work_done: OnWorkDone) -> None:
-        """Start the work of a rollout. Afterwards, `on_work_done` is called, whether the work finished, failed or was cancelled."""
+        """Start the work of a rollout. Once the work has finished, failed or been cancelled, `on_work_done` is called."""
         active.writing_inputs = asyncio.create_task(self._write_inputs(active))
         active.work = asyncio.create_task(self._run(active), name=f"rollout {active.id}")
         supervisor = asyncio.create_task(
