@@ -46,7 +46,7 @@ def node_checksum(
     info: bytes,
     messages: bytes,
 ) -> int:
-    """Return the checksum of a node that is a context or a delivered turn."""
+    """Return the checksum of a context or a delivered turn. That of an undelivered turn is this value ^ `UNDELIVERED`."""
     return crc32(join_fields(session, node, parent, kind, ids, logprobs, info, messages))
 
 
@@ -78,7 +78,7 @@ def rekey_checksums(checksums: Sequence[int], sizes: Sequence[int], differences:
 
 
 def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
-    """Return each checksum continued with zero bytes. `digits[i]` selects the table, and so the number of bytes, for checksum i."""
+    """Return each checksum after zero bytes are appended to its data. `digits[i]` selects the table, so also the number of bytes."""
     row = digits << 10
     result = tables.take(row + (checksums & 255))
     for byte in (1, 2, 3):
@@ -88,7 +88,7 @@ def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
 
 @cache
 def _zeros(digit: int) -> _Words:
-    """Return lookup tables that continue a checksum with n · 16^digit zero bytes, for n from 0 to 15.
+    """Return lookup tables for checksums after n · 16^digit zero bytes are appended to the data, for n from 0 to 15.
 
     They are indexed by n, by the position of a byte in the checksum, and by the byte's value.
     """

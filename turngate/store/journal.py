@@ -54,11 +54,11 @@ class Journal:
     def add_refusal(
         self, session: int, name: str, status: int, message: str, request: bytes | None
     ) -> RefusedCalls | None:
-        """Store a refused call. It is durable when this method returns. `name` is the session's id."""
+        """Call `Refusals.add`. The refused call is durable when this method returns."""
         return self._store.refusals.add(session, name, status, message, request)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark refused calls as repeated if their conversation is that of a call that has now been answered. `name` is the session's id."""
+        """Call `Refusals.mark_repeated`."""
         return self._store.refusals.mark_repeated(session, name, request)
 
     def note_stop(self, session: int, stop: str) -> None:

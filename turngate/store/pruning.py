@@ -68,7 +68,7 @@ def prune(
 
 
 def locate_archive(archive: Path | None, project: str) -> Path | None:
-    """Return the folder in the archive for the sessions of a project."""
+    """Return the folder in the archive for the sessions of a project, or None if `archive` is None."""
     return archive if archive is None or project == DEFAULT_PROJECT else archive / "projects" / project
 
 

@@ -72,7 +72,10 @@ class ReplyTable:
         self._reading = reading
 
     def add(self, session: int, node: int, record: ReplyRecord, known: bytes = b"") -> bytes:
-        """Add a reply, and return the digest of its echo. If the echo is already stored, `known` is that digest."""
+        """Add a reply, and return the digest of its echo, the part that repeats the request.
+
+        If the echo is already stored, pass its digest as `known`.
+        """
         digest = known or blake2b(record.echo, digest_size=16).digest()
         row = (session, record.id, node, record.head, digest, record.tail, record.tools)
         with self._writing() as db:

@@ -127,7 +127,7 @@ class ScoreCache:
         )
 
     def write(self, key: ScoreKey, session: str, scores: Iterable[tuple[bytes, CachedScores]]) -> None:
-        """Write the scores of turns in one transaction. They replace damaged ones."""
+        """Write the scores of turns in one transaction. They replace scores of the same turns, which may be damaged."""
         rows = []
         for turn, found in scores:
             arrays = ((found.logprobs, "<f4"), (found.top_ids, "<i4"), (found.top_logprobs, "<f4"))

@@ -60,7 +60,7 @@ class SharedConnection:
     def copy_rows(
         self, table: str, columns: Sequence[str], types: Sequence[str], rows: Iterable[Sequence[Any]]
     ) -> None:
-        """Insert many rows with COPY, which costs a fraction of single INSERT statements."""
+        """Insert many rows with COPY, which costs far less than one INSERT statement per row."""
         with self._cursors() as cursor, cursor.copy(_copy_statement(table, columns)) as copy:
             copy.set_types(types)
             for row in rows:

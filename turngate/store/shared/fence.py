@@ -111,6 +111,6 @@ class FenceTable:
         return [FenceFollowerRow(*row) for row in rows]
 
     def prune(self, age_s: float) -> None:
-        """Remove followers whose reports expired more than `age_s` seconds ago. They report again before they serve."""
+        """Remove followers whose reports expired more than `age_s` seconds ago. One that is still alive reports again before it serves."""
         with self._writing() as db:
             db.execute(f"DELETE FROM fence_followers WHERE seen + ttl < {_NOW} - ?", (age_s,))
