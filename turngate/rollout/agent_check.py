@@ -99,7 +99,7 @@ class AgentCheck(msgspec.Struct, frozen=True):
         return await self.build_report()
 
     async def build_report(self) -> CheckReport:
-        """Check every promise against what has been recorded so far."""
+        """Check every promise against what has been recorded so far, and return the report."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
@@ -265,7 +265,7 @@ def _explain_rows(nodes: list[TraceNode]) -> str:
 
 
 def _explain_edit(replaced: TraceTurn, number: int) -> str:
-    """Say which turn's answer the agent changed in its history. If that answer has several tool calls, add a suggestion."""
+    """Return a text that names the turn whose answer the agent changed, with a suggestion if the answer has several tool calls."""
     calls = len(replaced.decode_message().tool_calls)
     changed = f": the agent changed the answer of turn {number} in its history"
     hint = f"; turn {number} has {calls} calls: if the agent runs one tool per reply, write [[check]] steps with one call each"

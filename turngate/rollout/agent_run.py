@@ -96,7 +96,7 @@ async def run_agent(
 
 
 def _check_disk(sandbox: Sandbox, ending: Ending, note: Callable[[str], None]) -> None:
-    """Record in `ending` if the agent was killed for using too much disk space. Raise an error if the machine's disk was full."""
+    """If the agent was killed for using too much disk space, record that in `ending`. Raise an error if the machine's disk was full."""
     if sandbox.disk_error is None:
         return
     if not isinstance(sandbox.disk_error, SandboxTooLarge):

@@ -51,7 +51,7 @@ class Redactor:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a name suggests a secret, unless its value is a placeholder or plain, such as a short number or `true`."""
+    """Return whether a name suggests a secret and its value could be one: not a placeholder, a short number, `true` or similar."""
     plain = _PLAIN_VALUE.fullmatch(value.rstrip("}")) is not None
     return bool(_SECRET_NAMES.search(name)) and not plain and not placeholders.find_names(value)
 

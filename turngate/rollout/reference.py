@@ -102,7 +102,7 @@ def build_scripted(config: ServeConfig, script: Script) -> Scripted:
 def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:
     """Plan the replay of a task's reference solution on a gateway with this configuration.
 
-    If the solution cannot be replayed, the result has no commands. If the configuration requires a replay, raise `ConfigError` instead.
+    If the solution cannot be replayed, raise `ConfigError` if the configuration requires a replay; otherwise, the result has no commands.
     """
 
     def without_replay(reason: str) -> ReferenceReplay:

@@ -108,7 +108,7 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Write to the ledger that a rollout is done but not yet recorded at the gateway. It is recorded when the batch is resumed."""
+        """Write to the ledger that a rollout is done but not yet recorded at the gateway, and return it. Resuming the batch records it."""
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(
