@@ -238,7 +238,7 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Raise `SandboxError` if one of the sandbox's own folders is not an absolute path outside system folders, such as /usr."""
+    """Raise `SandboxError` unless each of the sandbox's own folders has an absolute path outside system folders such as /usr."""
     for folder in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:

@@ -117,7 +117,7 @@ class DiskWatch:
 
 
 def measure_folder(folder: Path, processes: Iterable[int] = ()) -> int:
-    """Return the disk space of a folder in bytes, including deleted files that `processes` still have open.
+    """Return the disk space that a folder uses, in bytes, including deleted files that `processes` still have open.
 
     The agent may be changing the folder during the measurement. A subfolder that is replaced with a link is not followed. Raise
     `SandboxTooLarge` if folders are nested too deeply to be measured.

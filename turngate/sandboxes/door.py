@@ -134,7 +134,7 @@ def _check_socket_path(path: Path) -> Path:
 def _bind_unix_socket(path: Path, mode: int) -> socket.socket:
     """Bind a unix socket whose file has the mode `mode` from the start.
 
-    The umask applies to the whole process, so it is changed only during `bind`. Otherwise, other threads might create files with it.
+    The umask is changed only during `bind`, because it also applies to files that other threads create.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -328,7 +328,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities, which were granted on entering the user namespace. Programs executed later have none, too."""
+    """Drop all capabilities, which were granted on entering the user namespace. Programs executed later get none either."""
     number = 0
     while LIBC.prctl(CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1
