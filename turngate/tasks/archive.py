@@ -51,7 +51,7 @@ class ArchiveFiles:
         return Path(name)
 
     def write(self, into: IO[bytes], check: Callable[[tarfile.TarInfo], None] = lambda member: None) -> None:
-        """Write the archive to `into`. Each member is first passed to `check`. Raise `OSError` if a file cannot be read."""
+        """Write the archive to `into`. Call `check` with each member before it is written. Raise `OSError` if a file cannot be read."""
         with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, root in self.roots.items():
                 for member, path in _walk(name, root):

@@ -93,7 +93,7 @@ def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]
 def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
     """Yield each branch that has turns to imitate, with the nodes of these turns. A shared turn is yielded only once.
 
-    Such a turn must be complete, but may lack log-probabilities or have been sampled with a bias.
+    A turn to imitate must be complete, but may lack log-probabilities or have been sampled with a bias.
     """
     used: set[int] = set()
     for row in rollout.branches:

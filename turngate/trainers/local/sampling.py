@@ -60,7 +60,7 @@ def has_masks(row: Row) -> bool:
 
 
 def _list_kept(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kept ids of all trained tokens with a mask, and for each id the number of its token among all trained tokens."""
+    """Return the kept ids of all trained tokens with a mask, and for each id the index of its token among all trained tokens."""
     places, ids, before = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for row in rows:
         column = row.side.get(SAMPLING_MASK)
