@@ -51,7 +51,8 @@ class Ticket:
         total = self.sent + len(ids)
         if total > request.max_tokens:
             raise BadRequest(
-                f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens}); end it there with finish 'length'",
+                f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens}); "
+                f"cut it off after {request.max_tokens} tokens, with finish 'length'",
                 param="ids",
             )
         if finish is not None and not total:

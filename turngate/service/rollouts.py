@@ -257,7 +257,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return await self._parts.history.read_result(rollout)
 
     def list(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """List rollouts, newest first. `status` is a status or `done`. `before` is the id of a rollout; only older rollouts are listed."""
+        """List rollouts, newest first.
+
+        `status` selects the rollouts with this status, or, if it is `done`, all that have ended. `before` selects those that are older than
+        the rollout with this id.
+        """
         known = (*STATES, "done")
         if status and status not in known:
             raise BadRequest(f"status must be one of {', '.join(known)}, not {status[:80]!r}", param="status")
@@ -381,7 +385,7 @@ async def _read_conversation(active: ActiveRollout) -> Conversation:
 
 
 def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
-    """Raise `BadRequest` if the endpoint does not support the agent's dialect, since direct mode does not translate."""
+    """Raise `BadRequest` if the endpoint does not support the agent's dialect. Called only for direct mode, which does not translate."""
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(

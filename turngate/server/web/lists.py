@@ -85,7 +85,8 @@ class ListRoutes:
         """Show one group.
 
         Whether a rollout contributes to the advantages depends on its trace. Each trace is read in a separate query, so that other requests
-        are served in between. If more than `_MAX_UNREAD_TRACES` would have to be read, none is.
+        are served in between. If more than `_MAX_UNREAD_TRACES` would have to be read, none is, and all rollouts with sampled tokens
+        contribute.
         """
         name = query.name
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
