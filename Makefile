@@ -11,7 +11,7 @@
 # make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
 # make sbom       write a bill of materials of Turngate and its agents to dist/sbom.cdx.json (OSV=FOLDER: look up known vulnerabilities)
 # make bench      measure the overhead of the gateway
-# make gauntlet   put Turngate and its peers through the Gauntlet (over an hour; FAST=1: some minutes, writes nothing; FEATURES=1: what rows carry)
+# make gauntlet   put Turngate and its peers through the Gauntlet (over an hour; FAST=1: a few minutes, writes nothing; FEATURES=1: what rows carry)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -106,7 +106,7 @@ bench: $(READY)
 soak: $(READY)
 	@$(BIN)/python tools/tier.py soak
 
-# Faults of the disk need root, those of a cell PostgreSQL.
+# Faults of the disk need root, and those of a cell need PostgreSQL.
 chaos: $(READY)
 	@$(BIN)/python -m tests.chaos $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
