@@ -103,7 +103,10 @@ class Auth:
         return found if found is not None and found.project == self._project else None
 
     def require(self, key: str, scopes: Scopes) -> Caller:
-        """Return who sent a request with this key: the operator, or the holder of an API key that has one of the scopes."""
+        """Return who sent a request with this key: the operator, or the holder of an API key that has one of the scopes.
+
+        Raise an error for any other key.
+        """
         if self.is_admin(key):
             return OPERATOR_CALLER
         found = self.find_key(key)

@@ -126,7 +126,7 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Json]:
 
 
 def _has_required_fields(kind: type) -> bool:
-    """Return whether a request must have a body. An empty body is read as an object without fields."""
+    """Return whether a body of this type has required fields. If not, a request may omit it: an empty body is read as `{}`."""
     return issubclass(kind, msgspec.Struct) and any(field.required for field in msgspec.structs.fields(kind))
 
 

@@ -153,7 +153,7 @@ class ViewCache:
         return facts
 
     def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """Return all rollouts in the same group, including the rollout itself."""
+        """Return all rollouts in the group of this rollout, or only the rollout itself if it has no group."""
         row, key, _ = self.overview.rollout(store, session)
         if not key:
             raise NotFound(f"rollout {row.id!r} has no session, so nothing was recorded")
@@ -258,7 +258,7 @@ def summarize_entropy(rollouts: Sequence[tuple[int, dict[str, Json]]]) -> dict[s
 
 
 def _mean_entropy(rollouts: Iterable[dict[str, Json]]) -> float | None:
-    """Return the mean over all sampled tokens that have a log-probability, or None if there are none."""
+    """Return the mean entropy, weighted by the number of sampled tokens with a log-probability, or None if there are no such tokens."""
     known = [facts for facts in rollouts if facts["entropy_tokens"]]
     tokens = sum(facts["entropy_tokens"] for facts in known)
     return sum(facts["entropy"] * facts["entropy_tokens"] for facts in known) / tokens if tokens else None
