@@ -158,7 +158,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Annotated[
         Literal["process", "disk"],
         _about(
-            "Which crashes recorded turns survive: those of the gateway (process), or those of the machine too (disk).",
+            "Whether recorded turns survive only a crash of the gateway (process), or also a crash of the machine (disk).",
             GATEWAY,
         ),
     ] = "process"
@@ -188,7 +188,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             LIMITS,
         ),
     ] = ""
-    alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
+    alive_s: Annotated[float, _about("Send agents a keep-alive after this many seconds without output.", LIMITS)] = 10.0
     max_body_mb: Annotated[float, _about("Maximum request size, in megabytes.", LIMITS)] = 64.0
     open_loopback: Annotated[
         bool, _about("prime-rl API: accept requests from this machine without a key.", GATEWAY)
@@ -209,19 +209,22 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mismatch_difference: Annotated[
         float,
         _about(
-            "Count tokens whose log-probability in the trainer differs from the engine's by more than this with the same weights; one of "
-            + ", ".join(f"{step:g}" for step in MISMATCH_STEPS)
-            + ".",
+            "Count a token as different if trainer and engine, with the same weights, differ by more than this in its log-probability; "
+            "one of " + ", ".join(f"{step:g}" for step in MISMATCH_STEPS) + ".",
             CHECKS,
         ),
     ] = _LIMITS.difference
     mismatch_share: Annotated[
-        float, _about("Raise an alarm if more than this share of tokens has such a difference; 0 turns it off.", CHECKS)
+        float,
+        _about(
+            "Raise an alarm if more than this share of tokens counts as different (see mismatch_difference); 0 turns it off.",
+            CHECKS,
+        ),
     ] = _LIMITS.share
     mismatch_kl: Annotated[
         float,
         _about(
-            "Raise an alarm if trainer and engine diverge by more than this many nats per token with the same weights; 0 turns it off.",
+            "Raise an alarm if trainer and engine, with the same weights, diverge by more than this many nats per token; 0 turns it off.",
             CHECKS,
         ),
     ] = _LIMITS.kl

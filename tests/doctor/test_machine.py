@@ -49,7 +49,7 @@ async def test_free_disk_space_thresholds(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_admin_key_file_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "the first start creates" in (await run_check(settings(tmp_path), "admin key")).message
+    assert "no key yet; the gateway creates" in (await run_check(settings(tmp_path), "admin key")).message
     file = tmp_path / "admin-key"
     file.write_text("planted-admin-key-0123456789\n")
     file.chmod(0o644)

@@ -318,7 +318,7 @@ def _clock(seconds: float) -> str:
 
 
 def print_result(result: BatchResult, console: Console) -> None:
-    """Print the table of tasks, the errors and warnings, the groups that cannot be trained on or are incomplete, and the plots."""
+    """Print the table of tasks, the errors and warnings, the groups without signal, the incomplete groups, and the plots."""
     summary = result.summary
     console.print(_task_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())

@@ -1,4 +1,4 @@
-"""Run a batch on a Ray cluster: choose the cluster by --ray and --ray-label, and open the executor that runs rollouts there."""
+"""Run a batch on a Ray cluster: choose the cluster from --ray and --ray-label, and open the executor that runs rollouts there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def choose_cluster(options: BatchOptions, config: ServeConfig) -> ClusterChoice 
             raise ConfigError("ray_label needs a cluster; also pass --ray", param="ray_label")
         if config.is_shared and not options.gateway:
             raise ConfigError(
-                "data must be a folder without --ray; also pass --ray, or the --gateway of a cell", param="data"
+                "data must be a folder; to use a shared store, also pass --ray or the --gateway of a cell",
+                param="data",
             )
         return None
     for name in ("gateway", "public_url", "tunnel"):

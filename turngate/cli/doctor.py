@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run_checks(options: DoctorOptions) -> bool:
-    """Run the checks, print the findings, and return whether no check failed."""
+    """Run the checks, print the findings, and return True if no check failed."""
     subject = _build_subject(options)
     only = _select_checks(options)
     # Log only errors, because logged warnings would repeat the findings.

@@ -74,8 +74,7 @@ async def connect_gateway(
     """
     if config.is_shared and not choice.url:
         raise ConfigError(
-            "data: rollouts are recorded in a folder and shipped to the shared store by a cell; "
-            "pass a folder as --data, or the --gateway of a cell",
+            "data must be a folder; to use a shared store, pass the --gateway of a cell",
             param="data",
         )
     data = Path(config.data)
@@ -97,7 +96,7 @@ async def connect_gateway(
                 )
                 say(
                     console,
-                    f"Using the gateway at {running.url}, which already serves {config.data}, and its engine",
+                    f"Using the gateway that already serves {config.data}, at {running.url}, with its engine",
                     "dim",
                 )
                 await _require_engine(client, own=False)

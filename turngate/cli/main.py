@@ -284,7 +284,7 @@ def prune(
         str, typer.Option(help="Remove sessions that ended at least this long ago, such as 30d, 12h or 2w.")
     ],
     data: Annotated[
-        str, typer.Option(help="Data folder without a running gateway, or postgresql:// address of a shared store.")
+        str, typer.Option(help="Data folder that no gateway is serving, or postgresql:// address of a shared store.")
     ] = "turngate-data",
     archive: Annotated[
         Optional[Path],
@@ -440,7 +440,7 @@ def add_engine(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Add an engine, or stop draining one. Before its next call, it loads the current weights, unless it already has them."""
+    """Add an engine, or stop draining one. The engine loads the current weights before its next call, unless it already has them."""
     from turngate.cli.engines import change_engines
 
     _or_exit(lambda: change_engines(gateway, lambda client: client.add_engine(url, version), as_json))

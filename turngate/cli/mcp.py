@@ -1,4 +1,4 @@
-"""`turngate mcp`: load the settings (without a file: the scripted endpoint) and the key, run the server, and stop it cleanly."""
+"""`turngate mcp`: load the settings (by default, a scripted endpoint) and the key, run the server, and stop it cleanly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def serve_mcp(options: McpOptions) -> None:
     config = load_config(options.config, overrides | ({"endpoints": SCRIPTED_ENDPOINTS} if not options.config else {}))
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
-            'no endpoints are configured; add some to a TOML file, such as [endpoints."vllm://Qwen3-8B"], and pass it as --config',
+            'no endpoints are configured; add a table such as [endpoints."vllm://Qwen3-8B"] to a TOML file, and pass it as --config',
             param="endpoints",
         )
     place = None if options.http is None else _http_place(config, options.http, options.allow_host or ())

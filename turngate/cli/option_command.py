@@ -1,4 +1,4 @@
-"""Commands that take their options as one object, from whose class typer creates the flags.
+"""Commands that take their options as one object. Typer creates the flags from the object's class.
 
 The flags for gateway settings are generated from `turngate.config.ServeConfig`.
 """
@@ -25,7 +25,7 @@ _FIRST_PANELS = (WHAT, BATCH)
 def describe_flag(
     help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None
 ) -> Any:
-    """Describe a flag. The help shows `default` instead of the field's own default, such as None."""
+    """Describe a flag. `default` describes the default in the help, for fields whose own default is None or empty."""
     shown = f" {DEFAULT.format(default)}" if default else ""
     return typer.Option(*names, help=help + shown, rich_help_panel=panel, metavar=metavar)
 
@@ -101,7 +101,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter for each setting. Its default is None; the value then comes from the config file or the setting's own default."""
+    """Build a parameter for each setting. If a flag is not passed, its value is None, and the config file or the default applies."""
     import msgspec
 
     from turngate.config import CELL, ServeConfig

@@ -128,8 +128,8 @@ class RolloutOptions:
     sampling: Annotated[
         str,
         _flag(
-            "neutral: sample at temperature 1, unless set below or in the agent file, so that turns can be trained; agent: sample as the "
-            "agent requests, for evaluations.",
+            "neutral: use the flags below, the agent file or temperature 1 instead of what the agent requests, so that turns can be "
+            "trained; agent: sample as the agent requests, for evaluations.",
             SAMPLING,
         ),
     ] = "neutral"
@@ -303,25 +303,29 @@ class TrainOptions:
     mismatch_difference: Annotated[
         float,
         _flag(
-            "Count tokens whose log-probability in the trainer differs from the engine's by more than this with the same weights.",
+            "Count a token as different if trainer and engine, with the same weights, differ by more than this in its log-probability.",
             ALARMS,
         ),
     ] = 0.2
     mismatch_share: Annotated[
-        float, _flag("Raise an alarm if more than this share of tokens has such a difference; 0 turns it off.", ALARMS)
+        float,
+        _flag(
+            "Raise an alarm if more than this share of tokens counts as different (see --mismatch-difference); 0 turns it off.",
+            ALARMS,
+        ),
     ] = 0.05
     mismatch_kl: Annotated[
         float,
         _flag(
-            "Raise an alarm if trainer and engine diverge by more than this many nats per token with the same weights; 0 turns it off.",
+            "Raise an alarm if trainer and engine, with the same weights, diverge by more than this many nats per token; 0 turns it off.",
             ALARMS,
         ),
     ] = 0.01
     stale_kl: Annotated[
         float,
         _flag(
-            "Raise an alarm if the policy diverges by more than this many nats per token from the older weights that sampled the tokens; "
-            "0 turns it off.",
+            "Raise an alarm if the trainer's policy diverges by more than this many nats per token from the older weights that sampled "
+            "the tokens; 0 turns it off.",
             ALARMS,
         ),
     ] = 0.1
@@ -379,7 +383,8 @@ class ExportOptions:
         Optional[list[str]], _flag("Export only groups with this name; * is a wildcard; repeatable.", SELECTION)
     ] = None
     task: Annotated[
-        Optional[list[str]], _flag("Export only tasks with this id; * is a wildcard; repeatable.", SELECTION)
+        Optional[list[str]],
+        _flag("Export only rollouts of tasks with this id; * is a wildcard; repeatable.", SELECTION),
     ] = None
     session: Annotated[
         Optional[list[str]], _flag("Export only sessions with this id; * is a wildcard; repeatable.", SELECTION)
@@ -418,7 +423,10 @@ class ExportOptions:
     ] = False
     keep: Annotated[str, _flag("rejection: keep all accepted rollouts of a group, or only the best.", FORMAT)] = "all"
     margin: Annotated[float, _flag("dpo: minimum reward difference within a pair.", FORMAT)] = 0.0
-    pairs: Annotated[int, _flag("dpo: maximum pairs per group; the largest differences come first.", FORMAT)] = 4
+    pairs: Annotated[
+        int,
+        _flag("dpo: maximum number of pairs per group; those with the largest reward differences are kept.", FORMAT),
+    ] = 4
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
     side: Annotated[
         list[str] | None,

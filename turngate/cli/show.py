@@ -132,7 +132,7 @@ async def _exists(gateway: GatewayClient, session: str) -> bool:
 
 
 def _find_masked(rows: Sequence[Sample | SampleRow]) -> list[int]:
-    """Return the nodes of turns that are not trained in these rows only because the rows have no sampling masks."""
+    """Return the nodes of the turns that would be trained if these rows had sampling masks."""
     return sorted({span.node for row in rows for span in row.spans if span.reason.startswith(NEEDS_MASK)})
 
 
@@ -265,7 +265,7 @@ class _TreePrinter:
         return branches
 
     def _weight(self, node: NodeView) -> tuple[bool, int]:
-        """Return the sort key of a child: superseded and aborted turns are lowest, and a larger subtree is higher than a smaller one."""
+        """Return the sort key of a child. Superseded and aborted turns rank lowest. Otherwise, a larger subtree ranks higher."""
         return node.role not in ("superseded", "aborted"), self._size[node.id]
 
     def _print_title(self, start: NodeView) -> None:
@@ -436,4 +436,4 @@ def _print_rows(view: ShownSession, console: Console) -> None:
     console.print(table)
     if view.masked:
         turns = "1 turn is" if len(view.masked) == 1 else f"{len(view.masked)} turns are"
-        say(console, f"{turns} trained only in rows with sampling masks, such as those of export --side sampling_mask.")
+        say(console, f"{turns} trained only in rows with sampling masks (turngate export --side sampling_mask).")

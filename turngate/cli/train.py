@@ -199,7 +199,7 @@ def _check_resumable(run: TrainingRun) -> None:
 def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
     """Return how many rounds of a batch have been started. Raise ConfigError if its folder contains a batch with different terms.
 
-    `options` maps the names of terms to flags, for the error message.
+    The terms are the settings in the batch's ledger. `options` maps their names to flags, for the error message.
     """
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0

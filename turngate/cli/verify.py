@@ -53,7 +53,7 @@ _ROLLOUT_FOLDERS = ("rollouts", "*/rollouts", "batches/*/rollouts")
 _NOT_DONE = {  # error messages, by requested part
     "render": "nothing was rendered",
     "replay": "nothing was scored",
-    "transcript": "nothing was compared with --rollouts",
+    "transcript": "no session was compared with the logs in --rollouts",
 }
 
 
@@ -68,7 +68,7 @@ def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
 
 
 def verify_sessions(options: VerifyCommandOptions) -> bool:
-    """Print the verdicts, and return whether no errors were found.
+    """Print the verdicts, and return True if no errors were found.
 
     Raise ConfigError if no errors were found, but a requested part was not checked in any session.
     """
@@ -129,7 +129,10 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the JSON document or, if there are errors, the parts that were not checked (`undone`). Return whether no errors were found."""
+    """Return True if no errors were found. Without a console, print the results as JSON. Otherwise, print `undone` if there are errors.
+
+    `undone` says what was requested but not done.
+    """
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:
         print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
@@ -189,7 +192,7 @@ def _print_totals(verdicts: list[Verdict], console: Console) -> None:
 
 
 def _largest(scored: list[Replay]) -> float:
-    """Return the largest difference of all sessions, or NaN if one of them is NaN."""
+    """Return the largest difference over all sessions, or NaN if any difference is NaN."""
     return float(np.max([replay.largest for replay in scored]))
 
 

@@ -75,7 +75,7 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
         if major < NODE_AT_LEAST:
             return failure(
                 f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
-                "if this file is in Turngate's cache, delete the cache's node folder, and the next rollout downloads Node again; "
+                "if this file is in Turngate's cache, delete the cache's node folder (the next rollout downloads Node again); "
                 f"otherwise, install Node {NODE_AT_LEAST} or newer",
             )
     if installed.python and installed.host_python is None:
@@ -154,7 +154,7 @@ async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandb
 
 def _suggest_fix(name: str) -> str:
     return {
-        "bubblewrap": "run: apt-get install bubblewrap; in a container, it also needs user namespaces",
+        "bubblewrap": "run: apt-get install bubblewrap; in a container, bubblewrap also needs user namespaces",
         "docker": "start Docker, and set --image to an existing image or build the default one: python tools/base_image.py docker",
         "e2b": "see docs/remote-sandboxes.md for the requirements",
         "huggingface": "see docs/remote-sandboxes.md for the requirements",

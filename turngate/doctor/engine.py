@@ -121,7 +121,7 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
     if logprobs is None or any(value is None for value in logprobs):
         return failure(
             f"{name}: the engine did not return log-probabilities for all ids",
-            "update the engine, or remove the proxy that drops them",
+            "update the engine, or remove the proxy that drops log-probabilities",
         )
     same_prompt = ", and received the prompt unchanged" if prompt else ""
     return ok(f"{name}: returned log-probabilities for all ids ({len(ids)}) in {took:.2f} s{same_prompt}")
@@ -223,7 +223,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def measure_skew(url: str) -> CheckOutcome:
-    """Compare this machine's clock with a server's, by the Date header of a response, which has a resolution of one second."""
+    """Compare this machine's clock with the Date header in a server's response. The header has a resolution of one second."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,
@@ -241,4 +241,5 @@ async def measure_skew(url: str) -> CheckOutcome:
             f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the clock of {url}",
             "synchronize both clocks (chrony, systemd-timesyncd)",
         )
-    return ok(f"within about a second of {url}" if abs(off) < 1.5 else f"within {abs(off):.0f} s of {url}")
+    difference = "about a second" if abs(off) < 1.5 else f"{abs(off):.0f} s"
+    return ok(f"this machine's clock is within {difference} of the clock of {url}")

@@ -210,7 +210,7 @@ def _check_write_ahead_log(folder: Path) -> CheckOutcome:
 
 
 def _check_store(folder: Path, kind: str) -> CheckOutcome:
-    message = f"{folder}: writable, locks and SQLite's write-ahead log work" + (f", {kind}" if kind else "")
+    message = f"{folder}: writable; locks and SQLite's write-ahead log work" + (f" ({kind})" if kind else "")
     if (running := find_running_gateway(folder)) is not None:
         message += f"; used by the gateway at {running.url} (process {running.pid})"
     if not (folder / "turngate.db").exists():
@@ -260,12 +260,12 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
             return [ok(f"from {ADMIN_KEY}{metrics}")]
         folder = context.config.folder
         if read_stored_admin_key(folder) is None:
-            return [ok(f"no key yet; the first start creates {folder / 'admin-key'}{metrics}")]
+            return [ok(f"no key yet; the gateway creates {folder / 'admin-key'} when it first starts{metrics}")]
     except ConfigError as error:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "for a key file, run chmod 600 on the file, or delete it; otherwise, correct the variable"
+            else "if the key is in a file, run chmod 600 on the file or delete it; otherwise, correct the environment variable"
         )
         return [failure(error.message, fix)]
     file = folder / "admin-key"

@@ -130,7 +130,9 @@ async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Rendere
     for token in ids:
         if (there := await engine.decode([token])) != (here := tokenizer.decode(token)):
             return [failure(f"{name}: id {token} is {here!r} in the gateway, but {there!r} in the engine", fix)]
-    results = [ok(f"{name}: same ids for a test text, and same text for {len(ids)} of {size:,} ids")]
+    results = [
+        ok(f"{name}: same ids for a test text, and same text for the {len(ids)} ids that were compared (of {size:,})")
+    ]
     if engine.kind == "sglang":
         return [*results, not_checked(f"{name} cannot render conversations, so only the vocabulary was compared")]
     return [*results, await _compare_renderings(engine, name, renderer)]
