@@ -251,10 +251,10 @@ def test_side_data_is_decoded_without_a_copy() -> None:
     ("change", "why"),
     [
         ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has no log-probability"),
-        ({"logprobs": b"\0" * 4}, "log-probabilities .* does not match the length of the row's spans"),
+        ({"logprobs": b"\0" * 4}, "log-probabilities .* does not match the number of tokens in the row's spans"),
         ({"mask": b""}, r"length in bytes \(0\) does not match the number of tokens \(4\)"),
         ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match the trained turns"),
-        ({"spans": ()}, "log-probabilities .* does not match the length of the row's spans"),
+        ({"spans": ()}, "log-probabilities .* does not match the number of tokens in the row's spans"),
         (
             {"ids": np.arange(3, dtype="<i4").tobytes()},
             "a turn spans tokens 2 to 4, but the row's length in tokens is 3",

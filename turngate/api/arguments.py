@@ -101,7 +101,10 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
-    """Split the arguments into those of the client and those of the rollout. `agent` goes to the client, so that it may be a file."""
+    """Split the arguments into those of the client and those of the rollout.
+
+    `agent` goes to the client, because only the client's agent may be a file.
+    """
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
         if name not in known:

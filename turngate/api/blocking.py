@@ -122,7 +122,7 @@ def _register_at_exit() -> None:
     """Close all clients when Python exits.
 
     `atexit` would be too late, because thread pools no longer accept work then, and removing a sandbox needs a thread. This uses the same
-    hook as the thread pools instead. Hooks run in reverse order of registration, so this one is registered after theirs.
+    hook as the thread pools instead. Hooks run in reverse order of registration, so this one is registered last to run first.
     """
     import concurrent.futures.thread  # noqa: F401
 

@@ -100,7 +100,7 @@ class Client:
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """Return the service settings. Without `config`, the caller may use any image and agent, and results may be larger."""
+        """Return the service settings. Without `config`, any image and agent are allowed, and the limits are higher than a service's."""
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {
@@ -239,7 +239,7 @@ class Client:
             )
 
     async def _build_jobs(self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings) -> list[_Job]:
-        """Load all tasks, and return n jobs for each. This precedes the first rollout, so that an invalid task is reported early."""
+        """Load all tasks, and return n jobs for each. Called before the first rollout starts, so an invalid task is reported early."""
         jobs: list[_Job] = []
         for one in await asyncio.to_thread(lambda: list(tasks.iter_tasks(source))):
             task = await self._load_task(one, given)

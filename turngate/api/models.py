@@ -136,7 +136,10 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
 
 
 def _build_scripted(name: str) -> Endpoint:
-    """Return an endpoint that replays the replies in a file. If `name` is neither a file nor ends in .json, a default reply is repeated."""
+    """Return an endpoint that replays the replies in the file `name`. If there is no such file, the endpoint repeats a default reply.
+
+    If the name of the missing file ends in .json, raise `BadRequest` instead.
+    """
     file = Path(name).expanduser()
     if file.suffix == ".json" and not file.is_file():
         raise BadRequest(f"model: file {name} not found; it must contain a JSON list of replies", param="model")
@@ -149,7 +152,7 @@ def _build_key(kind: str, name: str) -> str:
 
 
 async def check_endpoint(endpoint: Endpoint) -> None:
-    """Check that the tokenizer exists or, for a gateway, that it accepts our key. This finds errors before a rollout starts."""
+    """Check that the tokenizer exists or, if the endpoint is a gateway, that it accepts our key. Called before a rollout starts."""
     if endpoint.scheme == "gateway":
         async with GatewayClient(endpoint.urls[0], read_admin_key()) as gateway:
             await gateway.check()

@@ -45,7 +45,7 @@ class ProgressBoard:
         self._updated[state.rollout_id] = time.monotonic()
 
     def lines(self) -> list[str]:
-        """Return the lines to display: a line of counts, unless there is only one rollout, then one line for each running rollout."""
+        """Return the lines to display: one for each running rollout and, if there are several rollouts, a line of counts above them."""
         states = list(self._states.values())
         running = [state for state in states if not state.done]
         lines = [self._line(state) for state in running[:_MAX_LINES]]

@@ -27,7 +27,7 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
 
     @property
     def messages(self) -> list[Json]:
-        """The main conversation in OpenAI's format, up to its last turn. Without a main turn, the last turn of unknown role is used."""
+        """The conversation of the last main turn, in OpenAI's format. If no turn is main, the last turn of unknown role is used instead."""
         main = [turn for turn in self.turns if turn.role == "main"]
         main = main or [turn for turn in self.turns if turn.role == "unknown"]
         messages: list[Json] = []
@@ -53,8 +53,8 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         """Display the result, as a page in a notebook or as text in a terminal.
 
         `turns` lists the numbers of the turns to show; by default, all. If `tokens` is set, sampled text is shown as tokens, colored by
-        their log-probability. Unless `full` is set, only the first and last 20 of more than 40 turns are shown, and long texts are
-        shortened. The contents of files and the logs are shown only in a notebook.
+        their log-probability. Unless `full` is set, long texts are shortened and, if there are more than 40 turns, only the first 20 and
+        the last 20 are shown. The contents of files and the logs are shown only in a notebook.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 

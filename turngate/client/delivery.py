@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What training needs to know about a row of a tree besides its tokens. The fields are those of `Row`."""
+    """The training data of one row of a tree, except its tokens. The fields have the same meaning as those of `Row`."""
 
     rollout: int  # index in `Delivery.rollouts`
     weight: float
@@ -71,13 +71,16 @@ class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveredTree(msgspec.Struct, frozen=True, eq=False):
-    """Rows of a group as a tree. Rollouts share the prompt of their task. The ids and side data share the memory of the delivery."""
+    """Rows of a group as a tree, in which tokens that several rows share, such as the task's prompt, are stored once.
+
+    The ids and side data share the memory of the delivery.
+    """
 
     tree: PrefixTree
     rows: tuple[TreeRow, ...]  # one for each of `tree.rows`
 
     def rebuild_rows(self) -> list[Row]:
-        """Return the rows as a feed delivers them without trees. This copies the tokens."""
+        """Return the rows in the form that a feed with `form="rows"` delivers. This copies the tokens."""
         return [
             Row(
                 ids=sample.ids,
@@ -185,7 +188,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):
         raise DamagedDelivery(
-            f"{where}: the number of log-probabilities ({len(sampled)}) does not match the length of the row's spans"
+            f"{where}: the number of log-probabilities ({len(sampled)}) does not match the number of tokens in the row's spans"
         )
     logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     trained = np.zeros(len(ids), np.bool_)

@@ -13,9 +13,9 @@ class EnginePoolClient(GatewayClient):
     """A gateway client that can also change the engine pool."""
 
     async def add_engine(self, url: str, version: int | None = None) -> EnginesView:
-        """Add an engine, which first loads the current weights, or stop draining one.
+        """Add an engine, or stop draining one. The engine loads the current weights before its first call.
 
-        Set `version` if the engine already has the weights of this policy version.
+        If the engine already has the current weights, set `version` to their policy version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(

@@ -136,8 +136,8 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         `after` is the delivery number in the trainer's own checkpoint; None means the last committed number. `mark` is the feed's mark in
         that checkpoint; if it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
         Staleness is checked when a delivery is fetched, so with a higher `limit`, a delivery may be staler than the feed allows by the time
-        it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, the rows of a delivery are trees
-        (`Delivery.trees`), in which each prefix that they share occurs once.
+        it is used. `teacher` scores the rows of each delivery before it is returned. With `form="tree"`, a delivery has trees
+        (`Delivery.trees`) instead of rows. In a tree, a prefix that several rows share occurs once.
         """
         after, limit = _check_arguments(name, after, limit, teacher, form)
         if mark:  # check the mark first: if the feed is gone, open_feed would create a new one
@@ -206,8 +206,9 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     ) -> tuple[MismatchAlarm, ...]:
         """Report the log-probabilities that the trainer computed, and return the alarms that they cause.
 
-        `logprobs` has for each row one value for each trained token (where `row.mask` is set). They must be computed with the weights of
-        policy version `version`, before the update. `number` is the last delivery of the update. Only statistics are sent.
+        `logprobs` contains one array for each row, with one value for each trained token (where `row.mask` is set). Compute the values
+        with the weights of policy version `version`, before the update. `number` is the last delivery of the update. Only statistics
+        are sent.
         """
         if len(rows) != len(logprobs):
             raise BadRequest(
@@ -220,7 +221,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return await self.report_lags(number, version, meter.summarize())
 
     async def report_lags(self, number: int, version: int, lags: tuple[LagMismatch, ...]) -> tuple[MismatchAlarm, ...]:
-        """Like `report_mismatch`, with statistics that the caller has computed. If `lags` is empty, nothing is reported."""
+        """Like `report_mismatch`, but send statistics that the caller has computed. If `lags` is empty, nothing is sent."""
         if not lags:
             return ()
         report = MismatchReport(reader=self._reader, number=number, version=version, lags=lags, id=uuid.uuid4().hex)

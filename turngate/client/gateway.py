@@ -115,7 +115,7 @@ class GatewayClient(FeedClient):
     async def samples(self, session: str, *, everything: bool = False, masks: bool = False) -> list[SampleRow]:
         """Return the training rows of a session. With `everything`, include rows without trained tokens.
 
-        With `masks`, return the rows of a trainer that also receives sampling masks, but without the masks. Use them only for counts.
+        With `masks`, turns that can be trained only with their sampling masks also count as trained. The rows do not contain the masks.
         """
         query = "&".join(name for name, wanted in (("all=1", everything), ("masks=1", masks)) if wanted)
         path = f"/admin/sessions/{quote(session)}/samples{'?' if query else ''}{query}"

@@ -51,7 +51,7 @@ class GroupSizeWatch:
         self._delivered.append(group)
 
     def is_look_due(self, waited_s: float) -> bool:
-        """Return whether to check the incomplete groups now, since no delivery has arrived for `waited_s` seconds."""
+        """Return whether to check the incomplete groups now. No delivery has arrived for `waited_s` seconds."""
         return waited_s >= self.next_look_s
 
     @property

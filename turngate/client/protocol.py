@@ -278,7 +278,7 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=Fals
         return self._list_fields()
 
     def _list_fields(self) -> list[str]:
-        """Return the fields that the trace has as JSON. `refused` is omitted if it is None."""
+        """Return the names of the fields in the trace's JSON, which omits `refused` if it is None."""
         return [name for name in self.__struct_fields__ if name != "refused" or self.refused is not None]
 
     def _to_dict(self) -> dict[str, Json]:
@@ -446,7 +446,7 @@ class WireSegment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WireTreeRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A row of a tree. The other fields are those of `WireRow`."""
+    """A row of a tree. The fields without a comment are those of `WireRow`."""
 
     rollout: int  # index in the delivery
     last: int  # index of its last segment

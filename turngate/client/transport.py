@@ -135,7 +135,8 @@ class GatewayTransport:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, reply)
             raise InvalidReply(
-                f"gateway: {self.url} sent a reply that this client cannot decode ({message}); check that both have the same version",
+                f"gateway: {self.url} sent a reply that this client cannot decode ({message}); check that client and gateway have the "
+                "same version",
                 param=field,
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
