@@ -86,7 +86,7 @@ SideValues = np.ndarray | RaggedArray
 
 
 class SideArray(msgspec.Struct, frozen=True, eq=False):
-    """Side data: one value for each of several consecutive tokens. Token 0 is the first one of the reply; prompt tokens are negative."""
+    """Side data: one value for each of several consecutive tokens. Token 0 starts the reply; prompt tokens have negative numbers."""
 
     name: str
     first: int  # the first token that has a value

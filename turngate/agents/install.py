@@ -155,7 +155,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             _install_pip(spec, new, report)
         if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file; correct it",
+                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file; correct install.program",
                 param="install.program",
             )
 
@@ -231,7 +231,7 @@ def build_once(
 ) -> None:
     """Call `build` to fill a folder, unless its marker file contains the fingerprint, which shows that the folder is complete.
 
-    `required` is a file in the folder without which it is built again.
+    The folder is also built again if the file `required` is missing from it.
     """
     if _is_built(folder, fingerprint, required):
         return
@@ -351,7 +351,7 @@ def _use_lock(lock: Path) -> list[str]:
 
 
 def _pip(spec: AgentSpec) -> list[str]:
-    """Return the command that runs pip, on the agent's Python if this machine has it. pip chooses packages for its own Python."""
+    """Return the command that runs pip, on the agent's Python if this machine has it. pip chooses packages for the Python that runs it."""
     python = find_python(spec.install.python)
     return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
 

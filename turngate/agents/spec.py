@@ -241,7 +241,7 @@ def parse_spec(text: str, where: str) -> AgentSpec:
 
 
 def write_description(spec: AgentSpec, folder: Path) -> None:
-    """Write the agent's description to the folder of its logs, because it is needed to read them. Raise `AgentError` if this fails."""
+    """Write the agent's description to the folder of its logs. Reading the logs needs the description. Raise `AgentError` on failure."""
     try:
         (folder / _DESCRIPTION).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     except OSError as error:

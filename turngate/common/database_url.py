@@ -77,8 +77,8 @@ def refuse_password_flag(data: str) -> None:
     if is_database_url(data) and parse_database_url(data).has_password:
         raise ConfigError(
             "data: do not pass the database password on the command line, where other users of this machine can see it; "
-            "set PGPASSWORD, set PGPASSFILE to a .pgpass file that contains it, or, if the command has --config, put the whole address "
-            "into that file",
+            "set PGPASSWORD, set PGPASSFILE to a .pgpass file that contains it, or, if the command accepts --config, put the whole "
+            "address into the config file",
             param="data",
         )
 

@@ -18,9 +18,9 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
-    """Explain an error from decoding `kind`. Return a message and the path of the invalid field, or None if the path is unknown.
+    """Explain an error from decoding `kind`. Return a message and the path of the invalid field.
 
-    If the path is known, the message starts with it. `noun` is the word for a field in the message.
+    If the path is known, the message starts with it. Otherwise, the path is None. `noun` is the word for a field in the message.
     """
     text = str(error)
     match = _FIELD_PATH.search(text)

@@ -98,7 +98,7 @@ class McpAccess:
         if not self._is_own_host(headers.get("host", "")):
             return _error_response(
                 421,
-                "the Host header does not name this server; to allow its name, start the server with --allow-host NAME",
+                "the Host header does not name this server; to accept this host name, start the server with --allow-host NAME",
             )
         if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
             return _error_response(

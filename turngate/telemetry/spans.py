@@ -51,7 +51,7 @@ def current_tracer() -> RolloutTracer | None:
 
 
 def is_enabled(requested: bool) -> bool:
-    """Return whether spans are enabled, by `requested` or by an OTLP endpoint in the environment. OTEL_SDK_DISABLED=true disables both."""
+    """Return whether spans are enabled, by `requested` or by an OTLP endpoint in the environment. OTEL_SDK_DISABLED=true overrides both."""
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not disabled and (requested or any(os.environ.get(name) for name in _ENDPOINTS))
 
