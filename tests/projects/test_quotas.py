@@ -170,7 +170,7 @@ async def test_sessions_over_quota_are_refused_until_one_ends() -> None:
             await client.post("/v1/rollouts/c/register", json={"model": "m"}),
         ]
         for response in refused:
-            assert response.status_code == 429 and "quota of live sessions (2; live_sessions)" in response.text
+            assert response.status_code == 429 and "quota of 2 live sessions (live_sessions)" in response.text
         await client.post("/admin/sessions/a/seal", json={})
         assert (await client.post("/admin/sessions", json={})).status_code == 201
 

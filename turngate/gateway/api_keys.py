@@ -1,4 +1,4 @@
-"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and reads them again if the copy is a second old.
+"""Check API keys against the store. A gateway keeps a copy of the keys in memory, and renews it before a lookup if it is a second old.
 
 A key looks like `tgp-1a2b3c4d-…`. Its prefix, up to the second hyphen, identifies the key in lists and in the audit log. The store contains
 only a hash of the whole key.
@@ -46,7 +46,7 @@ def hash_key(key: str) -> bytes:
 
 
 class KeyRing:
-    """A gateway's copy of the projects and keys. A lookup first replaces a copy that is at least `refresh_s` seconds old, using `read`."""
+    """A gateway's copy of the projects and keys. A lookup first calls `read` to renew a copy that is at least `refresh_s` seconds old."""
 
     def __init__(
         self,

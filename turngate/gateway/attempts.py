@@ -36,9 +36,9 @@ class Attempts:
         self._wait_for_announcement = wait_for_announcement
 
     async def require_current(self, session: Session) -> None:
-        """In a cell, check a new session against the shared store: if its attempt is superseded there, cancel it and raise `Conflict`.
+        """In a cell, cancel a new session and raise `Conflict` if its attempt is superseded in the shared store.
 
-        This waits until the session is announced to the shared store.
+        This first waits briefly until the session is announced to the shared store.
         """
         if self._wait_for_announcement is None:
             return
@@ -71,7 +71,7 @@ class Attempts:
         return found
 
     async def cancel_lower(self, rollout: str) -> None:
-        """Cancel the sessions of the attempts that were superseded when a newer attempt at the same rollout was opened."""
+        """Cancel the sessions of a rollout's superseded attempts. Call this when a newer attempt at the rollout was opened."""
         await self.cancel_superseded([row.session for row in self._table.list_attempts(rollout)])
 
     async def cancel_superseded(self, sessions: Iterable[str] | None = None) -> None:

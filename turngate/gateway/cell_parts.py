@@ -1,9 +1,9 @@
 """Divide the engines between projects, and each project's share between the cells that use the same engines.
 
 A cell's *part* of a project's share is proportional to the number of the project's calls in that cell, running and waiting. When a call
-ends, only its own cell can use the place that becomes free at the engines. So a cell chooses its next call by comparing the calls of each
-project that run in this cell with the cell's part, not the project's calls in all cells with its whole share. A cell gives up places only
-while another cell runs fewer calls than that other cell's part. All functions here are pure.
+ends, only its own cell can use the place that becomes free at the engines. So when a cell chooses its next call, it compares the number of
+a project's calls that run in this cell with its part of the project's share. The project's calls in other cells do not matter then. A cell
+gives up places only while another cell runs fewer calls than that other cell's part. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OtherCells:
         )
 
     def _rate(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return, for each project, the share of its calls that may run. Its calls in all cells count."""
+        """Return, for each project, the fraction of its calls in all cells that may run."""
         demands = self._demands.copy()
         _add_demands(own, demands)
         total = max(1, self._running + sum(own.running.values()))
@@ -78,7 +78,7 @@ def _add_demands(cell: ProjectCalls, demands: dict[str, int]) -> None:
 
 
 def divide_fairly(total: float, demands: Mapping[str, int], weight: Weight) -> dict[str, float]:
-    """Divide `total` by weight. A project gets at most its demand, and the others divide the rest."""
+    """Divide `total` between the projects by weight. A project gets at most its demand, and the others divide what it leaves."""
     shares: dict[str, float] = {}
     while len(shares) < len(demands):
         unmet = {project: demand for project, demand in demands.items() if project not in shares}

@@ -82,7 +82,7 @@ class Events:
         return self._log.page(session, after, limit)
 
     async def prune(self, before: float) -> int:
-        """Remove the events from before the time `before`, and return how many were removed. Turns run between the transactions."""
+        """Remove the events from before the time `before`, in short transactions that let turns run. Return how many were removed."""
         removed = 0
         for count in self._log.prune(before):
             removed += count

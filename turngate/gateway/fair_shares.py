@@ -126,7 +126,7 @@ class FairQueue(Generic[T]):
         return chosen
 
     def _count_lacking(self) -> int:
-        """Return how many more calls the parts of this cell's projects have room for."""
+        """Return how many more calls this cell could run without exceeding its part of any project's share."""
         parts = self._others.divide(self.count(), self._weight)
         return int(sum(max(0.0, part - self._projects[project]) for project, part in parts.items()))
 

@@ -1,4 +1,4 @@
-"""Feeds: named, durable, ordered logs of complete groups for trainers, which can start with earlier rollouts.
+"""Feeds: named, durable, ordered logs of complete groups for trainers. A new feed can start with the rollouts recorded before it.
 
     a rollout's outcome is recorded ──► its group is complete ──► the delivery is numbered permanently      (store/feeds.py)
     a trainer reads past a number   ──► rows from the stored traces, group advantages, current staleness    (deliveries.py)
@@ -52,7 +52,7 @@ _TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class _ReportResult(msgspec.Struct, frozen=True):
-    """The stored result of a report, with which a repetition is answered. Stores of earlier versions contain only the alarms."""
+    """The stored result of a trainer's report, which also answers repetitions of the report. Earlier versions stored only the alarms."""
 
     digest: str  # of the report's content
     alarms: tuple[MismatchAlarm, ...]
@@ -167,7 +167,7 @@ class Feeds:
             )
             start = row.committed if last is None else last
             raise Conflict(
-                f"{restored}, {known}, but the checkpoint is at delivery {after}; later numbers are reused for other deliveries. "
+                f"{restored}, {known}, but the checkpoint is at delivery {after}; numbers after {start} now refer to other deliveries. "
                 f"Rollouts that may already have been trained are delivered without rows. Continue with after={start} and the mark "
                 f"{_view(row, history).mark!r}",
                 param="after",
@@ -175,7 +175,7 @@ class Feeds:
         self._restores.confirm(row.key)
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
-        """Record that the trainer's checkpoint includes all deliveries up to `number`. A committed number changes nothing."""
+        """Record that the trainer's checkpoint includes all deliveries up to `number`. Committing a number again changes nothing."""
         row = self._log.commit(self._find(name).key, reader, number)
         if row is None:
             raise self._not_the_reader(name)

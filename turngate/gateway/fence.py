@@ -54,7 +54,7 @@ class Fence:
         return FenceView(version=self.version, paused=self.paused, in_flight=self._in_flight, model=self.model)
 
     def version_now(self, begun_at: int) -> int:
-        """Return the version of the weights that are now sampling for a call that began at version `begun_at`."""
+        """Return the version at which a call that began at version `begun_at` is sampled now."""
         return max(begun_at, self._replaced)
 
     async def enter(self) -> None:

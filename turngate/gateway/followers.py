@@ -16,14 +16,14 @@ _PRUNE_S = 3600.0
 def find_blocking(rows: Sequence[FenceFollowerRow], epoch: int, since: float) -> list[FenceFollowerRow]:
     """Return the followers that may still serve without having carried out the change `epoch`.
 
-    `since` is a time after the change was written. A report lets a follower serve for `ttl` seconds. The reply to a report after `since`
-    already contains the change, so these seconds count from `since` at the latest.
+    A follower may serve for `ttl` seconds after each report. `since` is a time after the change was written. The reply to a report after
+    `since` contains the change, so such a report does not let the follower serve any longer without carrying it out.
     """
     return [row for row in rows if row.epoch < epoch and row.now < min(row.seen, since) + row.ttl]
 
 
 def find_busy(rows: Sequence[FenceFollowerRow], url: str) -> list[FenceFollowerRow]:
-    """Return the followers that have calls at a draining engine. A follower that stops reporting aborts its calls within `ttl` seconds."""
+    """Return the followers that have calls at a draining engine. After `ttl` seconds without a report, a follower has aborted its calls."""
     return [row for row in rows if url in row.busy.split() and row.now < row.seen + row.ttl]
 
 

@@ -105,7 +105,7 @@ class HostTools:
             raise Conflict(f"tool call {number} was already answered{how}")
         pending = session.pending_tool_calls.get(number)
         if pending is None or pending.done():
-            raise Conflict(f"tool call {number} is no longer waiting for an answer")
+            raise Conflict(f"tool call {number} is no longer waiting for an answer: the agent's request has ended")
         written = msgspec.json.encode(reply)
         self._calls.answer(session.key, session.id, call, written, "host")
         pending.set_result(written)

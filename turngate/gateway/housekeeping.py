@@ -67,7 +67,7 @@ class Housekeeper:
                 log.warning("cannot seal idle session %s: %s", session_id, error.message)
 
     async def _cancel_superseded(self) -> None:
-        """Cancel sessions that were superseded by another process, or by a gateway that was killed before it could cancel them."""
+        """Cancel sessions whose attempts were superseded by another process, or by a gateway that was killed before cancelling them."""
         try:
             await self._attempts.cancel_superseded()
         except TurngateError as error:

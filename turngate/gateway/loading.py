@@ -37,9 +37,9 @@ class TimeSlicer:
         self._worker: asyncio.Task[None] | None = None
 
     def run(self, job: Job) -> asyncio.Future[None]:
-        """Run a job: a function that works for about the given number of seconds and returns whether the job is done.
+        """Run a job: a function that is called with a number of seconds, works for about that long, and returns whether the job is done.
 
-        The returned future ends with the job, and has its error if it fails. If the future is cancelled, the job is dropped.
+        The returned future is done when the job is done, or has the job's error. If the future is cancelled, the job is dropped.
         """
         end = asyncio.get_running_loop().create_future()
         self._jobs.append((job, end))
@@ -119,7 +119,7 @@ class SharedLoads(Generic[K, T]):
 
 
 def _mark_retrieved(task: asyncio.Task[Any]) -> None:
-    """Mark the error of a load as handled. If all requests that waited for it were cancelled, asyncio would log it."""
+    """Mark the error of a load as handled. Otherwise, asyncio would log it if all requests that waited for the load were cancelled."""
     if not task.cancelled():
         task.exception()
 

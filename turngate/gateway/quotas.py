@@ -80,13 +80,13 @@ class ProjectQuota:
             )
         self._require_answer()
         raise QuotaExceeded(
-            f"project {self.project!r} has reached its quota of live sessions ({self.limits.live_sessions:,}; "
-            "live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
+            f"project {self.project!r} has reached its quota of {self.limits.live_sessions:,} live sessions "
+            "(live_sessions); seal or cancel some of them, or ask the operator to raise the quota: "
             f"turngate projects change {self.project} --live-sessions N"
         )
 
     def _require_answer(self) -> None:
-        """Raise `QuotaExceeded` with a fitting reason if the store did not answer, because then the quota may not be used up."""
+        """Raise `QuotaExceeded` with the store's error if the store did not answer: the project may still have quota left."""
         if self.store_error:
             raise QuotaExceeded(
                 f"this gateway has used its part of a quota of project {self.project!r} and cannot take more: {self.store_error}; "

@@ -15,7 +15,7 @@ _TRAINING_TEMPERATURE = 1.0
 
 
 def pin_for_training(sampling: Mapping[str, Json], mode: Mode, bias: str = "neutral") -> dict[str, Json]:
-    """Return the settings to pin in a training session. They include a temperature, because many agents ask for 0.
+    """Return `sampling` with a temperature added for training unless it has one, because many agents ask for temperature 0.
 
     Nothing is added for an observed endpoint, or for a session that records the sampling that the agent asks for.
     """

@@ -205,7 +205,7 @@ class Sessions:
         return secrets.compare_digest(digest, _digest(secret))
 
     def knows(self, session_id: str) -> bool:
-        """Return whether the session exists, or has events that were announced before it was opened."""
+        """Return whether the session exists, or a runner has announced events for it, which may happen before it is opened."""
         return session_id in self._live or self._store.find(session_id) is not None or self._events.knows(session_id)
 
     def live(self) -> Iterable[Session]:

@@ -67,7 +67,7 @@ class SharedCalls:
         return identify_engines((replica.address for replica in self._pool.replicas), self._host)
 
     def encode(self) -> str:
-        """Return this process's report as JSON, or an empty string if there are no other projects or this cell cannot serve calls."""
+        """Return this process's report as JSON, or an empty string if there is only one project or this cell cannot serve calls."""
         if not (self._shares.is_active and self._fence.admits and self._pool.accepts_calls):
             return ""
         calls = self._shares.queue.count()
@@ -88,8 +88,8 @@ class SharedCalls:
         except msgspec.MsgspecError as error:
             if not self._has_warned:
                 log.warning(
-                    "cannot read the report of another cell: %s; its calls are ignored when the engines are shared. "
-                    "Run the same version of Turngate in all cells",
+                    "cannot read the report of another cell: %s; its calls do not count when the engines are divided between "
+                    "projects. Run the same version of Turngate in all cells",
                     error,
                 )
             self._has_warned = True

@@ -206,7 +206,7 @@ class WeightUpdates:
             elif self._replicas.is_frozen and not was_frozen:
                 await self._thaw()
         except TurngateError as error:
-            log.warning("calls are still held: %s", error.message)
+            log.warning("calls are still held: %s; retrying", error.message)
             if self._fence.paused and not was_paused:
                 self._stop_timer()
                 self._timer = asyncio.create_task(self._keep_opening())
@@ -238,7 +238,7 @@ class WeightUpdates:
                     await self._replicas.thaw()
                     return
                 except Exception as error:
-                    log.warning("cannot resume the engines yet: %s", error)
+                    log.warning("cannot resume the engines yet: %s; retrying", error)
             await asyncio.sleep(_RETRY_S)
 
     # ── the time limit of a pause ───────────────────────────────────────────────────────────────────────────────
@@ -265,7 +265,7 @@ class WeightUpdates:
                     await self._barrier.open(None, None, expired=expired, check=True)
                 break
             except TurngateError as error:
-                log.warning("calls are still held: %s", error.message)
+                log.warning("calls are still held: %s; retrying", error.message)
             await asyncio.sleep(_RETRY_S)
         if self._replicas.is_frozen:
             self._retry_thaw()

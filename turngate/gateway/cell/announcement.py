@@ -1,7 +1,7 @@
 """Wait until a new session is announced to the shared store, so that a superseded attempt is refused immediately.
 
-The wait is short. If the shared store does not answer, the session is served while the lease lasts. It is cancelled after the
-shared store reports that its attempt is superseded.
+The wait is short. If the shared store does not answer in time, the session is served while the lease lasts. If the shared store later
+reports that the attempt is superseded, the session is cancelled.
 """
 
 from __future__ import annotations

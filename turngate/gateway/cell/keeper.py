@@ -77,7 +77,9 @@ class LeaseKeeper:
             if self._registry is not None and deadline_was > self._clock():
                 self._registry.end(self._lease.cell)
         except TurngateError as error:
-            log.warning("cannot end the lease: %s", error.message)
+            log.warning(
+                "cannot end this cell's lease: %s; it ends by itself within %g s", error.message, self._lease.ttl_s
+            )
 
     def _run(self) -> None:
         while not self._stopping.wait(max(0.0, self._lease.next_request() - self._clock())):

@@ -154,7 +154,7 @@ class ServingGuard:
         self.permit.accept_id(term)
 
     async def _cancel(self, sessions: Sessions, session_id: str) -> bool:
-        """Cancel a session if this worker owns it. Return False if it can still serve calls."""
+        """Cancel a session if this worker owns it. Return False if that failed and the session can still serve calls."""
         if not sessions.owns(session_id):
             return True
         try:

@@ -111,13 +111,15 @@ class Shipper:
         if position.history is not None and history != position.history:
             self.outbox.announce_again()
             lost = sum(self._add_missing(self._target))
-            log.warning("the shared store was restored from a backup; shipping lost sessions again: %d", lost)
+            log.warning(
+                "the shared store was restored from a backup; sessions that it lost are shipped again: %d", lost
+            )
         if history != position.history:
             self.outbox.set_history(history)
         self._check_at = time.monotonic() + _CHECK_S
 
     def _add_missing(self, target: ShipmentTarget) -> Iterator[int]:
-        """Put the sessions that the shared store lacks into the outbox again. Yield their number in each page."""
+        """Put the sessions that the shared store lacks into the outbox again, page by page. After each page, yield how many it added."""
         after = 0
         while page := self.outbox.list_shipped(after, _PAGE):
             missing = target.find_missing([(session.id, session.newest) for session in page])
