@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
 Decoding splits the body into raw messages. Each message is decoded later, and only if it is new. Tools are also decoded later. All other
-fields are validated here, so that an error in OpenAI's format can name the invalid field.
+fields are validated here, so that an error can name the invalid field in the way that OpenAI does.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
         case "function":
             if not wire.name:
                 raise BadRequest(
-                    f"{where}.name is missing; a function message needs the name of the function that returned it",
+                    f"{where}.name is missing; a function message needs the name of the function whose result it contains",
                     param=f"{where}.name",
                 )
             call_id = _function_call_id(wire.name)

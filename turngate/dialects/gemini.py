@@ -1,8 +1,8 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
 Decoding splits the body into raw turns. Each turn is decoded later, and only if it is new (`gemini_history.py`). Tools are also decoded
-later. All other fields are validated here, so that an error in Google's format can name the invalid field. As in Google's API, field
-names may be in `camelCase` or `snake_case`.
+later. All other fields are validated here, so that an error can name the invalid field in the way that Google does. As in Google's API,
+field names may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations

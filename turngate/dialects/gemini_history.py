@@ -198,7 +198,7 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
     """Return which of the allowed `kinds` a part is. A part with only a signature is treated as empty text.
 
-    `speaker` names the content in the error message for other kinds, such as "user content".
+    `speaker`, such as "user content", says in the error message where a part of another kind is not allowed.
     """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:

@@ -1,7 +1,7 @@
 """Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
 Decoding splits the body into raw messages. Each message is decoded later, and only if it is new (`messages_history.py`). Tools are also
-decoded later. All other fields are validated here, so that an error in Anthropic's format can name the invalid field.
+decoded later. All other fields are validated here, so that an error can name the invalid field in the way that Anthropic does.
 `messages_reply.py` encodes the replies.
 """
 

@@ -38,7 +38,7 @@ def call_id_from_wire(wire: str) -> str:
 def wrap_arguments(arguments: str) -> str:
     """Return a call's arguments as a JSON object, which clients require.
 
-    Other arguments, very deep ones, and an object that looks like wrapped arguments are wrapped in an object as text.
+    Arguments that are not an object, that are nested very deeply, or that look like wrapped arguments are wrapped in an object, as text.
     """
     try:
         value = orjson.loads(arguments or "{}")

@@ -213,7 +213,7 @@ class ResponsesHistory:
         return item
 
     def _belongs_to_turn(self, own: str) -> bool:
-        """Return whether an item of the model belongs to the open turn. `own` is the reply mark in the item's id."""
+        """Return whether an item of the model belongs to the open turn. `own` is the `reply_mark` of the item's id."""
         mark = self._mark
         same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
         self._adjacent = True
@@ -236,7 +236,7 @@ class ResponsesHistory:
         return (_decode_other(items[0], places[0]),)
 
     def list_searched_tools(self) -> list[bytes]:
-        """Return a JSON list of tools for each of the agent's tool searches."""
+        """Return the tools that the agent's tool searches found: one JSON list for each search."""
         return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.search_outputs]
 
     def _read(self, item: bytes, n: int) -> _Head:

@@ -56,7 +56,7 @@ def decode_event(raw: bytes) -> SocketEvent:
 
 
 def split_frames(data: bytes, lane: str) -> list[str]:
-    """Split encoded stream events into WebSocket frames. If the lane has a name, add it to each frame."""
+    """Split encoded stream events into WebSocket frames. If `lane` is not empty, add it to each frame as `stream_id`."""
     frames = [block.partition(_DATA)[2] for block in data.split(b"\n\n") if block]
     if lane:
         name = orjson.dumps(lane)
