@@ -84,7 +84,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def uncertified(self) -> dict[Transition, str]:
-        """The transitions that have no bridge, or one that differs from a render of the whole conversation, and the reason."""
+        """The transitions that have no bridge, or one that differs from a render of the whole conversation, each with the reason."""
         return {f.transition: f.detail for f in reversed(self.findings) if f.verdict == "differs" and f.transition}
 
     @property
@@ -100,7 +100,7 @@ class Certificate(msgspec.Struct, frozen=True):
         )
 
     def describe_uncertified(self) -> str:
-        """Describe the uncertified transitions in one phrase. Mention truncated turns only if the transition passes after complete ones."""
+        """Describe the uncertified transitions in one phrase. Omit those after truncated turns that also fail after complete turns."""
         whole = [
             t for t in self.uncertified if not t.cut or msgspec.structs.replace(t, cut=False) not in self.uncertified
         ]
@@ -112,8 +112,8 @@ class Certificate(msgspec.Struct, frozen=True):
         if self.renderer == TEMPLATE_RENDERER:
             return f"the conversation is rendered in full, and the trace may fork, at {where}"
         return (
-            f"the hand-written renderer {self.renderer} either has no bridge, so the trace may fork, or uses a bridge that differs from "
-            f"a render of the whole conversation, at {where}"
+            f"the hand-written renderer {self.renderer} has no bridge (so the trace may fork), or uses a bridge that differs from a render "
+            f"of the whole conversation, at {where}"
         )
 
     def explain_unread(self) -> str:

@@ -111,7 +111,7 @@ def require_single_tokens(template: Template, tokenizer: Tokenizer) -> None:
 
 
 def _write_features(template: Template) -> list[str]:
-    """Render a system prompt, and a call with its result. Return the texts of those that the template accepts."""
+    """Render two conversations: one with a system prompt, and one with a call and its result. Return those that the template accepts."""
     texts = []
     for messages in ([Message("system", "z"), _USER], [_USER, _CALL, _RESULT]):
         try:

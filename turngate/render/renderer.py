@@ -291,9 +291,9 @@ class TemplateRenderer:
         return find_reasoning_tokens(self.tokenizer, self.syntax, context)
 
     def _is_closed(self, last: LastTurn, close: int) -> bool:
-        """Return whether the sampled turn ends with `close`, the token with which the template ends it.
+        """Return whether the sampled turn ends with `close`, the token with which the template ends it, or with an equivalent stop token.
 
-        Any other stop token ends the turn as well, unless one of the two tokens starts the next message.
+        Another stop token is equivalent to `close` unless one of the two starts the next message.
         """
         final = int(last.sampled[-1]) if len(last.sampled) else -1
         return final == close or (final in self.stop_ids and not {final, close} & self._openers)
@@ -478,9 +478,7 @@ def _compile_template(tokenizer: Tokenizer, default: str) -> tuple[Template, str
         if _find_call_syntax(template) is not None:
             return template, ""
         why = "it writes calls in a form that Turngate cannot parse"
-    unused = (
-        f"the chat template named tool_use cannot be used ({why}), so the one named default is used even with tools"
-    )
+    unused = f"the chat template named tool_use cannot be used ({why}), so the one named default is used, even if there are tools"
     return template.without_tools, unused
 
 

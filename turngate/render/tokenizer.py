@@ -302,7 +302,7 @@ class _FastEncoder:
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _encode_line(self, line: str) -> bytes | None:
-        """Encode a line that is not in the newer cache, and add it. No lock is needed, because concurrent calls add the same entries."""
+        """Encode a line that is not in `_lines`, and add it there. No lock is needed, because concurrent calls add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
             known = self._encode_uncached(line)
@@ -328,9 +328,9 @@ class _FastEncoder:
         return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
-        """Return whether this encoder never returns other ids than the slow one, for the probe corpus and for a sample of the vocabulary.
+        """Return whether this encoder returns the same ids as the slow one for the probe corpus and for a sample of the vocabulary.
 
-        A text that it cannot encode counts as agreement, because the slow encoder is used for it.
+        A text that this encoder cannot encode is ignored, because the slow encoder is used for it.
         """
         words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
         return all(
