@@ -39,9 +39,9 @@ def find_fork_cause(
 ) -> Cause | None:
     """Return why a turn forks, or None if it extends the tip of a branch, begins the first conversation, or repeats an unanswered request.
 
-    `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` only has the same meaning, so it
-    may be a different context, and may be set even if `context` is None. `started` is the time at which the turn began. `quotes` are the
-    ids of the turns that its new messages quote.
+    `context` is the known context with exactly the ids of the turn's prompt, or None. `location.context` is a known context with the same
+    meaning, whose ids may differ. `started` is the time at which the turn began. `quotes` are the ids of the turns that the turn's new
+    messages quote.
     """
     for known in (location.context, context):
         if known is not None:
@@ -179,11 +179,15 @@ def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, rep
 def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
     """Return the turn whose summary a shortened conversation begins with, or None. `quoted` are the turns that the conversation quotes.
 
-    The summary is the newest quoted turn. It makes no tool calls, and no turn follows it. If the agent's signals do not mark it as a side
-    call or a summary, it must cover at least two turns, or a conversation that was already shortened. Otherwise, it may be a plan or a
-    review. If it follows other turns, the turn before it must not be a quoted answer. Otherwise, the quoting text is a transcript and not a
-    summary. If it is unmarked and the first turn of a conversation, that conversation must quote the summarized one, or lack the tools
-    that the shortened one has.
+    The summary is the newest quoted turn, if all of these hold:
+
+    - It makes no tool calls, and no turn follows it.
+    - The turn before it, if any, is not a quoted answer too. If both are quoted, the quoting text is a transcript.
+    - The agent's signals mark it as a side call or a summary, or else what it summarizes has at least two turns or was already shortened.
+      An unmarked answer to less than that may be a plan or a review.
+
+    If an unmarked summary is the first turn of a conversation, it summarizes an earlier conversation. Its own conversation must then quote
+    the earlier one, or lack the tools that the shortened one has.
     """
     turn = max(quoted, key=lambda turn: turn.id, default=None)
     if turn is None or turn.info.arguments or any(context.children for context in turn.children):

@@ -33,7 +33,7 @@ AlarmKind = Literal["difference", "kl", "stale_kl", "not_finite"]
 
 
 class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Statistics of d over the trained tokens of one lag. They are None if d is finite for none of these tokens."""
+    """Statistics of d over the trained tokens of one lag. They are None unless d is finite for at least one of these tokens."""
 
     lag: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAG)] | None
     tokens: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -45,7 +45,7 @@ class LagMismatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     k3: float | None  # mean of exp(d) − 1 − d: estimate of the same that is never negative
 
     def count_over(self, difference: float) -> int:
-        """Return the number of tokens with |d| > `difference`, including those that are not finite.
+        """Return the number of tokens with |d| > `difference`, including those whose d is not finite.
 
         `difference` must be one of `MISMATCH_STEPS`.
         """

@@ -48,7 +48,8 @@ def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, 
 
     If `parent` is None, the conversation is new. It may quote any of the newest turns, but not in a tool result, which may repeat the tool
     call before it. Otherwise, `parent` is the last turn of the conversation, and only turns that other conversations have added since then
-    are considered. An assistant message that repeats a turn also quotes it, unless a new conversation starts like that turn's own.
+    are considered. An assistant message that repeats a turn also quotes it. This does not apply to a new conversation that starts in the
+    same way as the turn's own conversation.
     """
     candidates = _list_candidates(trace, parent)
     if not candidates:

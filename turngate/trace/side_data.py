@@ -56,7 +56,7 @@ class SideColumn(msgspec.Struct, frozen=True, eq=False):
 
 
 def concatenate_values(parts: Sequence[SideValues]) -> SideValues:
-    """Join the values of consecutive tokens, all of which are arrays or all of which are lists."""
+    """Join the values of consecutive tokens. Either all values are arrays, or all are lists."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if arrays:
         return np.concatenate(arrays)
@@ -107,7 +107,7 @@ def add_array(known: Sequence[SideArray], array: SideArray, parent: Sampled | No
     _check_array(array)
     if array.first < -prompt:
         raise InvalidSideData(
-            f"{array.name} starts at {array.first}, which is before the prompt (tokens in the prompt: {prompt})"
+            f"{array.name} starts at {array.first}, which is before the start of the prompt (tokens in the prompt: {prompt})"
         )
     before = [each for each in known if each.name == array.name]
     if before:

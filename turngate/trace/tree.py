@@ -227,7 +227,7 @@ class Trace:
         return self._start_at_recent(request)[1]
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
-        """Return the deepest node up to which the request repeats a recent one byte for byte, and its message count.
+        """Return the deepest node up to which the request repeats a recent one byte for byte, and the number of messages up to there.
 
         This is the fast path.
         """
@@ -265,7 +265,7 @@ class Trace:
         )
 
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
-        """Follow the likeliest branch from `node` by meaning, and return where it ends, with the message count there.
+        """Follow the branch from `node` that matches best by meaning. Return the node where it ends and the number of messages up to there.
 
         It ends at a turn, or at a context if that contains the request's last message.
         """
@@ -280,7 +280,7 @@ class Trace:
         return node, at
 
     def _search(self, request: RequestMessages) -> tuple[Node | None, int]:
-        """Find the deepest node that matches the request by meaning, along any branch, and its message count."""
+        """Find the deepest node on any branch that matches the request by meaning. Return it with the number of messages up to there."""
         best: tuple[Node | None, int] = (None, 0)
         waiting: list[tuple[Node | None, int]] = [(None, 0)]
         while waiting:

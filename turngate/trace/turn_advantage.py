@@ -2,7 +2,7 @@
 
 The trained turns of a rollout are numbered from 1 in the order in which they were recorded. Turn t of rollout i earns r(i,t), the sum of
 its rewards. The rollout's own reward is added to its last trained turn, unless rewards of kind `part` already distribute it. The rewards of
-a turn that is not trained count for the trained turn before it. The return of a turn discounts what it and later turns earn:
+a turn that is not trained count for the trained turn before it. The return of a turn is the discounted sum of what it and later turns earn:
 
     G(i,t) = r(i,t) + gamma · G(i,t+1)
 
@@ -11,8 +11,8 @@ The advantage compares this return with other returns of the group, by the feed'
     turn_index   with the returns of the turns that have the same number t, in the rollouts that have that many trained turns
     all_turns    with the returns of all trained turns of the group; `leave_one_out` leaves out those of the same rollout
 
-Only returns are compared, never single rewards. A sum of rewards that were each compared with others depends on the number of turns, which
-the policy decides itself, so it would reward short or long rollouts as such.
+Only returns are compared, never single rewards. A sum of rewards that were each compared with others would depend on the number of turns.
+The policy decides that number itself, so it could earn more just by making rollouts shorter or longer.
 """
 
 from __future__ import annotations

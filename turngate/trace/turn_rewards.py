@@ -145,7 +145,7 @@ def _find_caller(
         which = _list_turns({turn.id: turn for turn in candidates})
         raise _invalid(
             f"[{n}].call",
-            f"is {one.call}, but it cannot be decided which turn made this call ({which}); set 'turn' instead",
+            f"is {one.call}, but it cannot be decided which turn made this call (candidates: {which}); set 'turn' instead",
         )
     return candidates[0]
 
@@ -153,10 +153,12 @@ def _find_caller(
 def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[TurnRecord]:
     """Return the turns that may have made a call of a host tool. If there is only one, it is treated as the caller.
 
-    The call was made by a turn whose conversation had not continued yet. Turns that had ended and whose tool calls name the host tool are
-    preferred, then others that had ended with a tool call. Agents may run a tool call before the rest of the reply has arrived, so a turn
-    that had not ended is also considered if its tool calls name the host tool and those of no ended turn do. If none of these turns exist,
-    all turns that had ended are returned.
+    Only turns after which the conversation had not continued yet are considered. Return the first of these sets that is not empty:
+
+    1. the turns that had ended and whose tool calls name the host tool
+    2. the turns that had ended with a tool call, and those that had not ended but whose tool calls name the host tool (agents may run a
+       tool call before the rest of the reply has arrived)
+    3. the turns that had ended
     """
     begun = [turn for turn in turns if turn.started <= call.time]
     continued = {turn.previous for turn in begun}
@@ -175,9 +177,9 @@ def find_callers(call: ToolCallRecord, turns: Iterable[TurnRecord]) -> list[Turn
 def reward_tool_calls(
     tools: Iterable[HostTool], turns: Sequence[TurnRecord], calls: Iterable[ToolCallRecord]
 ) -> dict[TurnReward, TurnReward]:
-    """Return the rewards that host tools give for their calls. Map each reward without a turn to the same reward with its turn.
+    """Return the rewards that host tools give for their calls. Each key is a reward without `turn`, and its value has `turn` set.
 
-    If the turn that made a call cannot be decided, `turn` stays None.
+    If it cannot be decided which turn made a call, `turn` is None in the value too.
     """
     values = {tool.name: tool.reward for tool in tools if tool.reward is not None}
     rewards = {}
