@@ -70,8 +70,8 @@ def _choose_example(
 ) -> dict[str, Json] | None:
     """Return the task whose mean reward rose most, with a rollout of its first version and one of its last.
 
-    They are the rollouts whose rewards are closest to the means before and after. Of equal ones, the first task by name and the oldest
-    rollout are chosen. Return None if no mean rose, or if the rollouts were deleted in the meantime.
+    They are the rollouts whose rewards are closest to the means before and after. Ties are resolved in favor of the first task by name
+    and of the oldest rollout. Return None if no mean rose, or if the rollouts were deleted in the meantime.
     """
     early, late = _group(before, lambda total: total.task), _group(after, lambda total: total.task)
     gains = [

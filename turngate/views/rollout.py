@@ -213,7 +213,7 @@ class RolloutView:
         }
 
     def _find_forked_branch(self, node: Node) -> Node | None:
-        """Return a node on the branch that a node forked from, or None if the node is not a fork."""
+        """Return a node on the earlier branch from which `node` forked, or None if `node` is not a fork."""
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children

@@ -105,7 +105,7 @@ class RolloutIndex:
     def _is_whole(self, store: Store) -> bool:
         """Return whether all events still exist, except those of deleted sessions. Old events may have been pruned.
 
-        A data folder created by an older version is never whole, because it has sessions without events.
+        In a data folder that an older version created, events are always missing, because that version wrote none for its sessions.
         """
         oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))

@@ -200,7 +200,7 @@ def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecis
 
 @contextmanager
 def open_row_source(data: str | Path) -> Iterator[RowSource]:
-    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder."""
+    """Yield a function that builds the rows that the gateway delivers to trainers. A gateway may be serving the folder meanwhile."""
     store = open_store_for_reading(data)
 
     def build_rows(session_id: str, everything: bool) -> list[Sample]:

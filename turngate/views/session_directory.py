@@ -36,9 +36,9 @@ class SessionDirectory:
     async def list_sessions(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[Summary]:
-        """List sessions, newest first. A local store is read in a thread, because it may have to search many sessions for the status.
+        """List sessions, newest first. A local store is read in a thread, because finding sessions by status may take long.
 
-        A shared store is not: only queries on the event loop have a time limit, and a silent server must not hold the request.
+        A shared store is read on the event loop. Only there do queries have a time limit, which ends the request if the server is silent.
         """
 
         def read(store: Store) -> tuple[list[SessionRow], dict[int, RecordedOutcome | DamagedOutcome], dict[int, str]]:
@@ -55,7 +55,7 @@ class SessionDirectory:
         ]
 
     def _find_live(self, row: SessionRow) -> Session | None:
-        """Return the session of a row that was read before, if it is in memory. Its id may belong to a newer session by now."""
+        """Return the session of `row` if it is in memory. By now, a newer session may have the same id; it is not returned."""
         live = self._sessions.find_live(row.id)
         return live if live is not None and live.key == row.key else None
 
@@ -86,7 +86,7 @@ class SessionDirectory:
         return self.describe(session)
 
     def describe(self, session: Session, trace: Trace | None = None, *, unreadable: str = "") -> Description:
-        """Describe a session. If its trace is not in memory, pass `trace`, or in `unreadable` why the trace cannot be read."""
+        """Describe a session. If its trace is not in memory, pass `trace`, or the reason why it cannot be read as `unreadable`."""
         live = self._sessions.find_live(session.id)
         return describe_session(self._store, session, trace, live, unreadable=unreadable)
 
@@ -101,8 +101,8 @@ def describe_session(
 ) -> Description:
     """Describe a session with its counters, roles and forks. If its trace cannot be read, the description says why.
 
-    If the session's trace is not in memory, pass `trace`, or in `unreadable` why the trace cannot be read. Pass `live` if the session is
-    live.
+    If the trace is not in memory, pass `trace`, or the reason why it cannot be read as `unreadable`. `live` is the session in memory, or
+    None if it is not live.
     """
     row = store.find(session.id)
     if row is None:

@@ -100,8 +100,8 @@ def list_mismatches(store: Store) -> dict[str, Json]:
     """Return what trainers reported about log-probabilities (`trace/mismatch.py`), for the feeds that exist.
 
     `newest` has the last report of each feed. `trend` has, for each of the newest reports, the statistics of the tokens with lag 0, or None
-    if there are none. Numbers increase within a feed: if a trainer went back to an earlier delivery, its reports replace those of later
-    deliveries.
+    if there are none. Within a feed, `trend` is ordered by delivery number. If a trainer went back to an earlier delivery, its new reports
+    replace those of later deliveries.
     """
     newest: dict[str, dict[str, Json]] = {}
     trends: dict[str, list[dict[str, Json]]] = {feed.name: [] for feed in store.feeds.listing()}
