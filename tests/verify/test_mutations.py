@@ -364,6 +364,13 @@ def test_alteration_fails_expected_check(name: str, copy: Recorded) -> None:
     assert "checksum" not in wrong(found), "the alteration updated it"
 
 
+def test_turn_with_too_few_logprobs_is_rightly_not_trained(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        drop_logprob(t)
+    assert wrong(run_verify(data, session)) == {"lengths"}
+
+
 def test_turn_with_infinite_logprobs_is_rightly_not_trained(copy: Recorded) -> None:
     data, session, _ = copy
     with tampering(data, session) as t:

@@ -252,7 +252,7 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
     if turn.logprobs is None:
         why.append("no log-probabilities")
     elif len(turn.logprobs) != len(turn.ids):
-        why.append(f"{len(turn.logprobs)} log-probabilities for {len(turn.ids)} tokens")
+        why.append(f"different numbers of log-probabilities ({len(turn.logprobs)}) and tokens ({len(turn.ids)})")
     elif not np.isfinite(turn.logprobs).all():
         why.append("missing log-probabilities")
     if role not in policy.roles:
