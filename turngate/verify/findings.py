@@ -1,4 +1,7 @@
-"""The verdict on a session: its findings (the first 20 and a count), notes, forks and differences. `CheckResults` collects them."""
+"""The verdict on a session: findings (at most 20 per check, and a count of the others), notes, forks and differences.
+
+`CheckResults` collects them.
+"""
 
 from __future__ import annotations
 

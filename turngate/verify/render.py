@@ -2,7 +2,7 @@
 
 There are three questions. For every context: are its ids what the template renders for the messages that it adds? For every turn: do its
 ids parse to the message that was recorded and delivered? For every branch: would the template render the whole branch in the same way, and
-if not, why? Only the last kind of difference is not an error, because sampled ids are kept unchanged.
+if not, why? A difference of this last kind is not an error, because sampled ids are kept unchanged.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ def _starts_with(ids: Ids, prefix: list[int]) -> bool:
 
 
 def _has_calls_as_text(recorded: Message, again: Message) -> bool:
-    """Return whether calls whose arguments are not JSON objects were recorded as calls, as by earlier versions, but parse to text."""
+    """Return whether an earlier version recorded calls whose arguments are not JSON objects. This version parses such calls to text."""
     calls = [call for call in recorded.tool_calls if not _is_object(call.arguments)]
     return bool(calls) and all(call.name in again.content and call.arguments in again.content for call in calls)
 

@@ -44,7 +44,7 @@ def _read_stated_role(signals: StoredCallSignals) -> str:
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether a turn has no continuation and was not delivered, was retried, or was replaced by another answer."""
+    """Return whether a turn without a continuation was not delivered, was retried, or was replaced by another answer."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]

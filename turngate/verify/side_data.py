@@ -91,7 +91,7 @@ class StoredSideArrays:
 
 
 def _read_piece(data: object, facts: SideFacts) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return how many numbers each value in a stored piece has, and the numbers. Return None if a value is incomplete or there is none."""
+    """Return how many numbers each value in a stored piece has, and the numbers. Return None if values are missing or incomplete."""
     dtype = np.dtype(_TYPES[facts.dtype])
     if not isinstance(data, bytes) or not data:
         return None
@@ -128,7 +128,9 @@ def check_side_data(session: StoredSession, results: CheckResults) -> None:
                 check.expect(not isinstance(values, str), values if isinstance(values, str) else "", node=turn.id)
                 if isinstance(values, np.ndarray) and values.dtype.kind == "f":
                     check.expect(
-                        bool(np.isfinite(values).all()), f"its side data {facts.name} is not all finite", node=turn.id
+                        bool(np.isfinite(values).all()),
+                        f"its side data {facts.name} has values that are not finite",
+                        node=turn.id,
                     )
     if stored.unlisted:
         nodes = ", ".join(sorted(map(str, stored.unlisted)))
