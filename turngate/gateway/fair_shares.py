@@ -9,8 +9,8 @@ Calls wait here only while all engines report long queues. While calls are waiti
 stay as full as they are. A gateway with only one project lets every call through.
 
 If several cells use the same engines, each has a part of each project's share (`cell_parts.py`). The next call in a cell comes from the
-project with the fewest running calls relative to its part. While another cell runs fewer calls than its part, a project that already has
-its part in this cell does not replace calls that end. This frees room at the engines for the other cell.
+project with the fewest running calls relative to its part. While another cell runs fewer calls than its own part, a project that already
+has its part in this cell does not replace calls that end. This frees room at the engines for the other cell.
 """
 
 from __future__ import annotations

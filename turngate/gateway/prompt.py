@@ -1,7 +1,7 @@
 """Build the prompt of a call: locate the call in the session's trace and render only its new messages.
 
-These are the `locate` and `render` steps of `turn.py`. They do no I/O. Many new messages are compared with the trace in slices, and large
-prompts are rendered in a thread, so that other calls do not wait.
+These are the `locate` and `render` steps of `turn.py`. They do no I/O. So that other calls do not wait, a large number of new messages is
+compared with the trace in slices, and a large prompt is rendered in a thread.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class ProjectQuota:
         """Raise `QuotaExceeded` with the store's error if the store did not answer: the project may still have quota left."""
         if self.store_error:
             raise QuotaExceeded(
-                f"this gateway has used its part of a quota of project {self.project!r} and cannot take more: {self.store_error}; "
+                f"this gateway has used up its part of a quota of project {self.project!r} and cannot take more: {self.store_error}; "
                 "retry in a moment"
             )
 

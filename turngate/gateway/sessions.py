@@ -1,4 +1,4 @@
-"""The lifecycle of sessions: open, find, seal, cancel and delete, and how long each has had no call.
+"""The lifecycle of sessions: open, find, seal, cancel and delete them, and find those that have had no call for a while.
 
 `Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals idle
 sessions, and `stale_sessions.py` cancels sessions that no feed can use any more.

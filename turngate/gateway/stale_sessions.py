@@ -113,7 +113,7 @@ def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: in
 def is_stale(session: Session, oldest: int) -> bool:
     """Return whether a turn that would be trained was sampled before version `oldest`.
 
-    A conversation of only one turn and without tools is ignored. It may ask for a title before the actual work begins, and titles are not
+    A conversation with only one turn and no tools is ignored. It may ask for a title before the actual work begins, and titles are not
     trained.
     """
     turns = list(session.trace.turns())

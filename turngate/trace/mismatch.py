@@ -159,7 +159,7 @@ def _check_not_finite(lags: Sequence[LagMismatch]) -> list[MismatchAlarm]:
     tokens = sum(one.not_finite for one in lags)
     message = (
         f"the trainer computed NaN or infinite log-probabilities for {tokens:,} of {sum(one.tokens for one in lags):,} tokens; check "
-        "its data type and gradients, and that it computes them with the engine's vocabulary"
+        "the trainer's data type and gradients, and that it uses the engine's vocabulary"
     )
     return [MismatchAlarm("not_finite", message)] if tokens else []
 

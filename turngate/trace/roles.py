@@ -244,9 +244,9 @@ class _Structure:
     def _find_main(self) -> Context | None:
         """Return the first root of the main line, or None. The main line is the first one with tools, or else the one with the most turns.
 
-        If several lines have the most turns, those that consist of more than one short answer (such as a title) are preferred, then those
-        whose answers no other line uses. If several short answers without a common system prompt remain, such as a title and an answer
-        to the user, there is no main line, because their order proves nothing.
+        Among lines with the most turns, those that are only one short answer, such as a title, are chosen last, and those whose answers no
+        other line uses are chosen first. If several short answers without a common system prompt remain, such as a title and an answer to
+        the user, there is no main line, because their order proves nothing.
         """
         with_tools = next((root for root in self._own if root.info.has_tools), None)
         if with_tools is not None:
