@@ -397,7 +397,7 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: ResponsesRequest, reasoning: _Reasoning) -> bytes:
-    """Encode the response fields that repeat the request. A field that the gateway ignores gets the value that the gateway applies.
+    """Encode the response fields that repeat the request. A setting that the gateway ignores gets the value that is really in effect.
 
     The result is a JSON object without its braces. Requests that differ only in their items share it.
     """

@@ -36,7 +36,7 @@ class Attempts:
         self._wait_for_announcement = wait_for_announcement
 
     async def require_current(self, session: Session) -> None:
-        """In a cell, cancel a new session and raise `Conflict` if its attempt is superseded in the shared store.
+        """In a cell, if the attempt of a new session is superseded in the shared store, cancel the session and raise `Conflict`.
 
         This first waits briefly until the session is announced to the shared store.
         """

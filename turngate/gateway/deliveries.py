@@ -211,7 +211,7 @@ def _judge(
     truncated: bool,
     timed_out: bool,
 ) -> tuple[bool, str]:
-    """Return whether a rollout's reward counts in its group's baseline, and why it is not trained (an empty string if it is)."""
+    """Return whether a rollout's reward counts in its group's baseline, and why the rollout is not trained (empty if it is)."""
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")

@@ -1,4 +1,4 @@
-"""Periodic maintenance of a running gateway: seal the sessions that `sessions.py` finds idle, cancel superseded ones, remove old events."""
+"""Periodic maintenance of a running gateway: seal idle sessions, cancel the sessions of superseded attempts, and remove old events."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class _reject_deep_nesting:  # lowercase because it is used like a function
 
 
 def _compute_slice(request: RequestMessages, indexes: Iterator[int], seconds: float) -> bool:
-    """Compute the meanings of the next messages, for about this much CPU time. Return whether all of them are computed."""
+    """Compute the meanings of the next messages, for about `seconds` of CPU time. Return whether all meanings are computed."""
     end = time.thread_time() + seconds
     for index in indexes:
         request.meaning(index)

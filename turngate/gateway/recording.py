@@ -179,7 +179,7 @@ class TurnRecorder:
 def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ...]) -> Cause | None:
     """Return why the turn forks the trace, or None if it does not.
 
-    The cause is determined when the turn is recorded. By then, the trace also contains the calls that were in flight when the turn began.
+    The cause is determined when the turn is recorded. By then, the trace may also contain calls that were in flight when the turn began.
     """
     prompt, call = draft.prompt, draft.call
     if context is None and prompt.forced_cause is not None:

@@ -231,7 +231,7 @@ class Sessions:
         return [session_id for session_id in self._secret_of if self.is_idle(session_id, now, idle_s)]
 
     def is_idle(self, session_id: str, now: float, idle_s: float) -> bool:
-        """Return whether an open session has had no call for `idle_s` seconds. A call that waits for the session to load counts."""
+        """Return whether an open session has had no call for `idle_s` seconds. It is not idle while a call waits for it to load."""
         live = self._live.get(session_id)
         if live is not None:
             return not live.busy and now - live.last_used > idle_s

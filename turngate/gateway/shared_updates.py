@@ -53,7 +53,7 @@ class SharedUpdates(WeightUpdates):
         return await super().load(load, mode, limit_s)
 
     async def _list_replicas(self) -> list[UpdatableReplica]:
-        """Return the listed replicas, healthy ones first: if the first one rejects the weights, the others do not load them."""
+        """Return the listed replicas, healthy ones first, because the others load the weights only if the first one accepts them."""
         if self._local is not None:
             await self._local.sync()
         healthy = {health.url for health in await self._replicas.health() if health.ok}
@@ -63,7 +63,7 @@ class SharedUpdates(WeightUpdates):
         return results[0].ok
 
     async def _retire_failed(self, each: list[UpdatableReplica], results: list[ReplicaResult]) -> None:
-        """Take engines that could not load the weights out of service, before calls resume."""
+        """Take out of service the engines that could not load the weights. Call this before calls resume."""
         for one, result in zip(each, results, strict=True):
             if result.ok:
                 continue

@@ -491,7 +491,7 @@ def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class _TimedIterator(Generic[T]):
-    """An iterator with a deadline. Only waiting for the next item can time out, not the consumer, which may be writing to a slow agent."""
+    """An iterator with a deadline. Only the wait for the next item can time out. The consumer is never interrupted."""
 
     def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
         self._items = items

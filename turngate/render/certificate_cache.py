@@ -48,7 +48,7 @@ def record_name(folder: Path, model: str, family: str) -> str:
 def _tokenizer_digest(folder: Path) -> str:
     """Return a digest of the tokenizer's files, our rendering code, and the versions of Python and of the packages that the code uses.
 
-    Not every tokenizer has all of the files.
+    Of a file that the tokenizer lacks, only the name is part of the digest.
     """
     digest = blake2b(f"{_VERSION} {sys.version}".encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:

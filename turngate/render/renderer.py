@@ -115,7 +115,8 @@ class Renderer(Protocol):
 class ReplyReader:
     """An incremental reader of sampled ids.
 
-    It drops stop tokens and special tokens except markers, decodes the other ids, cuts the text at the first stop string, and parses it.
+    It drops stop tokens, and special tokens that are not markers. It decodes the other ids, cuts the text at the first stop string, and
+    parses it.
     """
 
     def __init__(
@@ -488,7 +489,7 @@ def _thin_out(messages: Sequence[Message]) -> list[Message]:
 
 
 def _probe_history(*results: str) -> list[Message]:
-    """Build a conversation: a question, and then, for each of the texts, a call with this result."""
+    """Build a conversation: a question, and then, for each of the texts, a call whose result is this text."""
     history = [Message("user", "What does main.py do?")]
     for n, text in enumerate(results):
         call = ToolCall(f"{LONG_CALL_ID[:-1]}{n}", "read_file", '{"path": "main.py"}')

@@ -206,7 +206,7 @@ class _LazyBackend:
     """
 
     def __init__(self, path: Path, added: dict[str, int], config: Json | None) -> None:
-        """Prepare to load the file `path`. `config` is the content of tokenizer_config.json if it declares tokens that the file lacks."""
+        """Prepare to load the file `path`. If tokenizer_config.json declares tokens that this file lacks, `config` is its content."""
         self._path = path
         self._added = added
         self._config = config
@@ -226,7 +226,7 @@ class _LazyBackend:
 
 
 class _FastEncoder:
-    """An encoder that uses tiktoken with the same vocabulary. It supports byte-level BPE if a single regular expression splits the text."""
+    """A tiktoken encoder with the tokenizer's vocabulary. It supports byte-level BPE if a single regular expression splits the text."""
 
     def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
         self._encoding = encoding

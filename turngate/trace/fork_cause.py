@@ -201,7 +201,7 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
 
 
 def _has_long_source(trace: Trace, summary: Sampled, *, has_tools: bool) -> bool:
-    """Return whether an earlier conversation that `summary` may summarize is long enough.
+    """Return whether an earlier conversation that `summary` may summarize is long enough to be shortened.
 
     `summary` is the first turn of its own conversation.
     """

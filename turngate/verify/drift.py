@@ -136,7 +136,7 @@ class _CauseCheck:
         return ""
 
     def _is_first_with_tools(self) -> bool:
-        """Return whether this is the first conversation with tools. An agent may make earlier calls without tools, such as for a title."""
+        """Return whether this is the first conversation with tools. Calls without tools, for example for a title, may come before it."""
         offering = [
             root for root in self._earlier if root.info.signals.role not in _ASIDE and self._messages.tools(root)
         ]

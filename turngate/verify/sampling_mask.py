@@ -14,7 +14,7 @@ _TRUNCATIONS = {"top_p", "top_k", "min_p"}
 
 
 def are_masks_complete(turn: StoredTurn) -> bool:
-    """Return whether a turn is truncated only by parameters that masks describe, and has a mask for each of its tokens."""
+    """Return whether sampling masks describe all biases of a turn, and are recorded for all its tokens."""
     has_mask = np.zeros(len(turn.ids), bool)
     for facts in turn.info.side:
         if facts.name == _NAME:

@@ -1,6 +1,6 @@
 """The API keys of a cell, which are read from the shared store every few seconds and checked in memory.
 
-A cell that cannot reach the shared store keeps using the keys that it last read until its lease lapses. After that, it accepts no keys.
+If the cell cannot reach the shared store, it uses the keys that it read last. When its lease has lapsed, it accepts no keys.
 """
 
 from __future__ import annotations

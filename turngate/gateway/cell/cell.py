@@ -99,7 +99,7 @@ class Cell:
     def open_shared(self) -> SharedStore:
         """Return the shared store, over connections that are only used to follow the fence, the engines and the keys.
 
-        Leases and shipments have separate connections, so that neither waits for a long transaction of the other.
+        Leases and shipments use other connections, so that none of these has to wait for a long transaction of another.
         """
         with self._follow_lock:
             if self._followed is None:
