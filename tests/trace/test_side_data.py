@@ -126,7 +126,7 @@ def test_names_are_independent() -> None:
 @pytest.mark.parametrize(
     ("reported", "problem"),
     [
-        (array(-4, 1), r"starts at -4, which is before the prompt \(tokens in the prompt: 3\)"),
+        (array(-4, 1), r"starts at -4, which is before the start of the prompt \(tokens in the prompt: 3\)"),
         (array(0, 1, name="Experts"), "'Experts' is not a valid name"),
         (array(0, 1, dtype="int64"), "has type int64; it must be one of uint8, uint16, int32, float32"),
         (SideArray("experts", 0, np.zeros((1, 2**21), np.uint8)), "has 2097152 bytes per token"),

@@ -147,7 +147,10 @@ class Overview(RolloutIndex):
         self.refresh(store)
         entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:
-            raise NotFound(f"group {name[:200]!r} is unknown, or none of its rollouts has started", param="group")
+            raise NotFound(
+                f"group {name[:200]!r} is unknown, or none of its rollouts has started yet; check the name",
+                param="group",
+            )
         return [(entry.row.id, entry.key) for entry in sorted(entries, key=lambda entry: entry.key)]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:

@@ -180,7 +180,10 @@ class SharedOverview:
         rows = _require_shared(store).rollout_pages.group([name]) if name else []
         members = sorted((row.key, row.id) for row in rows if row.key)
         if not members:
-            raise NotFound(f"group {name[:200]!r} is unknown, or none of its rollouts has started", param="group")
+            raise NotFound(
+                f"group {name[:200]!r} is unknown, or none of its rollouts has started yet; check the name",
+                param="group",
+            )
         return [(session, key) for key, session in members]
 
     # ── trends ──────────────────────────────────────────────────────────────────────────────────────────────────
