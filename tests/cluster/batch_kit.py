@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -94,6 +95,11 @@ class Driver:
         """How many rollouts are finished so far."""
         path = self.out / LEDGER_NAME
         return len(read_ledger(self.out).finished) if path.exists() else 0
+
+    def resumed(self) -> int | None:
+        """Return the number of rollouts that were finished when this driver started, once it is known."""
+        found = re.search(r"rollouts already finished: (\d+) of", self.log())
+        return int(found[1]) if found else None
 
     def wait_for(self, reached: Callable[[], bool], limit_s: float | None = None) -> None:
         deadline = time.monotonic() + (limit_s or scaled(240))

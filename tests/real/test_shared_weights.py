@@ -117,12 +117,14 @@ async def test_two_cells_share_a_live_vllm(vllm: Servers, postgres_url: str, tmp
         turns = [(await one.turns(session.id))[0] for one, session in crossing]
         for turn in turns:
             runs = turn.get("version_runs")
-            if runs is None:  # the version of each token is unknown; only their range is recorded
+            # A token that vLLM was sampling when it was paused may have the label of the loading weights. Then the version of each token is
+            # unknown, and only their range is recorded.
+            if runs is None:
                 assert 0 <= turn["version_start"] <= turn["version_end"] <= 1
                 continue
             assert (turn["version_start"], turn["version_end"]) == (runs[0][0], runs[-1][0])
             assert sum(count for _, count in runs) == len(turn["ids"])
-        assert [0, 1] in [[version for version, _ in turn.get("version_runs", ())] for turn in turns]
+        assert (0, 1) in [(turn["version_start"], turn["version_end"]) for turn in turns]
 
         await _check_draining(g, live, model)
         await _check_cache(live, cells[1])
