@@ -48,6 +48,10 @@ ADMIN = (
     *("sessions?limit=1000", "sessions?status=open", "events?wait=0"),
     *(f"sessions/{LONG}{part}" for part in ("", "/trace", "/samples", "/events?wait=0")),
 )
+TOGETHER = (
+    *("/page/api/groups", "/page/api/training", f"/page/api/rollouts/{LONG}/export?format=trace"),
+    *("/admin/sessions?limit=1000", "/admin/events?wait=0", "/admin/events?wait=0", f"/admin/sessions/{LONG}/samples"),
+)
 
 
 class Phase(msgspec.Struct):
@@ -56,6 +60,9 @@ class Phase(msgspec.Struct):
     name: str
     reads: list[float]
     turns: list[float]
+    turn_cpu: list[
+        float
+    ]  # CPU time of all threads of the gateway from the request of each turn to the end of its reply
     late: list[float]
     cpu: list[float]  # CPU time of all threads of the gateway in each delay
     loop_cpu: list[float]  # CPU time of the loop's thread in each delay
@@ -73,7 +80,9 @@ class Traffic:
         self._pause_s = agents / rate
         self._seeds = itertools.count()
         self._tasks = [asyncio.create_task(self._run(seed)) for seed in range(agents)]
-        self.turns: list[tuple[float, float]] = []  # start and latency in seconds
+        self.turns: list[
+            tuple[float, float, float]
+        ] = []  # start, latency, and CPU time of the gateway meanwhile, in seconds
 
     async def _run(self, number: int) -> None:
         rng = random.Random(number)
@@ -81,9 +90,9 @@ class Traffic:
             agent = await open_agent(self._gateway, next(self._seeds))
             for _ in range(TURNS):
                 await asyncio.sleep(rng.uniform(0, 2 * self._pause_s))
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), self._gateway.cpu_s()
                 await agent.turn()
-                self.turns.append((began, agent.latencies[-1]))
+                self.turns.append((began, agent.latencies[-1], self._gateway.cpu_s() - cpu))
             await end_agent(self._gateway, agent, 1.0)
 
     async def stop(self) -> None:
@@ -99,7 +108,7 @@ class Reads:
     """Runs reads in other processes, so that they do not delay the agents, which are in this one."""
 
     def __init__(self, gateway: Gateway, data: Path, folder: Path) -> None:
-        self._pool = ProcessPoolExecutor(1)
+        self._pool = ProcessPoolExecutor(len(TOGETHER))
         self._data, self._folder = data, folder
         self._address = (gateway.port, gateway.admin_key)
 
@@ -109,6 +118,7 @@ class Reads:
             path: lambda left, path=path: self._fetch(path)
             for path in (*(f"/page/api/{one}" for one in PAGE), *(f"/admin/{one}" for one in ADMIN), "/metrics")
         }
+        found[f"{len(TOGETHER)} reads at once: /page and /admin"] = self._fetch_together
         commands = [["show", LONG], ["verify", LONG], ["verify", "--all"]]
         commands += [["export", form, "--out", str(self._folder / f"{form}.jsonl")] for form in FORMATS]
         for command in commands:
@@ -119,6 +129,16 @@ class Reads:
     async def _fetch(self, path: str) -> bool:
         await asyncio.get_running_loop().run_in_executor(self._pool, _fetch, *self._address, path)
         return True
+
+    async def _fetch_together(self, left: float) -> bool:
+        end = time.perf_counter() + left
+
+        async def repeat(path: str) -> None:
+            while time.perf_counter() < end:
+                await self._fetch(path)
+
+        await asyncio.gather(*map(repeat, TOGETHER))
+        return False
 
     async def _run(self, command: list[str], left: float) -> bool:
         """Run a command for as long as is left."""
@@ -181,12 +201,15 @@ class Measurement:
         while not self._file.exists():
             await asyncio.sleep(0.02)
         found = json.loads(self._file.read_text())
-        turns = [
-            latency * 1000 for start, latency in self._traffic.turns if began <= start and start + latency <= ended
-        ]
+        turns = [turn for turn in self._traffic.turns if began <= turn[0] and turn[0] + turn[1] <= ended]
+        latencies, turn_cpu = ([turn[column] * 1000 for turn in turns] for column in (1, 2))
         longest = max((tenths for tenths, _ in found["steps"]), default=0) / 10
         late, own = [wall for wall, _ in found["delays"]], [cpu for _, cpu in found["delays"]]
-        return Phase(name, reads, turns, late, found["process_cpu"], own, longest, found["stalls"], cpu, ended - began)
+        return Phase(
+            *(name, reads, latencies, turn_cpu, late, found["process_cpu"], own, longest, found["stalls"]),
+            gateway_cpu_s=cpu,
+            wall_s=ended - began,
+        )
 
 
 async def wait(left: float) -> bool:
@@ -196,16 +219,17 @@ async def wait(left: float) -> bool:
 
 HEADER = (
     f"{'':40}{'reads':>6}{'median':>9}{'longest':>9} |{'turns':>6}{'p50':>7}{'p99':>7}{'longest':>9} |"
-    f"{'late p99':>9}{'longest':>9} |{'CPU p99':>8}{'longest':>9}{'loop':>7}{'step':>7}   (ms)"
+    f"{'CPU p50':>8}{'p99':>7}{'longest':>9} |{'late p99':>9}{'longest':>9} |{'CPU p99':>8}{'longest':>9}{'loop':>7}{'step':>7}   (ms)"
 )
 
 
 def print_phase(phase: Phase) -> None:
     reads, turns, late = sorted(phase.reads), sorted(phase.turns) or [0.0], sorted(phase.late) or [0.0]
-    cpu = sorted(phase.cpu) or [0.0]
+    cpu, in_turn = sorted(phase.cpu) or [0.0], sorted(phase.turn_cpu) or [0.0]
     print(
         f"{phase.name:40}{len(reads):6}{_quantile(reads, 0.5):9.0f}{reads[-1]:9.0f} |"
         f"{len(phase.turns):6}{_quantile(turns, 0.5):7.1f}{_quantile(turns, 0.99):7.1f}{turns[-1]:9.1f} |"
+        f"{_quantile(in_turn, 0.5):8.1f}{_quantile(in_turn, 0.99):7.1f}{in_turn[-1]:9.1f} |"
         f"{_quantile(late, 0.99):9.1f}{late[-1]:9.1f} |"
         f"{_quantile(cpu, 0.99):8.1f}{cpu[-1]:9.1f}{max(phase.loop_cpu, default=0.0):7.1f}{phase.step:7.1f}",
         flush=True,

@@ -101,8 +101,8 @@ async def test_nothing_is_trained_twice_after_a_restore(
         with pytest.raises(Conflict, match=r"'after' is 2, but the newest delivery of feed 'f' is 1.*mark-restored"):
             await read(feeds, reader, 2)
         # A follower of events whose cursor is newer than the store starts over.
-        async for one in events.follow(after=cursor, wait=False):
-            assert one is not None and one.seq == 1
+        async for page in events.follow(after=cursor, wait=False):
+            assert page[0].seq == 1
             break
         # The cell notices, and ships again what is missing.
         shipper._check_at = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.projects.kit import create_project
 from turngate.common import clock
 from turngate.errors import StoreError
 from turngate.gateway import eviction
+from turngate.gateway.events import Events, GatewayEvent
 from turngate.gateway.eviction import Evictor
 from turngate.gateway.loading import TimeSlicer, TraceLoader
 from turngate.store.store import SessionLoading, Store
@@ -42,6 +43,13 @@ async def evicted_sessions(count: int) -> AsyncIterator[tuple[Running, list[Sess
         yield g, sessions
 
 
+def burn(seconds: float) -> None:
+    """Use CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
 class SliceLog:
     """Records the loop iteration of each slice."""
 
@@ -61,9 +69,7 @@ class SliceLog:
 
         def continue_loading(loading: SessionLoading, seconds: float) -> bool:
             self.iterations.append(self._now)
-            end = time.thread_time() + burn_s
-            while time.thread_time() < end:
-                pass
+            burn(burn_s)
             return load_slice(loading, seconds)
 
         store.continue_loading = continue_loading  # type: ignore[method-assign]
@@ -120,6 +126,61 @@ async def test_projects_share_the_time_of_a_loop_iteration() -> None:
         await asyncio.gather(g.app.trace_loader.load(session), acme.trace_loader.load(other))
         assert not session.is_evicted and not other.is_evicted
         assert len(set(slices.iterations)) == len(slices.iterations)
+
+
+async def run_turn(log: list[str], steps: int) -> None:
+    """Compute in several iterations of the event loop, as a turn does."""
+    for _ in range(steps):
+        burn(0.0005)
+        log.append("turn")
+        await asyncio.sleep(0)
+
+
+def start_read(log: list[str], *, slices: int, slice_s: float) -> asyncio.Future[None]:
+    """Start a read of several slices."""
+
+    def run_slice(seconds: float) -> bool:
+        burn(slice_s)
+        log.append("slice")
+        return log.count("slice") == slices
+
+    return TimeSlicer().run(run_slice)
+
+
+async def test_turn_waits_for_one_slice_and_not_for_one_in_each_of_its_steps() -> None:
+    log: list[str] = []
+    await asyncio.gather(start_read(log, slices=3, slice_s=0.1), run_turn(log, 6))
+    assert log == ["slice", *["turn"] * 6, "slice", "slice"]
+
+
+async def test_read_ends_although_turns_are_always_ready() -> None:
+    log: list[str] = []
+    turns = asyncio.create_task(run_turn(log, 10**9))
+    await start_read(log, slices=3, slice_s=0.01)
+    turns.cancel()
+    between = "".join(log).split("slice")[1:3]
+    assert all(steps.count("turn") >= 5 for steps in between), log
+
+
+async def test_turn_waits_for_one_page_of_one_follower(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    class LoggedEvents(Events):
+        def page(self, session: str = "", after: int = 0, limit: int = 1) -> list[GatewayEvent]:
+            burn(0.1)
+            log.append("page")
+            return super().page(session, after, limit)
+
+    async def read_all() -> None:
+        assert len([page async for page in events.follow(wait=False)]) == 2
+
+    with closing(Store(tmp_path)) as store:
+        events = LoggedEvents(store)
+        for _ in range(2):
+            events.add("s", "note", {})
+        await asyncio.gather(read_all(), read_all(), run_turn(log, 6))
+    *waited, _ = "".join(log).rpartition("turn")
+    assert waited[0].count("page") == 1 and log.count("page") == 6, log
 
 
 async def test_error_while_loading_reaches_all_calls_and_the_next_call_loads_again() -> None:

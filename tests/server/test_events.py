@@ -187,12 +187,12 @@ async def test_follow_reads_pages_and_removes_followers(tmp_path: Path) -> None:
     count = 2 * PAGE + 7
     for n in range(count):
         events.add(f"s{n % 3}", "note", {"n": n})
-    assert [e.data["n"] async for e in events.follow(wait=False) if e] == list(range(count))
-    assert [e.data["n"] async for e in events.follow("s1", wait=False) if e] == list(range(1, count, 3))
+    assert [e.data["n"] async for page in events.follow(wait=False) for e in page] == list(range(count))
+    assert [e.data["n"] async for page in events.follow("s1", wait=False) for e in page] == list(range(1, count, 3))
     waiting = asyncio.ensure_future(anext(events.follow("s9")))
     await asyncio.sleep(0)
     events.add("s9", "note", {})
-    assert (await asyncio.wait_for(waiting, scaled(5))) is not None
+    assert [event.session for event in await asyncio.wait_for(waiting, scaled(5))] == ["s9"]
     following = events.follow(after=count)
     await anext(following)
     await following.aclose()

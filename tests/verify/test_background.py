@@ -34,9 +34,9 @@ async def run_agent(world: World) -> Agent:
 
 async def wait_for_verdict(world: World, session_id: str) -> GatewayEvent:
     async with asyncio.timeout(scaled(60)):
-        async for event in world.gateway.events.follow(session_id):
-            if event is not None and event.kind == "verified":
-                return event
+        async for page in world.gateway.events.follow(session_id):
+            if found := [event for event in page if event.kind == "verified"]:
+                return found[0]
     raise AssertionError("the gateway stopped")
 
 

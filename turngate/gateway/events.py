@@ -11,18 +11,20 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from turngate.errors import BadRequest
+from turngate.gateway.loading import TimeSlicer
 from turngate.store.events import GatewayEvent, new_event
 from turngate.store.store import Store
 from turngate.trace.session import check_session_id
 from turngate.types import BATCH_STREAM, Json
 
 T = TypeVar("T")
-PAGE = 256  # events that a follower reads at a time
+PAGE = 64  # events that a follower reads at a time
 ALIVE_S = 15.0  # time without an event after which a follower receives a keep-alive
 LARGEST = 16 * 1024  # size limit of an announced event, in bytes
 POLL_S = 0.05  # interval at which a follower of all sessions checks for events from other workers
@@ -31,8 +33,9 @@ POLL_S = 0.05  # interval at which a follower of all sessions checks for events 
 class Events:
     """The event log and its followers. `shared` means that other processes also write to the store."""
 
-    def __init__(self, store: Store, *, shared: bool = False) -> None:
+    def __init__(self, store: Store, slicer: TimeSlicer | None = None, *, shared: bool = False) -> None:
         self._log = store.events
+        self._slicer = slicer or TimeSlicer()  # a long backlog must not delay turns
         self._shared = shared
         self._followers: dict[str, set[asyncio.Event]] = {}  # by session id; empty: followers of all sessions
         self._closed = False
@@ -81,18 +84,21 @@ class Events:
         """Return up to `limit` events after number `after`, oldest first, of one session or (if `session` is empty) of all sessions."""
         return self._log.page(session, after, limit)
 
+    def _read_page(self, session: str, after: int) -> list[GatewayEvent]:
+        return [] if self._closed else self.page(session, after)  # the store may be closed too
+
     async def prune(self, before: float) -> int:
         """Remove the events from before the time `before`, in short transactions that let turns run. Return how many were removed."""
         removed = 0
-        for count in self._log.prune(before):
+        steps = self._log.prune(before)
+        while (count := await self._slicer.call(lambda: next(steps, None))) is not None:
             removed += count
-            await asyncio.sleep(0)
         return removed
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
-    ) -> AsyncGenerator[GatewayEvent | None, None]:
-        """Yield the events after number `after`, of one session or of all sessions, until `close`. None is a keep-alive.
+    ) -> AsyncGenerator[list[GatewayEvent], None]:
+        """Yield pages of the events after number `after`, of one session or of all sessions, until `close`. An empty page is a keep-alive.
 
         With `wait=False`, stop after the last event. If `after` is higher than the newest number, it does not belong to this store, so the
         events are read from the beginning.
@@ -104,17 +110,13 @@ class Events:
             while not self._closed:
                 more.clear()
                 state = self._log.state() if self._shared else 0
-                page = self.page(session, after)
-                for event in page:
-                    yield event
-                    after = event.seq
-                if page:
-                    await asyncio.sleep(0)  # a long backlog must not delay turns
-                    continue
-                if not wait:
+                if page := await self._slicer.call(partial(self._read_page, session, after)):
+                    yield page
+                    after = page[-1].seq
+                elif not wait:
                     return
-                if not await self._wait(more, state, polls=polls):
-                    yield None
+                elif not await self._wait(more, state, polls=polls):
+                    yield []
 
     @contextmanager
     def _follower(self, session: str) -> Iterator[asyncio.Event]:

@@ -27,7 +27,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.decoding import Whole
 from turngate.server.http import json_response, raw_json_response, read_cursor, respond_created, route
-from turngate.server.operations import CreatedReply, Endpoint, EventStreamReply, JsonReply
+from turngate.server.operations import CreatedReply, Endpoint, EventStreamReply, JsonReply, encode_events
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.tool_calls import HostToolCall
 from turngate.telemetry.logs import redact_known
@@ -266,12 +266,8 @@ class AdminRoutes:
     async def _stream_events(self, session_id: str, after: int, wait: bool) -> AsyncIterator[bytes]:
         yield b": events\n\n"
         async with aclosing(self._events.follow(session_id, after, wait=wait)) as following:
-            async for event in following:
-                if event is None:
-                    yield b": alive\n\n"
-                else:
-                    data = msgspec.json.encode(event)
-                    yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), data)
+            async for page in following:
+                yield encode_events(page)
 
 
 def _encode_samples(view: SessionView, query: SamplesQuery) -> bytes:

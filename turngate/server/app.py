@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from math import inf
 
+import anyio
 from starlette.requests import HTTPConnection
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
@@ -216,6 +217,8 @@ class Gateway(ProjectGateway):
         await self._apply_context_limit()
         if self.shard.workers == 1:
             await self.updates.start()
+        async with anyio.create_task_group():
+            pass  # loads its backend, which would otherwise block the loop for 25 ms at the first streamed reply
         self.metrics_endpoint.start()
         self.start_tasks()
         self.hosted.start()

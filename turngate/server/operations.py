@@ -6,8 +6,7 @@ An endpoint declares its input as parameters: `body` is decoded from the request
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -17,13 +16,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from turngate.common.aio import give_way
 from turngate.errors import BadRequest, TurngateError
 from turngate.server.decoding import MSGPACK, decode_body, decode_msgpack, decode_query
 from turngate.server.scopes import Scopes
+from turngate.store.events import GatewayEvent
 
 T = TypeVar("T")
 JSON = "application/json"
 CHUNK_BYTES = 256 * 1024
+CHUNK_S = 0.001  # CPU time that sending a chunk takes, at most
 Endpoint = Callable[..., Awaitable[Response]]
 # Who may call an operation. key: the admin key, or an API key with one of the scopes. session: the session's secret or, if the path names
 # the session, such a key. any key: the admin key, any API key, or a session's secret. page: a browser that is logged in to the page.
@@ -44,7 +46,7 @@ class JsonReply(Response, Generic[T]):
             part = self.body[start : start + CHUNK_BYTES]
             more = start + CHUNK_BYTES < len(self.body)
             await send({"type": "http.response.body", "body": part, "more_body": more})
-            await asyncio.sleep(0)
+            await give_way(CHUNK_S)
 
 
 class CreatedReply(JsonReply[T]):
@@ -55,6 +57,16 @@ class EventStreamReply(StreamingResponse):
     """A response of server-sent events."""
 
     media_type = "text/event-stream"
+
+
+def encode_events(page: Sequence[GatewayEvent]) -> bytes:
+    """Encode a page of events for a stream. An empty page becomes a keep-alive."""
+    events = (encode_event(event.kind, event.seq, msgspec.json.encode(event)) for event in page)
+    return b"".join(events) or b": alive\n\n"
+
+
+def encode_event(kind: str, seq: int, data: bytes) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (seq, kind.encode(), data)
 
 
 class MsgpackReply(Response, Generic[T]):

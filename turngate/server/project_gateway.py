@@ -120,7 +120,7 @@ class ProjectGateway:
 
     def _compose_sessions(self) -> None:
         config = self.config
-        self.events = Events(self.store, shared=self.shard.workers > 1 or config.is_shared)
+        self.events = Events(self.store, self.slicer, shared=self.shard.workers > 1 or config.is_shared)
         self._verifier = (
             BackgroundVerifier(Path(config.data), config.verify_every, self._on_verdict)
             if config.verify_every and not config.is_shared

@@ -8,6 +8,7 @@ import logging
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from turngate.telemetry.spans import is_enabled, start_tracing, stop_tracing
 
 log = logging.getLogger("turngate")
 T = TypeVar("T")
+_SWITCH_S = 0.0005
 
 
 def run(config: ServeConfig) -> None:
@@ -48,7 +50,7 @@ def _run(config: ServeConfig) -> None:
     except ConfigError:
         gateway.store.close()
         raise
-    tune_garbage_collector()
+    tune_interpreter()
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = GatewayServer(uvicorn_config(gateway, config), gateway)
@@ -221,11 +223,18 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
         await gateway.stop()
 
 
-def tune_garbage_collector() -> None:
-    """Exclude the vocabulary from garbage collection. Otherwise, half a million permanent objects would be scanned again and again."""
+def tune_interpreter() -> None:
+    """Adjust Python's settings for a process that only serves a gateway.
+
+    The vocabulary is excluded from garbage collection. Otherwise, half a million permanent objects would be scanned again and again.
+
+    A thread that reads the store must pass on the interpreter lock sooner than after Python's 5 ms. A turn waits for the engine and for
+    sockets several times, and each time it could wait that long for the lock.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def log_renderer(gateway: Gateway) -> None:

@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_of_a_session ON events (session, seq);
 """
 _EVENT = "INSERT INTO events (time, session, kind, data) VALUES (?,?,?,?)"
-_PRUNED = 1000  # rows that one transaction examines
+_PRUNED = 250  # rows that one transaction examines
 _LAST_PRUNED = "events_pruned"  # name of the setting with the number of the newest removed event
 _NOTE_PRUNED = (
     "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"

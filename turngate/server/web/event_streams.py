@@ -14,7 +14,7 @@ from turngate.errors import NotFound, StoreError, TooManyRequests, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.sessions import Sessions
 from turngate.server.http import read_cursor
-from turngate.server.operations import EventStreamReply
+from turngate.server.operations import EventStreamReply, encode_event, encode_events
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
 from turngate.store.store import Store
@@ -114,14 +114,14 @@ class EventStreamRoutes:
                 continue
             if newest - after > _MAX_BEHIND or after < self._store.events.last_pruned():
                 after = newest
-                yield _encode_event("reload", after, encode_json({"cursor": after}))
+                yield encode_event("reload", after, encode_json({"cursor": after}))
                 continue
             try:
                 changes = await self._reader.run(partial(self._find_changes, after=after))
             except StoreError:  # the gateway is stopping
                 return
             after = changes["cursor"]
-            yield _encode_event("changed", after, encode_json({**changes, "gateway": self._describe_gateway()}))
+            yield encode_event("changed", after, encode_json({**changes, "gateway": self._describe_gateway()}))
             await asyncio.sleep(_INTERVAL_S)
 
     def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
@@ -132,14 +132,7 @@ class EventStreamRoutes:
     async def _stream_events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
         yield b": live\n\n"
         async with aclosing(self._events.follow(session, after)) as following:
-            async for event in following:
+            async for page in following:
                 if not self._may_continue(request):
                     return
-                if event is None:
-                    yield b": alive\n\n"
-                else:
-                    yield _encode_event(event.kind, event.seq, msgspec.json.encode(event))
-
-
-def _encode_event(kind: str, seq: int, data: bytes) -> bytes:
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (seq, kind.encode(), data)
+                yield encode_events(page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from functools import partial
@@ -12,8 +11,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from turngate.common.aio import give_way
 from turngate.errors import StoreError
 from turngate.gateway.projects import AuditNote
+from turngate.server.operations import CHUNK_BYTES, CHUNK_S
 from turngate.server.web.login import PageLogin
 from turngate.server.web.reader import PageReader
 from turngate.store.store import Store
@@ -21,7 +22,6 @@ from turngate.trace.advantage import compute_advantages
 from turngate.views.session import load_session_view
 
 _UNSAFE_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_CHUNK_BYTES = 256 * 1024
 Members = list[tuple[str, int]]  # the session id and session key of each rollout
 
 
@@ -74,7 +74,7 @@ class ExportRoutes:
         return response
 
     async def _lines(self, format: str, selected: Members, group: Members) -> AsyncIterator[bytes]:
-        """Yield the lines of the file, reading one rollout at a time. Advantages are computed over the whole group."""
+        """Yield the lines of the file in chunks, reading one rollout at a time. Advantages are computed over the whole group."""
         rewards = []
         for session, key in group if format == "rows" else ():
             rewards.append(await self._reader.run(partial(self._views.training_reward, session=session, key=key)))
@@ -85,8 +85,8 @@ class ExportRoutes:
             query = partial(
                 self._views.lines, session=session, key=key, format=format, advantage=by_session.get(session)
             )
-            for line in await self._reader.run(query):
-                yield line
+            async for chunk in _chunks(b"".join(await self._reader.run(query))):
+                yield chunk
 
 
 def _encode_trace(store: Store, *, session: str) -> bytes:
@@ -96,9 +96,9 @@ def _encode_trace(store: Store, *, session: str) -> bytes:
 
 
 async def _chunks(content: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(content), _CHUNK_BYTES):
-        yield content[start : start + _CHUNK_BYTES]
-        await asyncio.sleep(0)
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES]
+        await give_way(CHUNK_S)
 
 
 def _attachment(content: AsyncIterator[bytes], name: str, media_type: str) -> Response:

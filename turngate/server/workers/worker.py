@@ -27,7 +27,7 @@ from turngate.common.sharding import Shard
 from turngate.errors import TurngateError
 from turngate.server.app import Gateway
 from turngate.server.asgi import App, Receive, Scope, Send, add_gateway_header
-from turngate.server.run import GatewayServer, log_renderer, trace_spans, tune_garbage_collector, uvicorn_config
+from turngate.server.run import GatewayServer, log_renderer, trace_spans, tune_interpreter, uvicorn_config
 from turngate.server.workers.coordinator import Coordinator
 from turngate.server.workers.forwarding import (
     INTERNAL_PREFIX,
@@ -57,7 +57,7 @@ def _run(start: WorkerStart) -> None:
     with socket.socket(fileno=start.pair) as pair:
         try:
             gateway = Gateway(start.config, shard=Shard(start.number, start.workers))
-            tune_garbage_collector()
+            tune_interpreter()
             with trace_spans(start.config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(start, pair, gateway))
         except TurngateError as error:
