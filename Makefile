@@ -3,7 +3,7 @@
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: nine minutes, once the parts are installed
 # make test-all   run all tests but the repetitions of `make soak`: about 30 minutes, once the parts are installed
-# make soak       run the stress tests (random kills and injected faults) at full size, and repetitions (such as every agent in every sandbox)
+# make soak       run the stress tests (random kills and injected faults) at full size, repetitions (such as every agent in every sandbox), and an hour of load
 # make chaos      inject every kind of fault into live gateways and check that nothing is lost (FAST=1: a sample of them in three minutes; SEED=7; ROUNDS=3)
 # make fuzz       fuzz the HTTP API, decoders, parsers, files and the store (SECONDS=60 per target; SEED=1; ONLY=http; RESULTS=FOLDER: all at the same time)
 # make check      check format, lint, types, layering, names and generated docs
@@ -105,6 +105,7 @@ bench: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python tools/tier.py soak
+	@$(BIN)/python bench/load.py --turns 50 --minutes 60 --max-growth 0.1
 
 # Faults of the disk need root, and those of a cell need PostgreSQL.
 chaos: $(READY)

@@ -6,7 +6,8 @@ keeps traces of at most `--max-loaded-mb` in memory, and evicts the others. Memo
 the turns, in the middle and at the end, each as the median of the last ten seconds.
 
 At the end, every session must have a row whose text is the agent's whole conversation, in the template's rendering, with every answer that
-the agent has received. If one does not, the run ends with an error and no numbers.
+the agent has received. If one does not, the run ends with an error and no numbers. With `--max-growth 0.1`, it also ends with an error if
+the memory at the end exceeds that after a tenth of the turns by more than a tenth.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import resource
 import signal
@@ -174,6 +176,7 @@ async def measure(bench: Bench, args: argparse.Namespace) -> None:
         print_delays("", measured["delays"])
         print_steps(measured["steps"])
         print_stalls(measured["stalls"])
+        check_memory(load.memory, args.max_growth)
     finally:
         gateway.stop()
 
@@ -231,6 +234,12 @@ def print_stalls(stalls: list[dict[str, Any]]) -> None:
         print("".join(f"    in {stack}\n" for stack in stall["stacks"]), end="")
 
 
+def check_memory(memory: dict[int, float], max_growth: float) -> None:
+    first, *_, last = memory.values()
+    if last > first * (1 + max_growth):
+        raise SystemExit(f"bench: memory has grown from {first:.0f} to {last:.0f} MB, by more than {max_growth:.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Load the gateway with many live sessions while things fail.")
     parser.add_argument("--sessions", type=int, default=2000)
@@ -240,6 +249,9 @@ def main() -> None:
         "--max-loaded-mb", type=float, default=48.0, help="MB of traces that the gateway keeps in memory"
     )
     parser.add_argument("--fault-s", type=float, default=3.0, help="seconds between faults; 0: no faults")
+    parser.add_argument(
+        "--max-growth", type=float, default=math.inf, help="of the memory; small runs need some for caches"
+    )
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))

@@ -40,7 +40,7 @@ _STALL_S = 0.05
 _LOOK_S = 0.01  # between two looks at the loop's thread
 _FRAMES = 8  # of a stack, innermost first
 _MEASUREMENTS = (
-    600_000  # for more than 20 minutes; allocated at the start, so that they do not look like growth of the gateway
+    2_000_000  # for more than an hour; allocated at the start, so that they do not look like growth of the gateway
 )
 # ms: wall time and CPU time of the loop's thread, alternating
 delays = array("f", bytes(8 * _MEASUREMENTS))
