@@ -184,7 +184,7 @@ def find_summary(trace: Trace, quoted: Sequence[Sampled], *, has_tools: bool) ->
     - It makes no tool calls, and no turn follows it.
     - The turn before it, if any, is not a quoted answer too. If both are quoted, the quoting text is a transcript.
     - The agent's signals mark it as a side call or a summary, or else what it summarizes has at least two turns or was already shortened.
-      An unmarked answer to less than that may be a plan or a review.
+      Otherwise, it may be a plan or a review.
 
     If an unmarked summary is the first turn of a conversation, it summarizes an earlier conversation. Its own conversation must then quote
     the earlier one, or lack the tools that the shortened one has.
