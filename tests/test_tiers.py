@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -215,6 +216,12 @@ def test_repetition(): pass
 
 def test_tiers_with_heavy_parts_look_for_containers() -> None:
     assert {name for name, one in tier.TIERS.items() if one.uses_docker} == {"test-real", "test-all", "soak"}
+
+
+def test_programs_load_one_root_certificate(tmp_path: Path) -> None:
+    if not (env := tier._trust_one_certificate(tmp_path / "one.pem")):
+        pytest.skip("this machine has no root certificates")
+    assert ssl.create_default_context(cafile=env["SSL_CERT_FILE"]).cert_store_stats()["x509_ca"] == 1
 
 
 def test_timeouts_scale_with_slowness() -> None:
