@@ -118,7 +118,10 @@ done
 SETTINGS = {
     "README.md": Setting(
         after=_AWAIT_ROLLOUT,
-        replaced={"--agent mini-swe-agent --n 8 --rounds 100": f"{_SHELL_AGENT} --n 8 --rounds 100"},
+        replaced={
+            "--agent mini-swe-agent --script": "--agent pi --script",  # starts in a third of the time
+            "--agent mini-swe-agent --n 8 --rounds 100": f"{_SHELL_AGENT} --n 8 --rounds 100",
+        },
     ),
     "docs/agents.md": Setting(
         before="echo 'print(1)' > agent.py" + _OWN_PROGRAM,
