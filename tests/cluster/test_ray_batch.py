@@ -24,7 +24,7 @@ from tests.cluster.batch_kit import (
 from tests.cluster.cut_wire import CutWire
 from tests.cluster.ray_kit import start_ray
 from tests.postgres import PostgresServer
-from tests.speed import scaled
+from tests.speed import paced, scaled
 
 pytestmark = [pytest.mark.needs("ray", "postgres", f"agent:{AGENT}")]
 
@@ -53,9 +53,9 @@ def test_rollouts_of_a_killed_node_run_again_elsewhere(
 def test_killed_driver_resumes_while_nodes_join_and_drain(
     tmp_path: Path, postgres_server: PostgresServer, postgres_url: str
 ) -> None:
-    out, tasks = tmp_path / "out", copy_tasks(tmp_path / "tasks", 4)
+    out, tasks = tmp_path / "out", copy_tasks(tmp_path / "tasks", 2)
     with start_ray("a", slots=2) as cluster, GroupTrainer(postgres_url, n=3) as trainer:
-        first = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks)
+        first = Driver(cluster, postgres_url, out, n=3, concurrency=2, tasks=tasks)
         first.wait_for(lambda: first.finished() >= 2)
         first.process.kill()
         first.process.wait()
@@ -63,7 +63,7 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
         check_leftovers(cluster)  # cells without a driver end their agents and themselves
         assert not list_abandoned_sandboxes()
         # A node needs a while to join: the rollouts take longer.
-        second = Driver(cluster, postgres_url, out, n=3, concurrency=4, tasks=tasks, pause_s=10)
+        second = Driver(cluster, postgres_url, out, n=3, concurrency=2, tasks=tasks, pause_s=round(paced(10)))
         # Cells may have graded rollouts that the first driver could not write to its ledger.
         second.wait_for(lambda: second.resumed() is not None)
         assert second.resumed() >= before
@@ -71,8 +71,8 @@ def test_killed_driver_resumes_while_nodes_join_and_drain(
         cluster.drain("a")
         second.wait()
         assert "cell on b is ready" in second.log() and "node a is draining" in second.log()
-        check_results(postgres_server, postgres_url, out, 12)
-        trainer.check(out, 4)
+        check_results(postgres_server, postgres_url, out, 6)
+        trainer.check(out, 2)
         check_leftovers(cluster)
     sweep_sandboxes()
 
