@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import starlette.routing
 import typer.testing
 
 from tests import kit
@@ -21,6 +22,7 @@ from turngate.telemetry import logs
 pytest_plugins = ["tests.tiers"]
 _vllm = pytest.StashKey[Servers]()
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # builds all commands for each call
+starlette.routing.compile_path = functools.cache(starlette.routing.compile_path)  # each gateway has the same 120 routes
 gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth of the time of the fast tests
 
 
