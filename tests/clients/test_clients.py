@@ -85,7 +85,8 @@ CLIENTS = {
     "ai-sdk": Client("ai_sdk.mjs", (*OPENAI, *MESSAGES, *GEMINI), "js-clients"),
 }
 REAL = ("pydantic-ai", "ai-sdk")  # one of each part runs in `make test-real` too
-REPEATED = ("langchain", "litellm")  # in the same ways as those: only in `make soak`
+# Only in `make soak`: two in the same ways as those, and three SDKs that `tests/server` calls in all of their dialects.
+REPEATED = ("langchain", "litellm", "openai", "anthropic", "google-genai")
 
 
 def _to_param(name: str) -> Any:
