@@ -136,7 +136,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     script: Annotated[
         str,
         _about(
-            "Scripted engine: JSON file with a list of replies. `turngate run` and `turngate batch` also accept `reference`.",
+            "Scripted engine: JSON file with a list of replies. `turngate run` and `turngate batch` also accept `reference` to replay the "
+            "task's solution.",
             ENGINE,
         ),
     ] = ""

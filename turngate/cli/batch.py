@@ -326,7 +326,7 @@ def print_result(result: BatchResult, console: Console) -> None:
         console.print(_round_table(summary))
     say(
         console,
-        f"  mean seconds: {phases or 'none'}; attempts: {summary.overall.attempts}, in {_clock(summary.seconds)}",
+        f"  mean seconds per phase: {phases or 'none'}; attempts: {summary.overall.attempts}; total time: {_clock(summary.seconds)}",
     )
     for kind, messages in summary.messages.items():
         for message, count in messages:

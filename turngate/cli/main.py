@@ -170,7 +170,10 @@ def show(
         bool, typer.Option("--tokens", help="Print tokens instead of text, colored by log-probability.")
     ] = False,
     tokenizer: Annotated[
-        str, typer.Option(help="Tokenizer to decode the ids with, if the recorded one is not on this machine.")
+        str,
+        typer.Option(
+            help="Tokenizer to decode the ids with, if the one that the session was recorded with is not on this machine."
+        ),
     ] = "",
     full: Annotated[bool, typer.Option("--full", help="Print long messages in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

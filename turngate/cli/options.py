@@ -73,7 +73,9 @@ class ServeOptions:
 class DoctorOptions(ServeOptions):
     gateway: Annotated[
         str,
-        _flag("URL of a running gateway to check instead. Set TURNGATE_ADMIN_KEY to its key.", GATEWAY),
+        _flag(
+            "URL of a running gateway to check instead of these settings. Set TURNGATE_ADMIN_KEY to its key.", GATEWAY
+        ),
     ] = ""
     agent: Annotated[
         Optional[list[str]],
@@ -350,14 +352,20 @@ class VerifyCommandOptions:
             default="DATA, or the current folder for a shared store",
         ),
     ] = ""
-    engine: Annotated[str, _flag("Engine that recomputes the log-probabilities: vllm or scripted.", SCORING)] = ""
-    engine_url: Annotated[str, _flag("URL of that engine.", SCORING)] = ""
-    engine_key_env: Annotated[str, _flag("Name of the environment variable with that engine's API key.", SCORING)] = ""
-    model: Annotated[str, _flag("Model name on that engine.", SCORING)] = ""
+    engine: Annotated[str, _flag("Scoring engine, which recomputes log-probabilities: vllm or scripted.", SCORING)] = ""
+    engine_url: Annotated[str, _flag("URL of the scoring engine.", SCORING)] = ""
+    engine_key_env: Annotated[
+        str, _flag("Name of the environment variable with the scoring engine's API key.", SCORING)
+    ] = ""
+    model: Annotated[str, _flag("Model name on the scoring engine.", SCORING)] = ""
     policy_version: Annotated[Optional[int], _flag("Score only turns sampled at this policy version.", SCORING)] = None
     tolerance: Annotated[float, _flag("Maximum accepted difference between log-probabilities.", SCORING)] = 0.02
     tokenizer: Annotated[
-        str, _flag("Tokenizer to render with, if the recorded one is not on this machine.", "Rendering")
+        str,
+        _flag(
+            "Tokenizer to render with, if the one that the sessions were recorded with is not on this machine.",
+            "Rendering",
+        ),
     ] = ""
     family: Annotated[
         str,
@@ -467,7 +475,11 @@ class ExportOptions:
         Optional[Path], _flag("File that caches the scores.", TEACHER, default="DATA/teacher-scores.db")
     ] = None
     tokenizer: Annotated[
-        str, _flag("Tokenizer of the recorded ids, if its recorded folder is not on this machine.", TEACHER)
+        str,
+        _flag(
+            "Tokenizer of the recorded ids, if the one that the sessions were recorded with is not on this machine.",
+            TEACHER,
+        ),
     ] = ""
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 

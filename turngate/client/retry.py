@@ -1,4 +1,4 @@
-"""Retry policy of all clients for a gateway that is restarting."""
+"""How all clients retry requests while a gateway is restarting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of checks, of their results, and of the findings that `turngate doctor` prints."""
+"""The classes for checks, their results, and the findings that `turngate doctor` prints."""
 
 from __future__ import annotations
 
