@@ -241,7 +241,7 @@ class SandboxGone(SandboxError):
 
 
 class SandboxStuck(SandboxGone):
-    """A process in the sandbox cannot be stopped, so the sandbox is treated as gone. Its own processes are at fault."""
+    """A process in the sandbox cannot be stopped, so the sandbox is treated as gone. The sandbox's own processes are at fault."""
 
 
 class SandboxTooLarge(SandboxError):

@@ -105,7 +105,7 @@ class Installation(msgspec.Struct, frozen=True):
         return host.mounts if host is not None and self.python == host.path else ()
 
     def use_host_python(self) -> Installation:
-        """Return the installation for a sandbox that uses this machine's programs, with the path of this machine's Python as `python`."""
+        """Return the installation for a sandbox that uses this machine's programs: `python` is the path of this machine's Python."""
         return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:

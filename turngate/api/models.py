@@ -56,7 +56,10 @@ def resolve_model(
     config: ServiceConfig | Path | str | None,
     overrides: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
-    """Return service settings whose catalog has the model, and the model's key in the catalog. Non-None overrides replace settings."""
+    """Return service settings whose catalog has the model, and the model's key in the catalog.
+
+    `overrides` replace settings, except those that are None.
+    """
     if not isinstance(model, str | Endpoint | ServiceConfig):
         raise BadRequest(
             f"model must be an Endpoint, a ServiceConfig or a string {_EXAMPLE}, not {type(model).__name__}",

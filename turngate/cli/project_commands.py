@@ -67,7 +67,7 @@ def change_project(
     gateway: flags.GatewayFlag = flags.GATEWAY_URL,
     as_json: flags.JsonFlag = False,
 ) -> None:
-    """Change the weight or quotas of a project. What you do not pass stays as it is."""
+    """Change the weight or quotas of a project. Values that you do not pass stay unchanged."""
     from turngate.cli import projects
     from turngate.cli.projects import ask, print_projects
 

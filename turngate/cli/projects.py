@@ -39,7 +39,7 @@ def parse_quotas(**given: int | None) -> dict[str, int]:
 
 
 async def change_project(client: ProjectClient, name: str, weight: float | None, **given: int | None) -> ProjectView:
-    """Change the weight and quotas of a project. What is None stays as it is. A quota of 0 removes the limit."""
+    """Change the weight and quotas of a project. An argument that is None changes nothing. A quota of 0 removes the limit."""
     if all(value is None for value in given.values()):
         return await client.change_project(name, weight=weight)
     old = next((msgspec.structs.asdict(one.quotas) for one in await client.projects() if one.name == name), {})

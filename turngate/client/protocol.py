@@ -373,7 +373,7 @@ class EnginesView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a feed, which cannot be changed after it is created. A feed with different settings needs a different name."""
+    """The settings of a feed. They cannot be changed after the feed is created: different settings need a feed with a different name."""
 
     n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # a group is complete once this many rollouts have an outcome
     advantage: Choice = "normalised"

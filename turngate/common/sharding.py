@@ -30,7 +30,7 @@ def new_secret(session_id: str, project: str = "") -> str:
 
 
 def slot_from_head(head: bytes) -> int | None:
-    """Return the slot of the session that a request's head refers to, or None if it refers to no session."""
+    """Return the slot of the session that an HTTP request names in its path or headers (`head`), or None if it names none."""
     line = head.partition(b"\r\n")[0]
     target = line.partition(b" ")[2]
     if match := SESSION_PATH.match(target):

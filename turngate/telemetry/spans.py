@@ -59,7 +59,7 @@ def is_enabled(requested: bool) -> bool:
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
     """Start recording the spans of this process.
 
-    Spans are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint in the environment, or to the SDK's default endpoint.
+    If `exporter` is None, spans are sent over HTTP to the OTLP endpoint that the environment sets, or else to the SDK's default endpoint.
     """
     global _current
     try:
