@@ -31,10 +31,8 @@ async def sh(sandbox: Sandbox, script: str, *arguments: str, **options: object) 
 
 async def is_running(sandbox: Sandbox, word: str) -> bool:
     """Check whether a process in the sandbox has a word in its command line."""
-    # The word is passed in two parts, so that the script does not match itself.
-    script = (
-        'for f in /proc/[0-9]*/cmdline; do tr "\\0" " " <"$f" 2>/dev/null | grep -qF "$1$2" && exit 0; done; exit 1'
-    )
+    # The word is passed in two parts, and the processes are listed before the others start, so that the script does not match itself.
+    script = 'word=$1$2; set -- /proc/[0-9]*/cmdline; cat "$@" 2>/dev/null | tr "\\0" " " | grep -qF "$word"'
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", word[:3], word[3:]])
     return done.exit_code == 0
 
