@@ -51,7 +51,7 @@ class GroupSizeWatch:
         self._delivered.append(group)
 
     def is_look_due(self, waited_s: float) -> bool:
-        """Return whether to check the incomplete groups now. No delivery has arrived for `waited_s` seconds."""
+        """Return whether to check the incomplete groups now. `waited_s` is the number of seconds since the last delivery."""
         return waited_s >= self.next_look_s
 
     @property

@@ -14,8 +14,8 @@ _IDLE_S = 0.00005  # a loop iteration that takes less CPU time had nothing else 
 async def give_way(seconds: float) -> None:
     """Let other tasks of the event loop run between two steps of a long job.
 
-    Return as soon as an iteration of the loop had nothing else to run, or when other work has had `seconds` of CPU time. If this is the
-    duration of the previous step, the job takes at most half of the time of a busy loop.
+    Return when the loop has nothing else to run, or when other tasks have used `seconds` of CPU time. If `seconds` is the duration of the
+    previous step, the job takes at most half of a busy loop's time.
     """
     before = time.thread_time()
     end = before + seconds
