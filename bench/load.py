@@ -175,7 +175,7 @@ async def measure(bench: Bench, args: argparse.Namespace) -> None:
         measured = json.loads(file.read_text())
         print_delays("", measured["delays"])
         print_steps(measured["steps"])
-        print_stalls(measured["stalls"])
+        print_stalls(measured["stalls"], measured["stalled"])
         check_memory(load.memory, args.max_growth)
     finally:
         gateway.stop()
@@ -223,9 +223,9 @@ def print_steps(steps: list[tuple[int, int]]) -> None:
     )
 
 
-def print_stalls(stalls: list[dict[str, Any]]) -> None:
+def print_stalls(stalls: list[dict[str, Any]], count: int) -> None:
     """Print what is known about the longest delays over 50 ms."""
-    print(f"{len(stalls)} delays over 50 ms")
+    print(f"{count} delays over 50 ms")
     for stall in sorted(stalls, key=lambda s: s["late"], reverse=True)[:10]:
         print(
             f"  {stall['late']:.0f} ms: {stall['cpu']:.0f} ms of CPU, of which garbage collection at most {stall['collected']:.0f} ms; "

@@ -5,8 +5,8 @@ time that other work had to wait for the loop. The CPU time of the loop's thread
 rest, other processes had the core, or the thread waited for a lock or the disk. The CPU time of the whole process also includes other
 threads, for which the loop may have waited because they held the interpreter lock.
 
-Each delay over 50 ms is explained: the CPU times, the time that the thread waited for a core, the time of garbage collections, and what the
-thread was doing then.
+The longest delays over 50 ms are explained: the CPU times, the time that the thread waited for a core, the time of garbage collections, and
+what the thread was doing then.
 
 A delay may consist of the steps of many requests. So the CPU time of each step is measured too. A step is what a request, the
 eviction or the loading of traces does between two awaits. A request with a step of more than 50 ms blocks the others by itself.
@@ -39,6 +39,7 @@ _INTERVAL_S = 0.002
 _STALL_S = 0.05
 _LOOK_S = 0.01  # between two looks at the loop's thread
 _FRAMES = 8  # of a stack, innermost first
+_EXPLAINED = 100  # stalls that are kept with their stacks; thousands would look like growth of the gateway
 _MEASUREMENTS = (
     2_000_000  # for more than an hour; allocated at the start, so that they do not look like growth of the gateway
 )
@@ -47,7 +48,8 @@ delays = array("f", bytes(8 * _MEASUREMENTS))
 process_cpu = array("f", bytes(4 * _MEASUREMENTS))  # ms: CPU time of all threads during each delay
 measured = 0  # number of delays
 steps: Counter[int] = Counter()  # by CPU time, in units of 0.1 ms
-stalls: list[dict[str, Any]] = []
+stalls: list[dict[str, Any]] = []  # the longest ones
+stalled = 0  # number of all stalls
 watching = False
 _start = Gateway.start
 
@@ -81,6 +83,10 @@ class LoopWatch:
     def _add_stall(self, late: float, cpu: float, whole: float, queued: float, collected: float) -> None:
         times = {"late": late, "cpu": cpu, "process_cpu": whole, "queued": queued, "collected": collected}
         stalls.append({**{name: round(s * 1000, 1) for name, s in times.items()}, "stacks": self._stacks[:3]})
+        global stalled
+        stalled += 1
+        if len(stalls) > _EXPLAINED:
+            stalls.remove(min(stalls, key=lambda stall: stall["late"]))
 
     def _queued_s(self) -> float:
         """Return how long the thread has waited for a core since it started."""
@@ -156,8 +162,8 @@ async def _start_and_watch(self: Gateway, url: str = "") -> None:
 
 
 def _start_watching(*_: object) -> None:
-    global watching, measured
-    measured = 0
+    global watching, measured, stalled
+    measured = stalled = 0
     stalls.clear()
     steps.clear()
     watching = True
@@ -168,7 +174,7 @@ def _stop_watching(*_: object) -> None:
     watching = False
     path = Path(os.environ["BENCH_STALLS"])
     pairs = list(zip(delays[: 2 * measured : 2], delays[1 : 2 * measured : 2], strict=True))
-    written = {"delays": pairs, "process_cpu": list(process_cpu[:measured]), "stalls": stalls}
+    written = {"delays": pairs, "process_cpu": list(process_cpu[:measured]), "stalls": stalls, "stalled": stalled}
     written["steps"] = sorted(steps.items())
     path.with_suffix(".part").write_text(json.dumps(written))
     path.with_suffix(".part").replace(path)
