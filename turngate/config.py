@@ -313,7 +313,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self._check_local()
         if self.engine in ("vllm", "sglang", "gate") and not self.tokenizer:
             raise ConfigError(
-                "tokenizer is not set; exact sessions need the model's tokenizer folder (--tokenizer PATH)",
+                f"tokenizer is not set; the engine {self.engine!r} needs the model's tokenizer (--tokenizer, a folder or a model in "
+                "the Hugging Face cache)",
                 param="tokenizer",
             )
         if self.engine == "vllm" and not self.model:

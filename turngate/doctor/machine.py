@@ -265,7 +265,9 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "if the key is in a file, run chmod 600 on the file or delete it; otherwise, correct the environment variable"
+            else "run chmod 600 on the file, or delete it to get a new key"
+            if error.param == "data"
+            else "correct the environment variable, or the file that it names"
         )
         return [failure(error.message, fix)]
     file = folder / "admin-key"

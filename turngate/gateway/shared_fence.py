@@ -234,7 +234,8 @@ class FenceFollower:
             await self._fence.pause("hold")
             raise Conflict(
                 f"the shared store is at policy version {shared.version}, but this cell has served version {self._fence.version}; "
-                f"if the shared store was restored from a backup, resume calls there at a version above {self._fence.version}"
+                "if the shared store was restored from a backup, send POST /admin/fence/resume with a version above "
+                f"{self._fence.version} to the gateway on the shared store"
             )
         if shared.weights:
             self._state.write_weights(msgspec.json.decode(shared.weights, type=PolicyWeights))

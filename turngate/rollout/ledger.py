@@ -101,7 +101,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that finished without a verdict and will run again, on request."""
+    """A rollout that finished without a verdict. It will run again, because someone has requested that."""
 
     rollout: str
     attempt: int  # number of the last attempt

@@ -520,7 +520,7 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
                     f"the variable {name} cannot be set in a container: the docker command reads it, too, and its value has line breaks "
-                    f"or more than {MAX_ENV_LINE} bytes; rename the variable, or shorten its value"
+                    f"or more than {MAX_ENV_LINE} bytes; rename the variable, or give it a shorter value without line breaks"
                 )
             own[name] = value
         else:

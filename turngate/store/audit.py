@@ -100,7 +100,7 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Insert an entry in the transaction of the change that it describes. Take all other locks first."""
+    """Insert an entry in the transaction of the change that it describes, which must already hold all other locks that it needs."""
     db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",

@@ -63,9 +63,9 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: StoreConnection, event: NewEvent) -> None:
-    """Insert an event in the caller's transaction. Take all other locks first.
+    """Insert an event in the caller's transaction, which must already hold all other locks that it needs.
 
-    In the shared store, this locks the event counter. Other transactions cannot number their events until this one ends.
+    In the shared store, this locks the event counter. Other transactions cannot number their events until the caller's ends.
     """
     db.execute(_EVENT, (event.time, event.session, event.kind, event.data))
 

@@ -147,13 +147,13 @@ class _CauseCheck:
 
     def _check_retry(self) -> str:
         cause = self._context.info.cause
-        return "" if self._is_observed() else f"its cause is {cause}, which only a turn can have"
+        return "" if self._is_observed() else f"its cause is '{cause}', which only a turn can have"
 
     def _check_branch(self) -> str:
         if self._is_root:
-            return "its cause is branch, but it is a root"
+            return "its cause is 'branch', but it is a root"
         return (
-            "its cause is branch, but it contains assistant messages that were not sampled"
+            "its cause is 'branch', but it contains assistant messages that were not sampled"
             if self._has_assistant
             else ""
         )
@@ -163,7 +163,7 @@ class _CauseCheck:
         return (
             ""
             if self._has_assistant or (self._is_root and same_start)
-            else "its cause is edited, but no message was edited"
+            else "its cause is 'edited', but no message was edited"
         )
 
     def _check_compaction(self) -> str:
@@ -171,15 +171,13 @@ class _CauseCheck:
         continues = any(thread and root.info.signals.thread == thread for root in self._earlier)
         similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
         if not (self._is_root and (continues or similar)):
-            return (
-                "its cause is compaction, but it is not a root, or no earlier conversation has the same thread or start"
-            )
+            return "its cause is 'compaction', but it is not a root, or no earlier conversation has the same thread or start"
         kept = [
             root.id
             for root in similar
             if not continues and not self._same_question(root) and self._keeps_first_answer(root)
         ]
-        return f"its cause is compaction, but it keeps the first answer of context {kept[0]}" if kept else ""
+        return f"its cause is 'compaction', but it keeps the first answer of context {kept[0]}" if kept else ""
 
     def _keeps_first_answer(self, root: StoredContext) -> bool:
         size = len(self._messages.of(root))
@@ -195,7 +193,7 @@ class _CauseCheck:
         if self._is_helper:
             return ""
         if not self._is_root:
-            return "its cause is subagent, but no signal confirms that"
+            return "its cause is 'subagent', but no signal confirms that"
         again = [
             root.id
             for root in self._earlier
@@ -203,14 +201,14 @@ class _CauseCheck:
         ]
         threads = {root.info.signals.thread for root in self._earlier} - {""}
         if again and not (self._signals.thread and threads and self._signals.thread not in threads):
-            return f"its cause is subagent, but it starts with the same messages as context {again[0]}"
-        return "" if self._earlier else "its cause is subagent, but no conversation precedes it"
+            return f"its cause is 'subagent', but it starts with the same messages as context {again[0]}"
+        return "" if self._earlier else "its cause is 'subagent', but no conversation precedes it"
 
     def _check_side(self) -> str:
         if self._signals.role in _ASIDE:
             return ""
         quiet = self._is_root and not self._messages.tools(self._context)
-        return "" if quiet else "its cause is side, but no signal confirms that"
+        return "" if quiet else "its cause is 'side', but no signal confirms that"
 
     def _check_handoff(self) -> str:
         answers = [message for message in self._own_messages if message.role == "assistant"]
@@ -224,27 +222,27 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and taken
-            else "its cause is handoff, but it is not a root, or repeats no answer of another conversation"
+            else "its cause is 'handoff', but it is not a root, or repeats no answer of another conversation"
         )
 
     def _check_new(self) -> str:
         if not self._is_root:
-            return "its cause is new, but it is not the start of a conversation"
+            return "its cause is 'new', but it is not the start of a conversation"
         if not self._messages.tools(self._context):
-            return "" if self._earlier else "its cause is new, but no conversation precedes it"
+            return "" if self._earlier else "its cause is 'new', but no conversation precedes it"
         similar = [
             root
             for root in self._earlier
             if self._same_tools(root) and (self._same_first_message(root) or self._lack_system_prompt(root))
         ]
         if not similar:
-            return "its cause is new, but no earlier conversation has the same tools and start"
+            return "its cause is 'new', but no earlier conversation has the same tools and start"
         if self._context.info.quotes:
-            return f"its cause is new, but it quotes turn {self._context.info.quotes[0]}"
+            return f"its cause is 'new', but it quotes turn {self._context.info.quotes[0]}"
         if (turn := self._find_repeated_turn()) is not None:
-            return f"its cause is new, but it repeats turn {turn.id}"
+            return f"its cause is 'new', but it repeats turn {turn.id}"
         kept = [root.id for root in similar if not self._same_question(root) and self._contains_question(root)]
-        return f"its cause is new, but it contains the question of context {kept[0]}" if kept else ""
+        return f"its cause is 'new', but it contains the question of context {kept[0]}" if kept else ""
 
     def _lack_system_prompt(self, root: StoredContext) -> bool:
         """Return whether this conversation and another one both start without a system prompt."""
@@ -277,7 +275,7 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is tools, but it is not a root, or no earlier conversation has the same start but different tools"
+            else "its cause is 'tools', but it is not a root, or no earlier conversation has the same start but different tools"
         )
 
     def _check_system(self) -> str:
@@ -288,7 +286,7 @@ class _CauseCheck:
         return (
             ""
             if self._is_root and changed
-            else "its cause is system, but it is not a root, or no earlier conversation with another start has the same tools and question"
+            else "its cause is 'system', but it is not a root, or no earlier conversation has the same tools and question but another start"
         )
 
     def _check_template(self) -> str:
@@ -296,7 +294,9 @@ class _CauseCheck:
         turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
         return (
-            "" if self._is_root and known else "its cause is template, but it is not a root, or does not repeat a turn"
+            ""
+            if self._is_root and known
+            else "its cause is 'template', but it is not a root, or does not repeat a turn"
         )
 
 
@@ -320,12 +320,12 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
         return (
             ""
             if cause in (None, context.info.cause)
-            else f"its cause is {cause}, but the cause of its context is {context.info.cause}"
+            else f"its cause is '{cause}', but the cause of its context is '{context.info.cause}'"
         )
     if not earlier and not observed:
-        return f"its cause is {cause}, but it is the first answer"
+        return f"its cause is '{cause}', but it is the first answer"
     if cause == "resample" and any(a.info.finish == "abort" and a.info.ended < turn.info.started for a in earlier):
-        return "its cause is resample, but an earlier answer was aborted before it started"
+        return "its cause is 'resample', but an earlier answer was aborted before it started"
     return ""
 
 

@@ -35,7 +35,7 @@ class CellProcess:
     """A process that runs `turngate cell`. It is restarted on the same port whenever it ends, so that its URL stays valid."""
 
     def __init__(self, shared: str, name: str, data: Path, config: Path, environment: Mapping[str, str] = {}) -> None:
-        """Choose a free port for the gateway. `environment` is added to the environment of the current process."""
+        """Choose a free port for the gateway. The cell's process gets the current environment variables and those in `environment`."""
         self._environment = {**os.environ, **environment}
         self._arguments = ["--shared", shared, "--cell-name", name, "--data", str(data), "--config", str(config)]
         self._data = data
