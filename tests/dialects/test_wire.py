@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import FrameType
 
 import pytest
 
@@ -25,3 +27,20 @@ from turngate.dialects.wire import without_lone_surrogates
 def test_lone_surrogate_becomes_replacement_character(body: bytes, expected: bytes) -> None:
     assert without_lone_surrogates(body) == expected
     json.loads(expected).encode()
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\ud83d", rb"\ude00", rb"\\", rb"\ud83dx\\"])
+def test_long_text_calls_no_function_for_each_character(text: bytes) -> None:
+    """A text of 60,000 pairs blocked the event loop for over 50 ms."""
+    calls: list[str] = []
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        without_lone_surrogates(b'"%b\\ud800"' % (text * 1000))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 10, calls[:20]

@@ -23,16 +23,21 @@ _MAX_DEPTH = 200  # nesting levels; JSON encoders fail at 254
 _SHORT_BODY = 4_000  # bytes; a regex search is faster for bodies shorter than this
 _SURROGATE_START = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
-_SURROGATES = re.compile(
-    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_HIGH, _LOW = rb"[89abAB][0-9a-fA-F]{2}", rb"[c-fC-F][0-9a-fA-F]{2}"
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD](?:%b(?!\\u[dD]%b)|%b(?<!\\u[dD]%b\\u[dD]%b))" % (_HIGH, _LOW, _LOW, _HIGH, _LOW)
 )
+_BACKSLASH = b"\xff\xfe"  # replaces an escaped backslash; not UTF-8
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
     """Replace lone surrogates in JSON with U+FFFD. JavaScript programs send them when they cut a string in the middle of a character."""
-    if not _has_surrogates(body):
+    if not _has_surrogates(body) or b"\xff" in body:  # a body that is not UTF-8 is refused later
         return body
-    return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
+    # Without escaped backslashes, each backslash starts an escape. A pattern that also matched these and pairs of surrogates would need a
+    # function for the replacement, and a long text would call it thousands of times.
+    escapes = body.replace(rb"\\", _BACKSLASH)
+    return _LONE_SURROGATE.sub(rb"\\ufffd", escapes).replace(_BACKSLASH, rb"\\")
 
 
 def _has_surrogates(body: bytes) -> bool:
