@@ -4,9 +4,13 @@ FOLDER is a data folder that `fill_store.py` has filled. A gateway serves it, an
 after the other is repeated for some seconds: lists, the page, a long session, the page's downloads, and `turngate verify`, `export` and
 `show`, which are processes of their own and are stopped after that time. Phases without reads come first, in the middle and last.
 
+One phase repeats several reads at once.
+
 For each phase, the table shows the latency of the turns and how late the gateway's event loop was (`watched_gateway.py`). Reads need a
-core, and the agents and the engine share the machine with them. What the gateway itself computes is independent of that: `CPU` is the most
-CPU time of all its threads during one delay. A delay cannot be longer than that because of what the gateway computes for a read.
+core, and the agents and the engine share the machine with them, so on a busy machine latencies say little. What the gateway itself computes
+is less dependent on that. The first `CPU` columns have the CPU time of all its threads from the request of a turn to the end of its
+reply: what a read adds to the phases without reads is an upper limit for its delay of a turn. The second ones have the CPU time during one
+delay of the loop, which cannot be longer than that because of what the gateway computes for a read.
 """
 
 from __future__ import annotations
