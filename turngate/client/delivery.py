@@ -261,10 +261,12 @@ def _decode_tree(wire: WireTree, number: int, delivery: WireDelivery) -> Deliver
         start += part.tokens
     # Compared before arrays are created, because a damaged number may be too large for memory.
     count = sum(part.tokens for part in wire.segments if part.turn is not None)
-    if not segments or len(wire.ids) != 4 * start or len(wire.logprobs) != 4 * count:
+    if not segments:
+        raise DamagedDelivery(f"{where}: there are no segments")
+    if len(wire.ids) != 4 * start or len(wire.logprobs) != 4 * count:
         raise DamagedDelivery(
-            f"{where}: the numbers of ids ({len(wire.ids) // 4}) and log-probabilities ({len(wire.logprobs) // 4}) do not match the "
-            f"numbers of tokens ({start}) and sampled tokens ({count}) in the segments, or there are no segments"
+            f"{where}: the segments have {start} tokens, of which {count} are sampled, but there are {len(wire.ids) // 4} ids and "
+            f"{len(wire.logprobs) // 4} log-probabilities"
         )
     sizes = [part.tokens for part in wire.segments]
     sampled = np.repeat([part.turn is not None for part in wire.segments], sizes)

@@ -63,7 +63,7 @@ class OtherCells:
         )
 
     def _rate(self, own: ProjectCalls, weight: Weight) -> dict[str, float]:
-        """Return, for each project, the fraction of its calls in all cells that may run."""
+        """Return the fraction of each project's calls that may run. The calls of all cells count."""
         demands = self._demands.copy()
         _add_demands(own, demands)
         total = max(1, self._running + sum(own.running.values()))

@@ -112,8 +112,8 @@ class Certificate(msgspec.Struct, frozen=True):
         if self.renderer == TEMPLATE_RENDERER:
             return f"the conversation is rendered in full, and the trace may fork, at {where}"
         return (
-            f"the hand-written renderer {self.renderer} has no bridge (so the trace may fork), or uses a bridge that differs from a render "
-            f"of the whole conversation, at {where}"
+            f"at some transitions ({where}), the hand-written renderer {self.renderer} has no bridge, so the trace may fork, or its bridge "
+            "differs from a render of the whole conversation"
         )
 
     def explain_unread(self) -> str:

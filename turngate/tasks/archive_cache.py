@@ -1,7 +1,7 @@
 """Archives of tasks on this machine, named after their content: `$TURNGATE_CACHE/archives/<sha256>.tar`, unpacked in `<sha256>/`.
 
-Each project has archives of its own, in `projects/<name>/`. A rollout's order names the archive only by its SHA-256, and a project
-that knows the SHA-256 but not the content must not get the content.
+Projects do not share archives, because a rollout's order names the archive only by its SHA-256, and a project that knows the SHA-256 but
+not the content must not get the content. Those of the project `default` are in `archives/`, those of others in `archives/projects/<name>/`.
 
 Files are written under a temporary name and renamed, so that no process sees an incomplete one. Everything is checked before it is read: an
 archive against its name, and an unpacked folder against its archive, because an agent in a local sandbox could have changed a grader in it.

@@ -1,7 +1,7 @@
 """Load and save models as Hugging Face folders.
 
 The network joins matrices that have the same input (see `model.py`), but a folder stores them separately. `list_weights` yields a model's
-parameters under their names in a folder, without a copy, to send weights to another engine.
+parameters under the names that a folder uses, without copying them, so that they can be sent to another engine.
 """
 
 from __future__ import annotations
