@@ -434,6 +434,23 @@ async def test_non_finite_gradient_changes_no_weights() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
 
 
+async def test_learning_rate_warms_up_and_continues_after_restore() -> None:
+    """The optimizer counts the updates, so a restored one does not warm up again. Between updates it has the rate of the settings."""
+    settings, rates = GrpoSettings(learning_rate=1e-3, warm_up=4), []
+    async with sampled_group() as (here, rows):
+        learner = Learner(here.engine.model, settings)
+        for version in range(6):
+            if version == 2:
+                restored = Learner(here.engine.model, settings)
+                restored.optimizer.load_state_dict(learner.optimizer.state_dict())
+                learner = restored
+            learner.optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+            learner.gradients(rows, version=version + 1)
+            learner.step()
+            assert learner.optimizer.param_groups[0]["lr"] == 1e-3
+    assert list(dict.fromkeys(rates)) == [2.5e-4, 5e-4, 7.5e-4, 1e-3]
+
+
 async def test_training_resumes_from_checkpoint(tmp_path: Path) -> None:
     """Weights, optimizer state, delivery number and version are restored together."""
     async with training_gateway(tmp_path / "data") as here:

@@ -19,7 +19,8 @@ from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.side_data import SideColumn
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, Trace
 from turngate.trainers.export.tree import ExportedTree
-from turngate.trainers.local.grpo import GrpoSettings, Learner, attend_densely, attend_flexibly
+from turngate.trainers.local.attention import attend_densely, attend_flexibly
+from turngate.trainers.local.grpo import GrpoSettings, Learner
 from turngate.trainers.local.loss import LossTerms, Normalise, compute_divisor, compute_loss
 from turngate.trainers.local.packing import count_packed_tokens
 from turngate.trainers.tree_attention import make_block_mask, make_dense_mask, make_mask_mod

@@ -14,7 +14,6 @@ than those in the checkpoint, the trainer chooses a new version number.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,18 +25,16 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
 from turngate.client.feed import Delivery, Feed, Row
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import PauseMode
 from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
-from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
 from turngate.trace.mismatch import LagMismatch, MismatchAlarm, MismatchMeter
 from turngate.trainers.local import checkpoint
+from turngate.trainers.local.attention import attend_densely, attend_flexibly
 from turngate.trainers.local.checkpoint import TrainerState
 from turngate.trainers.local.distillation import (
     compute_mean_kl,
@@ -55,16 +52,12 @@ from turngate.trainers.local.loss import (
 )
 from turngate.trainers.local.packing import pack_rows, pack_tree, split_batches
 from turngate.trainers.local.sampling import adjust_scores, find_obstacle
-from turngate.trainers.tree_attention import make_block_mask, make_dense_mask
 
 _MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the setup is wrong, not the rows
 # Maximum difference, in nats, between the recorded log-probability of a token and its log-probability under later weights. A few clipped
 # updates change it by a few nats. Beyond 20, either the token was almost impossible when it was sampled (one in 5·10⁸) and the record is
 # damaged, or its ratio is now practically 0 and the token has no effect.
 _MAX_DRIFT = 20.0
-# PyTorch 2.11 and later: with a mask, and half a tile more tokens than whole tiles, cuDNN's attention on Hopper GPUs can return gradients
-# that are NaN (https://github.com/pytorch/pytorch/issues/196678). It did with Qwen2.5 in bfloat16.
-_CUDNN_TILE = 128
 
 
 class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +65,7 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: int = 2  # deliveries per update
     learning_rate: float = 3e-5
+    warm_up: int = 0  # the learning rate rises linearly over this many updates; AdamW's first updates are its largest
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_low: float = 0.2  # ratios below 1 - clip_low are clipped if the advantage is negative
@@ -94,6 +88,8 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("groups", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
+        if self.warm_up < 0:
+            raise ConfigError(f"warm_up must be 0 or greater, not {self.warm_up}", param="warm_up")
         for name in ("learning_rate", "largest_gradient", "temperature", "tolerance"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -237,7 +233,10 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.settings.largest_gradient, error_if_nonfinite=True
         )
+        rate = self.settings.learning_rate
+        set_rate(self.optimizer, rate * min(1.0, (count_updates(self.optimizer) + 1) / max(1, self.settings.warm_up)))
         self.optimizer.step()
+        set_rate(self.optimizer, rate)  # that of the settings, for checkpoints
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -386,45 +385,19 @@ def select_credited(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return selected, refused
 
 
+def count_updates(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of updates that AdamW has made, including those before it was restored from a checkpoint."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def is_of_version(row: Row, version: int) -> bool:
     """Return whether all trained tokens of a row were sampled at policy version `version`."""
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
-
-
-def attend_densely(until: Tensor) -> Attend:
-    """Return the attention over packed rows with a mask of n² bytes for n tokens."""
-    size = len(until)
-    extra = int(size % _CUDNN_TILE == _CUDNN_TILE // 2)
-    mask = make_dense_mask(F.pad(until, (0, extra), value=size + extra))  # no other token attends to the extra one
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if extra:
-            q, k, v = (F.pad(x, (0, 0, 0, extra)) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[:, :, :size].transpose(1, 2)
-
-    return attend
-
-
-def attend_flexibly(until: Tensor) -> Attend:
-    """Return the attention over packed rows with FlexAttention, which skips blocks of tokens that may not attend to each other."""
-    mask = make_block_mask(until)
-    # Without compiling, FlexAttention computes all pairs of tokens.
-    attention = flex_attention if until.device.type == "cpu" else _compile_flex_attention()
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        output = attention(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(output, Tensor), "flex_attention returns more only if it is asked to"
-        return output.transpose(1, 2)
-
-    return attend
-
-
-@functools.cache
-def _compile_flex_attention() -> Callable[..., object]:
-    compiled: Callable[..., object] = torch.compile(flex_attention, dynamic=True)
-    return compiled
 
 
 def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Tensor:
