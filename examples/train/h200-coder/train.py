@@ -39,6 +39,7 @@ from turngate.config import ServeConfig
 from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.server.run import GatewayAddress, run_embedded, run_in_thread
 from turngate.trainers.local.grpo import GrpoSettings, Learner, Step, Trainer, UpdateMetrics
+from turngate.trainers.local.loss import Normalise
 
 import torch  # isort: skip  # after turngate.engines.local, which configures how torch's threads wait
 
@@ -163,8 +164,10 @@ async def train(options: argparse.Namespace, address: GatewayAddress, engine: Lo
     settings = GrpoSettings(
         groups=options.groups,
         learning_rate=options.rate,
+        warm_up=options.warm_up,
         batch_tokens=options.batch_tokens,
         tolerance=options.tolerance,
+        normalise=options.normalise,
         bfloat16=options.precision == "bfloat16",
     )
     progress = Progress(options.out)
@@ -210,7 +213,12 @@ async def run(options: argparse.Namespace) -> None:
     network = load(options.model, "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     if options.sft:
         warm = fine_tune(
-            network, options.sft, rate=options.warm_rate, batch_tokens=options.warm_tokens, seed=options.seed
+            network,
+            options.sft,
+            rate=options.warm_rate,
+            batch_tokens=options.warm_tokens,
+            seed=options.seed,
+            updates=options.warm_updates,
         )
         record_result(options.out, warm=warm)
         torch.cuda.empty_cache()
@@ -243,6 +251,9 @@ def main() -> None:
         help="rows of `expert.py` and `reviews.py` for a warm start; without it, GRPO starts from MODEL_FOLDER",
     )
     parser.add_argument("--warm-rate", type=float, default=1.5e-5)
+    parser.add_argument(
+        "--warm-updates", type=int, default=0, help="updates of the warm start (0: one epoch over its rows)"
+    )
     parser.add_argument("--warm-tokens", type=int, default=16384, help="tokens per update of the warm start")
     parser.add_argument(
         "--seed",
@@ -269,10 +280,17 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="groups per step")
     parser.add_argument("--n", type=int, default=8, help="rollouts per group")
     parser.add_argument("--rate", type=float, default=4e-6)
+    parser.add_argument("--warm-up", type=int, default=0, help="updates over which the learning rate rises to --rate")
     parser.add_argument("--ahead", type=int, default=2, help="number of steps whose groups may be in progress")
     parser.add_argument("--stale", type=int, default=4, help="maximum age of a row in policy versions")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--tolerance", type=float, default=2.0, help="bfloat16 sampling and tf32 training differ")
+    parser.add_argument(
+        "--normalise",
+        default="token",
+        choices=get_args(Normalise),
+        help="token: all tokens of a step weigh the same; sequence: all rollouts, so that long ones do not count more",
+    )
     parser.add_argument("--running", type=int, default=64, help="agents running at the same time")
     parser.add_argument("--turns", type=int, default=STEPS, help="maximum number of steps of an agent")
     parser.add_argument("--slots", type=int, default=96)
