@@ -44,7 +44,7 @@ async def test_hand_written_bridge_that_differs_is_reported_as_used(
     for message in (outcome.message, caplog.messages[-1]):
         assert "the hand-written renderer family:qwen3 has no bridge, so the trace may fork" in message
         assert "or its bridge differs from a render of the whole conversation" in message
-        assert "at some transitions (a user message after a call; a user message after an answer)" in message
+        assert "at some transitions (a user message after a call; a user message after an answer" in message
         assert "rendered in full" not in message
     assert "--family template" in outcome.fix
 
