@@ -362,7 +362,9 @@ def _decode_top_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return count or 0
     if count:
-        raise field_error("top_logprobs", "can only be set if logprobs is true; set logprobs, or leave it out")
+        raise field_error(
+            "top_logprobs", "can only be set if logprobs is true; set logprobs to true, or leave top_logprobs out"
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Decoding of Gemini conversations: turns the contents of a request into messages.
+"""Decoding of Gemini conversations: converts the contents of a request to messages.
 
 A conversation is a list of contents, each with a role and a list of parts. Agents split a turn into contents differently: streaming SDKs
 keep every chunk as a separate content, while Gemini CLI joins them. To make this irrelevant, consecutive contents with the same role are
@@ -198,7 +198,7 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
     """Return which of the allowed `kinds` a part is. A part with only a signature is treated as empty text.
 
-    `speaker`, such as "user content", says in the error message where a part of another kind is not allowed.
+    `speaker` names what contains the part, such as "user content". It appears in the error about a kind that is not allowed there.
     """
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:

@@ -63,7 +63,10 @@ def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> 
 
 
 def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Return a function's schema as JSON Schema: from `<name>JsonSchema`, or converted from `<name>`. Return None if it has neither."""
+    """Return the JSON Schema of a function's `parameters` or `response`, which `name` selects, or None if it has none.
+
+    The field `<name>JsonSchema` is JSON Schema already. The field `<name>` is a Gemini schema, which is converted.
+    """
     if f"{name}JsonSchema" in declaration:
         place = f"{where}.{name}JsonSchema"
         return require_shallow(read_json(declaration[f"{name}JsonSchema"], place), place)

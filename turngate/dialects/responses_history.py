@@ -1,4 +1,4 @@
-"""Decoding of OpenAI Responses conversations: turns items into messages, on demand.
+"""Decoding of OpenAI Responses conversations: converts items to messages, on demand.
 
 The format splits one turn of the model into several items: reasoning, text and calls. They are grouped here, so that a turn is compared and
 decoded as one message. Consecutive items belong to the same turn, unless the ids that the gateway assigned show that they come from

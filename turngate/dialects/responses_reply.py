@@ -90,7 +90,11 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """Build the templates. `events` names the text and part events. `index` is the field for the part's index (always 0)."""
+    """Build the templates.
+
+    `events` contains the prefix of the text events' names and that of the part events' names. `index` is the name of the field with the
+    part's index, which is always 0.
+    """
     place = _PLACE + b'"%b":0,' % index
     text_event, part_event = events
     return _TextForm(

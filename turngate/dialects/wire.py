@@ -154,7 +154,7 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the sampling values, or raise BadRequest if one is out of range.
 
-    `names` maps fields of `Sampling` to their names in the dialect where the two differ.
+    `names` maps those fields of `Sampling` that the dialect names differently to the dialect's names.
     """
     if values.get("top_k") == -1:
         values = {**values, "top_k": 0}  # both -1 and 0 disable top_k

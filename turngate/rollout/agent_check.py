@@ -223,7 +223,7 @@ def _check_work(folder: Path, agent: AgentSpec, log: CallLog) -> PromiseResult:
 def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
     """Return why the agent could not follow the [[check]] steps, or "" if no reason is known."""
     if not log.model_calls:
-        return "the agent made no model call: does it read the base URL and the key that its file sets?"
+        return "the agent made no model call: does it read the base URL and the key that its description sets?"
     called = {call.tool: None for step in agent.check for call in step.calls}
     offered = {tool.name for tool in log.tools}
     if called and not offered:

@@ -6,7 +6,7 @@
         async for rollout in finished: …
 
     plan            the tasks to run, and how
-    schedule        decides what runs next: groups, as the throttle allows, and retries
+    schedule        decides what runs next: a retry that is due, or a rollout of a group that the throttle allows
     attempts        workers that make an order for each attempt, and write its result to the ledger
     executor        runs the orders: in this process, or elsewhere
     results         the ledger, and the progress and groups that are derived from it

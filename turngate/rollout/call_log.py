@@ -1,7 +1,8 @@
 """A log of the requests that an agent sends to the gateway, and of the gateway's responses.
 
-The log wraps the gateway's application without changing any request. It complements the trace, which contains only answered calls with the
-sampling settings that were applied. The log also contains refused calls, and the settings and tools that the agent sent.
+The log wraps the gateway's application without changing any request. It complements the trace, which contains only answered
+calls, each with the sampling settings that were applied. The log also contains refused calls, and the settings and tools that the agent
+sent.
 """
 
 from __future__ import annotations

@@ -59,10 +59,14 @@ class CellProcess:
             async with asyncio.timeout(_START_S):
                 while not await self._answers():
                     if self._process is not None and self._process.returncode is not None:
-                        raise CellFailed(f"turngate cell exited with status {self._process.returncode}: {self._tail()}")
+                        raise CellFailed(
+                            f"turngate cell exited with status {self._process.returncode}; the end of its log: {self._tail()}"
+                        )
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise CellFailed(f"turngate cell did not answer within {_START_S:.0f} s: {self._tail()}") from None
+            raise CellFailed(
+                f"turngate cell did not answer within {_START_S:.0f} s; the end of its log: {self._tail()}"
+            ) from None
         self._supervising = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -99,7 +103,11 @@ class CellProcess:
         while True:
             assert self._process is not None
             status = await self._process.wait()
-            log.warning("turngate cell exited with status %d; restarting it: %s", status, self._tail())
+            log.warning(
+                "turngate cell exited with status %d and is being restarted; the end of its log: %s",
+                status,
+                self._tail(),
+            )
             await asyncio.sleep(_RESTART_PAUSE_S)
             await self._launch()
 

@@ -1,4 +1,4 @@
-"""Keep one cell of a batch on each node of a Ray cluster that has room for its rollouts, for as long as the node lives.
+"""Keep one cell of a batch on every Ray node that has room for rollouts of the batch, for as long as the node lives.
 
 node joins                 start a cell there
 node drains                send its cell no more orders, let the running orders end, then close the cell
