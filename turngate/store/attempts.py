@@ -4,8 +4,8 @@
        │ ─────► failed        an infrastructure fault, or cancelled; a further attempt can be opened
        └──────► superseded    given up, or replaced by a newer attempt; its outcome is stored but never counts
 
-At most one attempt of a rollout is ever settled. To ensure this, each function writes to an attempt's row before it reads the row and
-decides. The write locks the row, so two concurrent transactions cannot both decide.
+At most one attempt of a rollout is ever settled. To ensure this, each function writes to an attempt's row before it reads the attempt's
+state. The write locks the row, so two concurrent transactions never act on the same state.
 """
 
 from __future__ import annotations

@@ -70,9 +70,10 @@ class AuditTable:
             insert_audit_entry(db, entry)
 
     def page(self, *, project: str | None = None, after: int = 0, limit: int = 100) -> list[AuditEntry]:
-        """Return up to `limit` entries with numbers above `after`, oldest first, of one project or of all projects.
+        """Return up to `limit` entries of a project, or of all projects, with numbers above `after`, oldest first.
 
-        The entries of one project are numbered 1, 2, … without gaps. Gaps would show the project's members how active other projects are.
+        With `project`, the entries are numbered 1, 2, … within the project. Numbers with gaps would show the project's members how active
+        other projects are.
         """
         if not self._has_tables:
             return []
@@ -100,7 +101,7 @@ class AuditTable:
 
 
 def insert_audit_entry(db: StoreConnection, entry: NewAuditEntry) -> None:
-    """Insert an entry in the transaction of the change that it describes, which must already hold all other locks that it needs."""
+    """Insert an entry in the caller's transaction, which makes the change and must already hold all other locks that it needs."""
     db.execute(LOCK_AUDIT)
     db.execute(
         "INSERT INTO audit (at, actor, project, action, subject, details) VALUES (?,?,?,?,?,?)",

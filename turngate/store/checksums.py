@@ -88,7 +88,7 @@ def _append_zeros(tables: _Words, checksums: _Words, digits: _Words) -> _Words:
 
 @cache
 def _zeros(digit: int) -> _Words:
-    """Return lookup tables for checksums after n · 16^digit zero bytes are appended to the data, for n from 0 to 15.
+    """Return lookup tables that update a checksum as if n · 16^digit zero bytes were appended to its data, for n from 0 to 15.
 
     They are indexed by n, by the position of a byte in the checksum, and by the byte's value.
     """

@@ -9,7 +9,7 @@ MAX_INTEGER = 2**63 - 1  # the largest integer that the store can hold
 
 
 def decode_text(stored: bytes) -> str | bytes:
-    """Decode a text column. Text that is not UTF-8 is returned as bytes, so that one damaged row does not fail a query over many."""
+    """Decode a text column. Text that is not UTF-8 is returned as bytes, so that a damaged row does not make a query fail."""
     try:
         return stored.decode()
     except UnicodeDecodeError:

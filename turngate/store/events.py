@@ -101,7 +101,7 @@ class EventTable:
             return int(row[0])
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
-        """Return the oldest `limit` events with numbers above `after`, of one session, or of all sessions if `session` is empty."""
+        """Return up to `limit` events of a session with numbers above `after`, oldest first. An empty `session` means all sessions."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = (
             f"SELECT seq, time, session, kind, CAST(data AS BLOB) FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"

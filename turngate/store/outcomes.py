@@ -74,7 +74,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise BadRequest(f"data cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
             raise BadRequest(
-                f"data or turn_rewards is too large: the outcome is {len(written)} bytes long; the limit is {MAX_BYTES}",
+                f"the outcome is {len(written)} bytes long as JSON; the limit is {MAX_BYTES}; shorten message, data or turn_rewards",
                 param="data",
             )
         return written

@@ -1,4 +1,4 @@
-"""Queries over many rollouts that do not read traces.
+"""Queries about many rollouts at once. They do not read traces.
 
 They read only tables that are written anyway, so they add no cost to a turn. The database computes the sums, so other Python threads can
 run meanwhile.
@@ -157,7 +157,10 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of at most `limit` + 1 sessions that have one of the next 20,000 events with numbers above `after`."""
+        """Return the ids of sessions with events numbered above `after`, at most `limit` + 1 of them.
+
+        Only the first 20,000 of these events are read.
+        """
         query = (
             "SELECT DISTINCT session FROM"
             " (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) AS recent LIMIT ?"

@@ -46,7 +46,7 @@ class Refusals:
             return _read(db, session)
 
     def mark_repeated(self, session: int, name: str, request: bytes) -> RefusedCalls | None:
-        """Mark refused calls as repeated if their conversation is that of a call that has now been answered. `name` is the session's id.
+        """Mark refused calls as repeated after a call with the same conversation was answered. `name` is the session's id.
 
         Return a summary of the refused calls that were not repeated successfully, or None if there are none.
         """

@@ -114,7 +114,7 @@ class ShipmentBatch(msgspec.Struct):
 def open_shipping_reader(store: Store) -> Store:
     """Open a cell's store for `read_shipments`.
 
-    The store's page cache is small: most pages are read only once, and reading is cheaper if the page cache fits into the processor's.
+    The store's page cache is small: most pages are read only once, and reading is cheaper if it fits into the processor's cache.
     """
     reader = store.open_reader()
     with reader.database.reading() as db:

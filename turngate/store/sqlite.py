@@ -58,7 +58,7 @@ class SqliteDatabase:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
+                f"data: {self.path} cannot be used ({error}); check the disk and the file's permissions, or restore the file from a backup",
                 param="data",
             ) from None
         self._readers = _Readers(self.path)
@@ -88,7 +88,7 @@ class SqliteDatabase:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise ConfigError(
-                f"data: {path} cannot be read ({error}); restore it from a backup or choose another --data folder",
+                f"data: {path} cannot be read ({error}); check the disk and the file's permissions, or restore the file from a backup",
                 param="data",
             ) from None
         if version not in READABLE_VERSIONS:

@@ -33,6 +33,7 @@ _CAUSE_NAMES = {
     "edited": "edited",
     "template": "template",
 }
+_ROOT_CAUSES = ("compaction", "handoff", "new", "tools", "system", "template")  # causes that only a root can have
 _MAX_TEXT, _MAX_LINES = 9000, 30  # below these limits, the gateway compares every part of a message
 _ASIDE = ("side", "summary")  # roles of calls that are not part of the conversation
 _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
@@ -100,6 +101,8 @@ class _CauseCheck:
             "system": self._check_system,
             "template": self._check_template,
         }
+        if cause in _ROOT_CAUSES and not self._is_root:
+            return f"its cause is {cause!r}, but it is not a root"
         return checks[cause]() if cause in checks else f"its cause is {cause!r}, which is not a known cause"
 
     @property
@@ -170,8 +173,8 @@ class _CauseCheck:
         thread = self._signals.thread
         continues = any(thread and root.info.signals.thread == thread for root in self._earlier)
         similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
-        if not (self._is_root and (continues or similar)):
-            return "its cause is 'compaction', but it is not a root, or no earlier conversation has the same thread or start"
+        if not (continues or similar):
+            return "its cause is 'compaction', but no earlier conversation has the same thread, or the same tools and first message"
         kept = [
             root.id
             for root in similar
@@ -219,15 +222,9 @@ class _CauseCheck:
             for turn in turns
             if not (self._same_tools(turn.root) and self._same_first_message(turn.root))
         )
-        return (
-            ""
-            if self._is_root and taken
-            else "its cause is 'handoff', but it is not a root, or repeats no answer of another conversation"
-        )
+        return "" if taken else "its cause is 'handoff', but it repeats no answer of another conversation"
 
     def _check_new(self) -> str:
-        if not self._is_root:
-            return "its cause is 'new', but it is not the start of a conversation"
         if not self._messages.tools(self._context):
             return "" if self._earlier else "its cause is 'new', but no conversation precedes it"
         similar = [
@@ -236,7 +233,7 @@ class _CauseCheck:
             if self._same_tools(root) and (self._same_first_message(root) or self._lack_system_prompt(root))
         ]
         if not similar:
-            return "its cause is 'new', but no earlier conversation has the same tools and start"
+            return "its cause is 'new', but no earlier conversation has the same tools and system prompt"
         if self._context.info.quotes:
             return f"its cause is 'new', but it quotes turn {self._context.info.quotes[0]}"
         if (turn := self._find_repeated_turn()) is not None:
@@ -274,8 +271,8 @@ class _CauseCheck:
         changed = any(not self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
         return (
             ""
-            if self._is_root and changed
-            else "its cause is 'tools', but it is not a root, or no earlier conversation has the same start but different tools"
+            if changed
+            else "its cause is 'tools', but no earlier conversation has the same first message and different tools"
         )
 
     def _check_system(self) -> str:
@@ -285,19 +282,15 @@ class _CauseCheck:
         )
         return (
             ""
-            if self._is_root and changed
-            else "its cause is 'system', but it is not a root, or no earlier conversation has the same tools and question but another start"
+            if changed
+            else "its cause is 'system', but no earlier conversation has the same tools and question and a different first message"
         )
 
     def _check_template(self) -> str:
         answers = [message for message in self._own_messages if message.role == "assistant"]
         turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
-        return (
-            ""
-            if self._is_root and known
-            else "its cause is 'template', but it is not a root, or does not repeat a turn"
-        )
+        return "" if known else "its cause is 'template', but it repeats no earlier turn"
 
 
 def _resembles(turn: Message, answer: Message) -> bool:

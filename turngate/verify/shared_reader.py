@@ -39,7 +39,7 @@ class SharedSessionReader(SessionReader):
             connection = psycopg.connect(address.value, autocommit=True, prepare_threshold=None, connect_timeout=10)
         except psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
             raise ConfigError(
-                f"data: the address of {self._name} is not valid; {ENCODE_HINT}, and use only libpq parameters after ?",
+                f"data: the address of {self._name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the query string",
                 param="data",
             ) from None
         except psycopg.Error as error:

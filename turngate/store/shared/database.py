@@ -306,7 +306,7 @@ class SharedDatabase:
             )
         except self._psycopg.ProgrammingError:  # libpq cannot parse the address; its message may quote the password
             raise ConfigError(
-                f"data: the address of {self.url.name} is not valid; {ENCODE_HINT}, and use only libpq parameters after ?",
+                f"data: the address of {self.url.name} is not valid; {ENCODE_HINT}, and use only libpq parameters in the query string",
                 param="data",
             ) from None
         encoding = db.info.parameter_status("server_encoding")

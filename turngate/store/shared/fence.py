@@ -1,4 +1,4 @@
-"""The fence of all cells: one row with the newest change, and one row for each process of a cell that follows it.
+"""The fence of all cells: one row with the newest change, and one row for each follower, which is a process of a cell.
 
 All times are PostgreSQL's. Each change gets the next number, its epoch. A follower first reports the newest epoch that it has carried out,
 and then reads the fence. A gateway that makes a change therefore finds every follower that has not read the change yet.
@@ -94,7 +94,7 @@ class FenceTable:
         return self.read()
 
     def list_calls(self, follower: str, age: float) -> list[str]:
-        """Return the calls that the other followers reported, except in reports older than `age` times the follower's ttl."""
+        """Return the calls that other followers reported. Skip each report that is older than `age` times its own follower's ttl."""
         query = f"SELECT calls FROM fence_followers WHERE id<>? AND calls<>'' AND {_NOW} < seen + ttl * ? ORDER BY id"
         with self._reading() as db:
             return [calls for (calls,) in db.execute(query, (follower, age)).fetchall()]

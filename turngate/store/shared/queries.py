@@ -1,4 +1,4 @@
-"""Queries over many rollouts that use the totals kept by PostgreSQL instead of reading events."""
+"""Queries about many rollouts at once. They read the totals that PostgreSQL keeps instead of reading events."""
 
 from __future__ import annotations
 

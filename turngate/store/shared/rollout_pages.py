@@ -66,7 +66,7 @@ class ListFilter(msgspec.Struct, frozen=True):
 
 
 class TrendPoint(msgspec.Struct, frozen=True):
-    """Totals of the rollouts that have an outcome and the same time interval, policy version and staleness."""
+    """Totals of the rollouts with the same policy version and staleness whose outcomes were recorded in the same time interval."""
 
     interval: int
     version: int | None
@@ -261,7 +261,7 @@ class RolloutPages:
             return db.execute(query, values).fetchall()
 
     def rewards_of(self, prefix: str, task: str, version: int) -> list[tuple[str, float]]:
-        """Return the ids and rewards of the graded rollouts of a task that started with a policy version, oldest first."""
+        """Return the ids and rewards of a task's graded rollouts that started with policy version `version`, oldest first."""
         where, values = _starting_with(prefix)
         query = (
             "SELECT id, usable_reward FROM rollout_list WHERE usable_reward IS NOT NULL AND recorded IS NOT NULL"

@@ -34,7 +34,7 @@ class SharedStore(Store):
     def open_again(self, *, read_only: bool = False) -> SharedStore:
         """Open the same store with new connections. Interrupting this store also interrupts the new one.
 
-        The new store limits the time to answer only if this store does and the new one is read-only. Its limit is longer.
+        If this store limits the time to answer, a new read-only store does so too, with a longer limit. Otherwise, there is no limit.
         """
         limit_s = self._answer_s * _READER_PATIENCE if read_only and self._answer_s is not None else None
         try:
